@@ -1,0 +1,120 @@
+"""
+Attention: one function over the kernels a machine has.
+
+    q (B, T, H, D), k and v (B, T, G, D) -> attend(...) -> (B, T, H, D)
+
+Every backend computes the same causal, optionally windowed, grouped-query attention; the plain
+one in `attend_plain` is the oracle of the tests. Which backend runs is decided once, by
+`nanochat/preflight.py`, and handed in; nothing here looks for hardware.
+"""
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Backend = Literal["sdpa", "flex", "fa3", "plain"]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: Backend = "sdpa",
+) -> Tensor:
+    """
+    Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
+
+    q (B, T, H, D); k, v (B, T, G, D) with G dividing H. `scale` multiplies the scores, by
+    default D^-0.5. Returns (B, T, H, D). Raises ValueError for an unknown backend.
+    """
+    if window is not None and window >= q.size(1) - 1:
+        window = None
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    if backend == "sdpa":
+        return attend_sdpa(q, k, v, window, scale)
+    if backend == "flex":
+        return attend_flex(q, k, v, window, scale)
+    if backend == "fa3":
+        return attend_fa3(q, k, v, window, scale)
+    if backend == "plain":
+        return attend_plain(q, k, v, window, scale)
+    raise ValueError(f"attention backend {backend!r} is not one of sdpa, flex, fa3, plain")
+
+
+def visible(T: int, window: int | None, device: torch.device) -> Tensor:
+    """(T, T) bool: may query i (row) see key j (column)?"""
+    i = torch.arange(T, device=device)
+    distance = i[:, None] - i[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """The definition, with the (T, T) scores written out in float32."""
+    group = q.size(2) // k.size(2)
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))  # (B, heads, T, D)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.mT) * scale  # (B, H, T, T)
+    scores = scores.masked_fill(~visible(q.size(2), window, q.device), -math.inf)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+
+
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """PyTorch's fused kernel; a window needs an explicit mask here, which costs its speed."""
+    mask = None if window is None else visible(q.size(1), window, q.device)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.size(2) != k.size(2),
+    )
+    return y.transpose(1, 2)
+
+
+@lru_cache(maxsize=16)
+def block_mask(T: int, window: int | None, device: torch.device):
+    """FlexAttention's block-sparse form of `visible`, made once per shape."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def may_see(b, h, i, j):
+        return (i >= j) if window is None else (i >= j) & (i - j <= window)
+
+    return create_block_mask(may_see, None, None, T, T, device=str(device))
+
+
+@lru_cache(maxsize=1)
+def compiled_flex():
+    """FlexAttention is fast only when compiled; shapes are fixed during a run."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """FlexAttention: skips the blocks that a window hides. CUDA."""
+    y = compiled_flex()(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=block_mask(q.size(1), window, q.device),
+        scale=scale,
+        enable_gqa=q.size(2) != k.size(2),
+    )
+    return y.transpose(1, 2)
+
+
+def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """FlashAttention 3 (arXiv:2407.08608) where its package is installed. Hopper GPUs."""
+    from flash_attn_interface import flash_attn_func  # type: ignore
+
+    sizes = (-1 if window is None else window, 0)
+    y = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
+    return y[0] if isinstance(y, tuple) else y

@@ -1,0 +1,100 @@
+"""
+The ground floor: where generated files live, and how they are written and named.
+
+    base_dir() -> out/ or NANOCHAT_BASE_DIR; everything a run writes is below it
+
+Imports no torch, so that a script which only moves files starts at once.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class MissingInput(FileNotFoundError):
+    """
+    An earlier stage has not run. The message says what is missing and which command makes it.
+
+    Scripts print it without a traceback (`config.start`).
+    """
+
+    def __init__(self, what: str, command: str):
+        super().__init__(f"{what}\n  make it with:  {command}")
+
+
+def base_dir() -> Path:
+    """The folder of everything generated: NANOCHAT_BASE_DIR, by default out/ in the repository."""
+    path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of `value`: sorted keys, no spaces. Raises TypeError for other types."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits that name a JSON value: equal values, equal names, on every machine."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, read in pieces."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """
+    Write a file so that a reader sees the old content or the new, never a part, even after
+    a power cut. The temporary file is removed when writing fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o644)  # mkstemp makes it private
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names inside a folder, would survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of indented JSON with sorted keys: the same value gives the same bytes."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises ValueError naming the file when it does not parse."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); delete it to start over") from error
+
+
+def free_bytes(path: Path) -> int:
+    """Free space, in bytes, on the file system that holds `path`, or would."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,150 @@
+"""
+Dataclass in, command line out.
+
+    frozen dataclass with docstrings -> flat flags with help -> the same dataclass, filled in
+
+`--device_batch_size=8` and `--device-batch-size 8` are the same flag; nested dataclasses share
+one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; for a setting that may be
+None, -1 means None ("decide for me"), as does leaving the flag out. A bare `--` in front of the
+flags is dropped. Flags that no longer exist are refused with the name of what replaced them.
+"""
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from nanochat.common import MissingInput
+
+C = TypeVar("C")
+BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mapping[str, str] = {}):
+    """
+    Parse the command line and run a script's `main`.
+
+    A `MissingInput` ends with its message and exit status 2; other errors keep their traceback.
+    """
+    cfg = parse(default, doc, retired=retired)
+    try:
+        main(cfg)
+    except MissingInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def parse(
+    default: C,
+    doc: str | None = None,
+    args: Sequence[str] | None = None,
+    retired: Mapping[str, str] = {},
+) -> C:
+    """
+    Fill a config dataclass from `args` (default: the command line).
+
+    `retired` maps the name of a flag that is gone to a sentence naming its replacement.
+    Exits with status 2 and a message naming the nearest flag when one is unknown.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if args[:1] == ["--"]:
+        args = args[1:]
+    for arg in args:
+        name = arg.removeprefix("--").split("=")[0].replace("-", "_")
+        if arg.startswith("--") and name in retired:
+            refuse(f"--{name} is gone: {retired[name]}")
+    return tyro.cli(
+        type(default),
+        default=default,
+        args=normalize(args, field_types(type(default))),
+        description=doc,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Flat name -> annotation of every setting, nested dataclasses included."""
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            found |= field_types(typing.cast(type, hints[f.name]))
+        else:
+            found[f.name] = hints[f.name]
+    return found
+
+
+def may_be_none(annotation: Any) -> bool:
+    """True for `X | None`."""
+    is_union = isinstance(annotation, types.UnionType) or (
+        typing.get_origin(annotation) is typing.Union
+    )
+    return is_union and type(None) in typing.get_args(annotation)
+
+
+def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """
+    Translate the forms of a boolean to `--flag True`, and drop `-1` for settings that may be None.
+
+    Exits with status 2 on a flag that is not `known`, naming the nearest one.
+    """
+    result: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        flag, equals, value = arg.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        negated = name.removeprefix("no_")
+        if not flag.startswith("--") or name == "help":
+            result.append(arg)
+        elif known.get(negated) is bool and not equals:
+            result += [f"--{negated}", str(negated == name)]
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            refuse(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
+        elif known[name] is bool:
+            if value.lower() not in BOOLEAN_WORDS:
+                refuse(f"{flag} is yes or no (1 or 0), not {value!r}")
+            result += [flag, str(BOOLEAN_WORDS[value.lower()])]
+        elif may_be_none(known[name]) and (value or rest[:1] == ["-1"] or rest[:1] == ["-1.0"]):
+            value = value if equals else rest.pop(0)
+            result += [] if value in ("-1", "-1.0") else [flag, value]
+        else:
+            result.append(arg)
+    return result
+
+
+def refuse(message: str) -> typing.NoReturn:
+    """End the program the way a command line does: message on stderr, status 2."""
+    print(f"error: {message}; see --help", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def settings(cfg: Any) -> dict[str, Any]:
+    """
+    Every setting as a flat JSON-ready dict, in declaration order.
+
+    None ("decide for me") becomes -1, -1.0 or "" by the setting's type, as the report prints it.
+    """
+    flat: dict[str, Any] = {}
+    hints = typing.get_type_hints(type(cfg))
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            flat |= settings(value)
+        elif value is None:
+            flat[f.name] = unset_value(hints[f.name])
+        else:
+            flat[f.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def unset_value(annotation: Any) -> Any:
+    """How the report prints an optional setting nobody chose."""
+    options = typing.get_args(annotation)
+    return -1 if int in options else -1.0 if float in options else ""

@@ -1,0 +1,136 @@
+"""
+Bits per byte: how many bits a model spends on each byte of a text, whatever its tokenizer.
+
+    (tokens, targets) or documents -> nats and bytes, summed over ranks -> Bpb
+
+Bytes come from the raw bytes of each token; special tokens have none and are outside both sums.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.loss import IGNORE
+from nanochat.machine import Machine
+
+
+class Scorer(Protocol):
+    """What is measured: a model that gives the nats of every target."""
+
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Bpb:
+    """Bits per byte with what it was measured on."""
+
+    nats: float
+    bytes: int
+    tokens: int
+    """Targets that were scored."""
+
+    @property
+    def value(self) -> float:
+        """NaN where nothing was scored."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+def bits_per_byte(
+    model: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
+) -> Bpb:
+    """
+    Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
+
+    token_bytes (V,) is the length in bytes of every token, 0 for specials. The sums are kept in
+    float64, so the result does not depend on how rows are batched or spread over ranks.
+    """
+    sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
+    nats, num_bytes, num_tokens = 0.0, 0, 0
+    for tokens, targets in batches:
+        x = torch.from_numpy(tokens).to(machine.device)
+        y = torch.from_numpy(targets).to(machine.device)
+        length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
+        losses = model.token_losses(x, y).to(torch.float32)
+        nats += float(torch.where(length > 0, losses, 0.0).cpu().double().sum())
+        num_bytes += int(length.sum())
+        num_tokens += int((length > 0).sum())
+    total = machine.sum(nats, num_bytes, num_tokens)
+    return Bpb(total[0], round(total[1]), round(total[2]))
+
+
+def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
+    """
+    Rows of T + 1 ids -> (tokens, targets) of exactly `rows` rows; the last batch is filled up
+    with rows in which nothing counts, so that a compiled model sees one shape.
+    """
+    for batch in batches:
+        ids = batch.astype(np.int64)
+        if missing := rows - len(ids):
+            ids = np.concatenate([ids, np.repeat(ids[:1], missing, axis=0)])
+        targets = ids[:, 1:].copy()
+        targets[len(batch) :] = IGNORE
+        yield ids[:, :-1], targets
+
+
+def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
+    """
+    Cut one document, ids (n + 1,) with BOS in front, into (tokens, targets) of T each, padded.
+
+    The first window scores all its targets, each later one its last `stride` (the last window
+    its remainder); the others are IGNORE. Every token is scored exactly once, with T - stride
+    to T - 1 tokens before it where the document has them. stride = T starts anew in each window.
+    """
+    num_targets = len(ids) - 1
+    scored = 0
+    while scored < num_targets:
+        begin = max(0, scored + stride - T) if scored else 0
+        end = min(begin + T, num_targets)
+        tokens = np.full(T, ids[0], dtype=np.int64)
+        targets = np.full(T, IGNORE, dtype=np.int64)
+        tokens[: end - begin] = ids[begin:end]
+        targets[scored - begin : end - begin] = ids[scored + 1 : end + 1]
+        yield tokens, targets
+        scored = end
+
+
+def document_batches(
+    documents: Iterable[Sequence[int] | np.ndarray],
+    T: int,
+    stride: int,
+    rows: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """
+    Batches of `rows` windows over documents (ids with BOS in front); ranks take every
+    world_size-th window. Raises ValueError for a stride outside 1..T.
+    """
+    if not 1 <= stride <= T:
+        raise ValueError(f"stride must lie in 1..{T}, got {stride}")
+    pending: list[Batch] = []
+    count = 0
+    for ids in documents:
+        for window in windows(np.asarray(ids, dtype=np.int64), T, stride):
+            count += 1
+            if count % world_size != rank:
+                continue
+            pending.append(window)
+            if len(pending) == rows:
+                yield stack(pending)
+                pending = []
+    if pending:
+        blank = (pending[0][0], np.full(T, IGNORE, dtype=np.int64))
+        yield stack(pending + [blank] * (rows - len(pending)))  # one shape for the compiler
+
+
+def stack(pairs: Sequence[Batch]) -> Batch:
+    """Rows to a batch."""
+    return np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])

@@ -1,0 +1,79 @@
+"""
+Which figures a record has: curves of its metrics file, bars of its scores, series of its own.
+
+    record -> {name: (title, SVG)}
+
+Knows neither how a figure is drawn (`plots`) nor where it goes (`report`).
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from nanochat.common import base_dir
+from nanochat.plots import (
+    Panel,
+    Points,
+    core_figure,
+    line_figure,
+    loss_figure,
+    lr_figure,
+    reward_figure,
+    throughput_figure,
+)
+from nanochat.runlog import read_metrics
+from nanochat.sections import SECTIONS
+from nanochat.summary import Record, plain_value, standard_error
+
+
+def draw(record: Record) -> dict[str, tuple[str, bytes]]:
+    """A record's figures: file name -> title and SVG."""
+    figures = draw_run(base_dir() / record["metrics"]) if record["metrics"] else {}
+    if record["section"] == "Base model evaluation":
+        figures |= draw_core(record)
+    if record["series"]:
+        curves = {
+            name: [(x, float(y)) for x, y in points] for name, points in record["series"].items()
+        }
+        panel = Panel(record["section"], curves)
+        figures["series"] = (record["section"], line_figure([panel]))
+    return figures
+
+
+def draw_run(metrics_file: Path) -> dict[str, tuple[str, bytes]]:
+    """Figures of a training run, those for which its metrics file has curves."""
+    if not metrics_file.exists():
+        print(f"report: {metrics_file} is gone, so its figures are left out", flush=True)
+        return {}
+    entries = read_metrics(metrics_file)
+
+    def curve(name: str) -> Points:
+        return [(entry["step"], entry[name]) for entry in entries if name in entry]
+
+    figures = {}
+    if curve("loss"):
+        image = loss_figure(curve("loss"), curve("val_bpb"))
+        figures["loss"] = ("Training and validation loss", image)
+    if curve("reward"):
+        image = reward_figure(curve("reward"), curve("pass_at_1"))
+        figures["reward"] = ("Mean reward and held-out pass@1", image)
+    if curve("lr"):
+        figures["lr"] = ("Learning rate", lr_figure(curve("lr")))
+    if curve("tokens_per_second"):
+        image = throughput_figure(curve("tokens_per_second"))
+        figures["throughput"] = ("Throughput", image)
+    return figures
+
+
+def draw_core(record: Record) -> dict[str, tuple[str, bytes]]:
+    """The bars of CORE, one per task."""
+    tasks = {
+        key: value
+        for key, value in record["values"].items()
+        if key not in ("Model", "CORE metric")
+        and (isinstance(value, Mapping) or key in SECTIONS[record["section"]].split(", "))
+    }
+    scores = {key: float(plain_value(value)) for key, value in tasks.items()}
+    errors = {key: standard_error(value) for key, value in tasks.items()}
+    errors = {key: error for key, error in errors.items() if math.isfinite(error)}
+    return {"core": ("CORE per task", core_figure(scores, errors))} if scores else {}

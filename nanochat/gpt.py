@@ -1,0 +1,342 @@
+"""
+The GPT model: decoder-only transformer, forward pass and initialisation, nothing else.
+
+    tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
+
+Knows nothing of tokenizers, optimizers, checkpoints or ranks. Every weight has a role
+(`param_roles`) from which optim.py picks its update rule. `GPTConfig.classic` is the plain
+architecture; the default adds value embeddings, residual scalars and sharper attention.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+
+from nanochat.attention import Backend, attend
+from nanochat.loss import MAX_SOFTCAP, cap, softmax_slope, summed_loss, token_losses
+
+Role = Literal["matrix", "embedding", "value_embedding", "head", "residual", "skip", "gate"]
+GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. Raises ValueError where the numbers do not fit together."""
+
+    vocab_size: int
+    n_layer: int
+    d_model: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    max_seq_len: int
+    mlp_ratio: float = 4.0
+    rope_theta: float = 100_000.0
+    softcap: float = 15.0
+    window_pattern: str = "L"
+    """One letter per layer, repeated: L sees everything, S a quarter of max_seq_len, rounded up
+    to 128. The last layer always sees everything."""
+    qk_gain: float = 1.2
+    """Queries and keys are multiplied by this after their norm: sharper attention."""
+    value_embeddings: bool = True
+    """Every other layer, the last included, adds a gated embedding of the token to its values."""
+    residual_scalars: bool = True
+    """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if not 0 < self.softcap <= MAX_SOFTCAP:
+            raise ValueError(f"softcap must lie in (0, {MAX_SOFTCAP}], got {self.softcap}")
+        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
+            raise ValueError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
+
+    def classic(self) -> "GPTConfig":
+        """The same shape in the plain architecture of October 2025."""
+        return replace(
+            self,
+            rope_theta=10_000.0,
+            window_pattern="L",
+            qk_gain=1.0,
+            value_embeddings=False,
+            residual_scalars=False,
+        )
+
+    def window(self, layer: int) -> int | None:
+        """How many earlier tokens `layer` sees, None = all."""
+        letter = self.window_pattern[layer % len(self.window_pattern)]
+        if letter == "L" or layer == self.n_layer - 1:
+            return None
+        return math.ceil(self.max_seq_len / 4 / 128) * 128
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every other layer counted back from the last."""
+        return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root-mean-square normalisation of the last dimension, without learned scale."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Linear(nn.Linear):
+    """A bias-free linear layer: float32 weights, computed in the dtype of its input."""
+
+    def __init__(self, fan_in: int, fan_out: int):
+        super().__init__(fan_in, fan_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary(T: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, 1, D/2) in float32. Source: RoFormer, arXiv:2104.09864."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angle = torch.arange(T, device=device).float()[:, None] * frequency  # (T, D/2)
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pairs (i, i + D/2) of x (B, T, heads, D) by their position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """
+    Causal grouped-query attention with normalised queries and keys.
+
+    Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
+    arXiv:2410.17897 in the token-table form of modded-nanogpt.
+    """
+
+    def __init__(self, cfg: GPTConfig, layer: int):
+        super().__init__()
+        self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
+        self.window = cfg.window(layer)
+        self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
+        self.backend: Backend = "sdpa"
+        self.q = Linear(cfg.d_model, cfg.n_head * cfg.head_dim)
+        self.k = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
+        self.v = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
+        self.out = Linear(cfg.n_head * cfg.head_dim, cfg.d_model)
+        self.gate = None
+        if cfg.has_value_embedding(layer):
+            self.gate = Linear(min(GATE_CHANNELS, cfg.d_model), cfg.n_kv_head)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extra: Tensor | None) -> Tensor:
+        """x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C)."""
+        B, T, _ = x.shape
+        H, G, D = self.shape
+        q = self.q(x).view(B, T, H, D)
+        k = self.k(x).view(B, T, G, D)
+        v = self.v(x).view(B, T, G, D)
+        if self.gate is not None and extra is not None:
+            gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
+            v = v + gate[..., None] * extra.view(B, T, G, D)
+        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
+        return self.out(y.flatten(2))
+
+
+class MLP(nn.Module):
+    """Two matrices around a squared ReLU (Primer, arXiv:2109.08668)."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        width = int(cfg.mlp_ratio * cfg.d_model)
+        self.up = Linear(cfg.d_model, width)
+        self.down = Linear(width, cfg.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """One pre-norm layer; with residual scalars it first mixes the embedded token back in."""
+
+    def __init__(self, cfg: GPTConfig, layer: int):
+        super().__init__()
+        self.attention = Attention(cfg, layer)
+        self.mlp = MLP(cfg)
+
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        mix: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        extra: Tensor | None,
+    ) -> Tensor:
+        """x, x0 (B, T, C); mix (2,) scalars of x and x0, or None -> (B, T, C)."""
+        if mix is not None:
+            x = mix[0] * x + mix[1] * x0
+        x = x + self.attention(norm(x), cos, sin, extra)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """
+    The model. `dtype` is the compute dtype: activations and matrix products; weights are float32.
+
+    Build it on the meta device and call `init_weights` after `to_empty`, or build it in place.
+    """
+
+    def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.cfg, self.dtype = cfg, dtype
+        kv_width = cfg.n_kv_head * cfg.head_dim
+        self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(i): nn.Embedding(cfg.vocab_size, kv_width)
+                for i in range(cfg.n_layer)
+                if cfg.has_value_embedding(i)
+            }
+        )
+        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.head = Linear(cfg.d_model, cfg.vocab_size)
+        if cfg.residual_scalars:
+            self.residual = nn.Parameter(torch.ones(cfg.n_layer))
+            self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
+        self.loss_kernel = softmax_slope
+        self.checkpoint_activations = False
+
+    # ---- weights -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """
+        Draw every weight. Layers start as the identity: their output matrices are zero.
+
+        Other matrices are uniform with standard deviation fan_in^-0.5 (the up projection 0.4 of
+        that), embeddings normal. Source of the values: nanochat's tuning log, 2026-03.
+        """
+        cfg = self.cfg
+        plain = not cfg.residual_scalars
+        nn.init.normal_(self.embed.weight, std=1.0 if plain else 0.8, generator=generator)
+        nn.init.normal_(self.head.weight, std=0.0 if plain else 0.001, generator=generator)
+        bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
+        for block in self.blocks:
+            attention, mlp = block.attention, block.mlp
+            for matrix in (attention.q, attention.k, attention.v):
+                nn.init.uniform_(matrix.weight, -bound, bound, generator=generator)
+            up = bound * (1.0 if plain else 0.4)
+            nn.init.uniform_(mlp.up.weight, -up, up, generator=generator)
+            nn.init.zeros_(attention.out.weight)
+            nn.init.zeros_(mlp.down.weight)
+            if attention.gate is not None:
+                nn.init.zeros_(attention.gate.weight)
+        for table in self.value_embeds.values():
+            nn.init.uniform_(table.weight, -bound, bound, generator=generator)
+        if cfg.residual_scalars:
+            depth = torch.linspace(0, 1, cfg.n_layer, device=self.residual.device)
+            self.residual.copy_(1.15 - 0.10 * depth)
+            self.skip.copy_(0.20 - 0.15 * depth)
+
+    def param_roles(self) -> dict[str, Role]:
+        """The role of every parameter, by name, in the model's order."""
+        roles: dict[str, Role] = {}
+        for name, _ in self.named_parameters():
+            first, leaf = name.split(".")[0], name.split(".")[-2] if "." in name else name
+            if first == "blocks":
+                roles[name] = "gate" if leaf == "gate" else "matrix"
+            else:
+                roles[name] = {
+                    "embed": "embedding",
+                    "value_embeds": "value_embedding",
+                    "head": "head",
+                    "residual": "residual",
+                    "skip": "skip",
+                }[first]
+        return roles
+
+    def num_params(self) -> int:
+        """All parameters, embeddings included."""
+        return sum(p.numel() for p in self.parameters())
+
+    def num_matmul_params(self) -> int:
+        """Parameters that multiply every token: block matrices and head."""
+        roles = self.param_roles()
+        return sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if roles[name] in ("matrix", "gate", "head")
+        )
+
+    def flops_per_token(self) -> float:
+        """
+        Training FLOPs per token, forward and backward: 6 per matmul parameter, and 12 H D per
+        layer and visible token for the attention scores, counted as if not causal.
+        """
+        cfg = self.cfg
+        seen = sum(
+            min(cfg.max_seq_len, (cfg.window(i) or cfg.max_seq_len)) for i in range(cfg.n_layer)
+        )
+        return 6 * self.num_matmul_params() + 12 * cfg.n_head * cfg.head_dim * seen
+
+    # ---- computation -------------------------------------------------------------------------
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) -> the normalised state in front of the head (B, T, C)."""
+        cfg = self.cfg
+        cos, sin = rotary(tokens.size(1), cfg.head_dim, cfg.rope_theta, tokens.device)
+        cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+        x = x0 = norm(self.embed(tokens).to(self.dtype))
+        for i, block in enumerate(self.blocks):
+            mix = None
+            if cfg.residual_scalars:
+                mix = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
+            table = self.value_embeds[str(i)] if cfg.has_value_embedding(i) else None
+            extra = None if table is None else table(tokens).to(self.dtype)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(
+                    block, x, x0, mix, cos, sin, extra, use_reentrant=False
+                )
+            else:
+                x = block(x, x0, mix, cos, sin, extra)
+        return norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
+        return cap(self.head(self.hidden(tokens)), self.cfg.softcap)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Nats summed over the targets that are not IGNORE; tokens and targets (B, T)."""
+        h = self.hidden(tokens).flatten(0, 1)
+        return summed_loss(
+            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernel
+        )
+
+    @torch.no_grad()
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
+        h = self.hidden(tokens).flatten(0, 1)
+        flat = token_losses(h, self.head.weight, targets.flatten(), self.cfg.softcap)
+        return flat.view_as(targets)
+
+    def compile(self, **options: Any) -> None:
+        """Compile each block and the loss kernel: equal blocks share one compilation."""
+        for block in self.blocks:
+            block.compile(dynamic=False, **options)
+        self.loss_kernel = torch.compile(softmax_slope, dynamic=False, **options)
+
+
+def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
+    """A new model on `device`. Its weights follow from the seed alone: a CPU draws them."""
+    model = GPT(cfg, dtype)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model.to(device)

@@ -1,0 +1,74 @@
+"""
+What the hardware could do at best: peak matrix rate and memory bandwidth by device name.
+
+    torch.device -> Peak(flops, bytes per second) -> utilisation
+
+Figures are the vendors' dense ones (no sparsity), for the compute dtype that training uses.
+"""
+
+from typing import NamedTuple
+
+import psutil
+import torch
+
+
+class Peak(NamedTuple):
+    """Best case of one device: bf16 matrix FLOP/s, and bytes/s from its memory."""
+
+    flops: float
+    bytes_per_second: float
+
+
+# Vendors' data sheets, most specific name first.
+PEAKS = (
+    ("H200", Peak(989e12, 4.8e12)),
+    ("H100 NVL", Peak(835e12, 3.9e12)),
+    ("H100 PCIe", Peak(756e12, 2.0e12)),
+    ("H100", Peak(989e12, 3.35e12)),
+    ("GH200", Peak(989e12, 4.0e12)),
+    ("B200", Peak(2250e12, 8.0e12)),
+    ("B300", Peak(2250e12, 8.0e12)),
+    ("A100-SXM4-80GB", Peak(312e12, 2.04e12)),
+    ("A100", Peak(312e12, 1.56e12)),
+    ("L40S", Peak(362e12, 0.86e12)),
+    ("L4", Peak(121e12, 0.3e12)),
+    ("A10", Peak(125e12, 0.6e12)),
+    ("RTX 5090", Peak(209e12, 1.79e12)),
+    ("RTX 4090", Peak(165e12, 1.01e12)),
+    ("RTX 3090", Peak(71e12, 0.94e12)),
+)
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name as its driver gives it; `cpu` or `mps` elsewhere."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def known_peak(device: torch.device) -> Peak | None:
+    """The data sheet's figures, or None for a device that is not in the table (CPUs are not)."""
+    name = device_name(device)
+    return next((peak for part, peak in PEAKS if part in name), None)
+
+
+def utilization(flops_per_second: float, device: torch.device, devices: int) -> float | None:
+    """Share of the peak matrix rate that was used (MFU), or None where the peak is unknown."""
+    peak = known_peak(device)
+    return flops_per_second / (peak.flops * devices) if peak else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the GPU by this process's tensors, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    memory = psutil.Process().memory_info()
+    return getattr(memory, "peak_wset", 0) or resident_peak() or memory.rss
+
+
+def resident_peak() -> int:
+    """Peak resident set of this process in bytes, 0 where the system does not tell (not POSIX)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if psutil.MACOS else peak * 1024

@@ -1,0 +1,111 @@
+"""
+Cross-entropy of a language model head, in chunks.
+
+    hidden (N, C), head (V, C), targets (N,) -> nats per token, or their sum with its gradients
+
+The N x V logits never exist at once: a chunk of tokens is multiplied with the head, turned into
+its loss and its gradients, and forgotten. Logits are capped at +-softcap, which also bounds every
+exponential, so no running maximum is needed. Knows nothing of the model above the head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+IGNORE = -1  # a target that does not count
+MAX_SOFTCAP = 40.0  # exp(-2 * 40) is still a normal float32
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
+
+
+def cap(logits: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(logits / softcap) in float32, any shape."""
+    return softcap * torch.tanh(logits.float() / softcap)
+
+
+def softmax_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+    """
+    The part of the loss that touches every logit, written to compile into two passes.
+
+    logits (n, V) -> (log of the sum of exp(capped) (n, 1) in float32,
+                      d capped / d logit times the softmax (n, V) in the logits' dtype)
+    With r = sigmoid(-2 z / cap): capped = cap - 2 cap r, and its derivative is 4 r (1 - r).
+    """
+    r = torch.sigmoid(logits.float() * (-2.0 / softcap))
+    e = torch.exp(r * (-2.0 * softcap))
+    total = e.sum(dim=1, keepdim=True)
+    slope = (e / total) * (4.0 * r * (1.0 - r))
+    return total.log() + softcap, slope.to(logits.dtype)
+
+
+def chunk_loss(
+    logits: Tensor, targets: Tensor, softcap: float, kernel: Callable = softmax_slope
+) -> tuple[Tensor, Tensor]:
+    """
+    logits (n, V), targets (n,) -> nats (n,) float32 and the slope (n, V) of their sum.
+
+    Where the target is IGNORE both are 0.
+    """
+    counted = (targets != IGNORE)[:, None]
+    column = targets.clamp(min=0)[:, None]
+    log_total, slope = kernel(logits, softcap)
+    capped = cap(logits.gather(1, column), softcap)  # (n, 1)
+    at_target = (torch.exp(capped - log_total) - 1.0) * (1.0 - (capped / softcap) ** 2)
+    slope.scatter_(1, column, at_target.to(slope.dtype))
+    if not counted.all():
+        slope *= counted
+    return ((log_total - capped) * counted).squeeze(1), slope
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of nats over the counted targets; its gradients are made in the same pass."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernel):
+        weight = head.to(hidden.dtype)
+        d_hidden = torch.empty_like(hidden)
+        d_head = torch.zeros_like(head, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for i in range(0, len(hidden), rows := chunk_rows(len(head), hidden.device)):
+            h = hidden[i : i + rows]
+            nats, slope = chunk_loss(h @ weight.mT, targets[i : i + rows], softcap, kernel)
+            total += nats.sum()
+            torch.mm(slope, weight, out=d_hidden[i : i + rows])
+            d_head += slope.mT @ h
+        ctx.save_for_backward(d_hidden, d_head)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        d_hidden, d_head = ctx.saved_tensors
+        return d_hidden.mul_(grad.to(d_hidden.dtype)), d_head.mul_(grad), None, None, None
+
+
+def summed_loss(
+    hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernel: Callable = softmax_slope
+) -> Tensor:
+    """
+    Nats summed over counted targets, a float32 scalar with gradients to `hidden` and `head`.
+
+    hidden (N, C) in the compute dtype, head (V, C) float32, targets (N,) with IGNORE where a
+    target does not count. `kernel` is `softmax_slope`, compiled or not. The backward pass may run
+    once: it scales the stored gradients in place.
+    """
+    return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, kernel)  # type: ignore
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    """Nats of every target, (N,) float32, 0 where ignored; no gradients. Shapes as above."""
+    weight = head.to(hidden.dtype)
+    rows = chunk_rows(len(head), hidden.device)
+    pieces = [
+        chunk_loss(hidden[i : i + rows] @ weight.mT, targets[i : i + rows], softcap)[0]
+        for i in range(0, len(hidden), rows)
+    ]
+    return torch.cat(pieces)
+
+
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """How many tokens share one chunk: its logits fill a cache, or a small part of a GPU."""
+    return max(16, CHUNK_ELEMENTS.get(device.type, 1 << 25) // vocab_size)

@@ -1,0 +1,156 @@
+"""
+Where this process runs: rank, device, compute dtype; sums and barriers over the ranks.
+
+    init_machine(cfg, seed) -> Machine -> ... -> machine.close()
+
+One process or many, the code is the same: with one rank the sums are the identity. torchrun's
+environment variables are read here and nowhere else.
+"""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    device_type: Literal["cuda", "cpu", "mps"] | None = None
+    """Where to compute. Default: cuda where there is one, else mps, else cpu."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Number format of activations and matrix products; weights stay float32. Default: bfloat16
+    where the hardware multiplies it natively (CPUs with AVX512-BF16 or AMX too), else float32."""
+    collective_timeout_minutes: float = 10.0
+    """How long ranks wait for each other before the run stops with an error."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One process among `world_size`. `dtype` is the compute dtype; `device` this rank's own."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints, logs and writes."""
+        return self.rank == 0
+
+    def print0(self, *words: Any) -> None:
+        """Print once, on the main rank."""
+        if self.is_main:
+            print(*words, flush=True)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        if self.world_size == 1:
+            return [float(v) for v in values]
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """True when the flag is set on some rank."""
+        return self.sum(float(flag))[0] > 0
+
+    def broadcast(self, value: Any) -> Any:
+        """The main rank's value, on every rank. It must be picklable."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        box: list[Any] = [None] * self.world_size
+        dist.all_gather_object(box, value)
+        return box
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def synchronize(self) -> None:
+        """Wait for the device's queue, so that a clock read next is true."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_machine(cfg: MachineConfig = MachineConfig(), seed: int = 0) -> Machine:
+    """
+    Join the process group (under torchrun), pick device and dtype, seed torch's global generator.
+
+    Raises ValueError when the asked-for device is not there.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    kind = cfg.device_type or default_device_type()
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device_type=cuda, but PyTorch sees no CUDA device; try cpu")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device_type=mps, but PyTorch sees no Metal device; try cpu")
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            timeout=datetime.timedelta(minutes=cfg.collective_timeout_minutes),
+            device_id=device if kind == "cuda" else None,
+        )
+    torch.manual_seed(seed)
+    dtype = DTYPES[cfg.dtype] if cfg.dtype else default_dtype(device)
+    return Machine(rank, local_rank, world_size, device, dtype)
+
+
+def default_device_type() -> str:
+    """The best kind of device present."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where matrix products in it are native, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = device.type == "cpu" and bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
+    return torch.bfloat16 if native else torch.float32
+
+
+def cpu_flags() -> set[str]:
+    """The instruction set extensions Linux lists for the first CPU; empty elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            found = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return set()
+    return set(found.partition(":")[2].split())
+
+
+def host_name() -> str:
+    """This machine's name, for locks and records."""
+    return socket.gethostname()

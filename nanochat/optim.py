@@ -1,0 +1,376 @@
+"""
+Muon for matrices and AdamW for everything else, in one class, sharded over the ranks.
+
+    gradients -> reduce_gradients() -> norm, finite? -> step(lr, ...) -> weights
+
+Matrices of one shape are stacked (K, M, N) and each rank updates its part of the stack; tables
+are split by rows; small vectors are updated everywhere. Nothing here knows the model: every
+parameter has a role, and the role picks the rule. State is saved whole, per parameter, so that
+a checkpoint of one world size loads at any other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.machine import Machine
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    embedding_lr: float = 0.3
+    """Peak AdamW rate of the token embedding at width 768; falls with width^-0.5. Value
+    embeddings get half."""
+    unembedding_lr: float = 0.008
+    """Peak AdamW rate of the head at width 768; falls with width^-0.5."""
+    weight_decay: float | None = None
+    """Muon's decay, applied only where it agrees with the update. Default: from the horizon."""
+    matrix_lr: float = 0.02
+    """Peak Muon rate of the matrices inside the layers."""
+    grad_clip: float = 0.0
+    """Largest gradient norm; longer gradients are scaled down to it. 0 = off."""
+    scalar_lr: float = 0.5
+    """Peak AdamW rate of the learned scalars; the residual ones get a hundredth."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "grad_clip"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum."""
+
+    kind: Literal["muon", "adamw"]
+    lr: float
+    betas: tuple[float, float] = (0.8, 0.95)
+    weight_decay: float = 0.0
+
+
+def rules(cfg: OptimConfig, d_model: int) -> dict[str, Rule]:
+    """The rule of every role. Values: nanochat's tuning log, 2026-03 (d12 on 8xH100)."""
+    table = (d_model / 768) ** -0.5
+    return {
+        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0),
+        "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
+        "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
+        "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
+        "residual": Rule("adamw", cfg.scalar_lr / 100, (0.8, 0.95)),
+        "skip": Rule("adamw", cfg.scalar_lr, (0.96, 0.95)),
+        "gate": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.95)),
+    }
+
+
+def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+    """
+    Keep the singular vectors of `g` and push every singular value towards 1.
+
+    g: (..., M, N), float. Returns the same shape and dtype.
+    Raises ValueError below two dimensions: a vector has no singular vectors to keep.
+    Source: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/
+    """
+    if g.ndim < 2:
+        raise ValueError(f"orthogonalize needs a matrix, got shape {tuple(g.shape)}")
+    a, b, c = NEWTON_SCHULZ
+    tall = g.size(-2) > g.size(-1)
+    x = g.mT if tall else g  # (..., S, L), short side first
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # largest singular value <= 1
+    for _ in range(steps):
+        gram = x @ x.mT  # (..., S, S)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def muon_update(
+    weight: Tensor,
+    grad: Tensor,
+    momentum: Tensor,
+    lr: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """
+    One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz products.
+
+    Nesterov momentum, orthogonal direction, rate times sqrt(max(1, M/N)). `decay` shrinks only
+    weights that the update shrinks anyway (cautious, arXiv:2411.16085).
+    """
+    momentum.lerp_(grad, 1 - beta)
+    direction = orthogonalize(grad.lerp(momentum, beta).to(dtype)).to(weight.dtype)
+    direction = direction * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+    agrees = (direction * weight) > 0
+    weight.sub_(lr * direction + lr * decay * weight * agrees)
+
+
+def adamw_update(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    lr: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    decay: Tensor,
+    step: Tensor,
+) -> None:
+    """One AdamW step (arXiv:1711.05101) in place, any shape; `step` counts from 1."""
+    first.lerp_(grad, 1 - beta1)
+    second.lerp_(grad * grad, 1 - beta2)
+    scale = (1 - beta2**step).sqrt() / (1 - beta1**step)
+    weight.mul_(1 - lr * decay)
+    weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
+
+
+@dataclass
+class Part:
+    """The share of one parameter, or of one stack of equal matrices, that this rank updates."""
+
+    names: list[str]
+    params: list[Tensor]
+    rule: Rule
+    spread: bool
+    """True when each rank owns a slice; False when every rank repeats the same update."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    grad: Tensor | None = None
+
+    @property
+    def stacked(self) -> bool:
+        return self.rule.kind == "muon"
+
+
+class MuonAdamW:
+    """
+    The optimizer. `named_params` and `roles` come from the model, `table` from `rules`.
+
+    Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, Tensor],
+        roles: Mapping[str, str],
+        table: Mapping[str, Rule],
+        machine: Machine,
+    ):
+        self.machine, self.table = machine, table
+        self.steps_taken = 0
+        self.parts: list[Part] = []
+        self.muon_kernel: Callable = muon_update
+        self.adamw_kernel: Callable = adamw_update
+        stacks: dict[tuple, Part] = {}
+        for name, param in named_params.items():
+            rule = table[roles[name]]
+            if rule.kind == "muon":
+                key = (roles[name], tuple(param.shape))
+                part = stacks.setdefault(key, Part([], [], rule, machine.world_size > 1))
+                part.names.append(name)
+                part.params.append(param)
+            else:
+                rows = param.size(0) if param.ndim > 1 else 0
+                spread = machine.world_size > 1 and rows >= 1024
+                self.parts.append(Part([name], [param], rule, spread))
+        self.parts += stacks.values()
+        for part in self.parts:
+            local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
+            kinds = ("momentum",) if part.stacked else ("first", "second")
+            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in kinds}
+
+    # ---- who owns what -----------------------------------------------------------------------
+
+    def whole(self, part: Part, tensors: list[Tensor]) -> Tensor:
+        """All of a part as one tensor; its first dimension is padded to a multiple of ranks."""
+        x = torch.stack(tensors) if part.stacked else tensors[0]
+        missing = -x.size(0) % self.machine.world_size if part.spread else 0
+        if missing:
+            x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+        return x
+
+    def local(self, part: Part, whole: Tensor) -> Tensor:
+        """This rank's slice of `whole(part, ...)`."""
+        if not part.spread:
+            return whole
+        size = whole.size(0) // self.machine.world_size
+        return whole[self.machine.rank * size : (self.machine.rank + 1) * size]
+
+    def scatter_into(self, part: Part, whole: Tensor, targets: list[Tensor]) -> None:
+        """Copy a whole part back into its parameters (or tensors shaped like them)."""
+        pieces = whole[: len(targets)] if part.stacked else [whole[: targets[0].size(0)]]
+        for target, piece in zip(targets, pieces, strict=True):
+            target.copy_(piece)
+
+    # ---- the step ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> float:
+        """
+        Sum the gradients over the ranks, each rank keeping its slices; returns their global norm.
+
+        All reductions are launched before the first is waited for. The parameters' own `.grad`
+        are released.
+        """
+        waiting = []
+        for part in self.parts:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in part.params]
+            whole = self.whole(part, grads)
+            for p in part.params:
+                p.grad = None
+            if self.machine.world_size == 1:
+                part.grad = whole
+            elif part.spread:
+                part.grad, work = reduce_scatter(whole, self.machine)
+                waiting.append(work)
+            else:
+                part.grad = whole
+                waiting.append(dist.all_reduce(whole, async_op=True))
+        for work in waiting:
+            work.wait()
+        squares = [part.grad.float().square().sum() for part in self.parts]  # type: ignore
+        mine = torch.stack(
+            [s for s, p in zip(squares, self.parts, strict=True) if p.spread] or [squares[0] * 0]
+        ).sum()
+        shared = torch.stack(
+            [s for s, p in zip(squares, self.parts, strict=True) if not p.spread]
+            or [squares[0] * 0]
+        ).sum()
+        return (self.machine.sum(float(mine))[0] + float(shared)) ** 0.5
+
+    @torch.no_grad()
+    def step(
+        self,
+        lr_factor: float,
+        momentum: float = 0.95,
+        decay_factor: float = 1.0,
+        scale: float = 1.0,
+    ) -> None:
+        """
+        Move the weights. Rates are the rules' peaks times `lr_factor`; `momentum` is Muon's;
+        its decay is multiplied by `decay_factor`, the reduced gradients by `scale`.
+        """
+        self.steps_taken += 1
+        waiting = []
+        for part in self.parts:
+            assert part.grad is not None, "step without reduce_gradients"
+            if scale != 1.0:
+                part.grad *= scale
+            weight = self.local(part, self.whole(part, [p.detach() for p in part.params]))
+            if part.spread:
+                weight = weight.clone()
+            self.update(part, weight, lr_factor, momentum, decay_factor)
+            part.grad = None
+            if part.spread:
+                waiting.append((part, *all_gather(weight, self.machine)))
+            elif part.stacked:
+                self.scatter_into(part, weight, part.params)
+        for part, whole, work in waiting:
+            work.wait()
+            self.scatter_into(part, whole, part.params)
+
+    def update(
+        self, part: Part, weight: Tensor, lr_factor: float, momentum: float, decay_factor: float
+    ) -> None:
+        """Apply a part's rule to its slice. Rates travel as tensors: changing them recompiles
+        nothing."""
+        rule, grad = part.rule, part.grad
+
+        def t(x: float) -> Tensor:
+            return torch.tensor(x, dtype=torch.float32)
+
+        if part.stacked:
+            decay = rule.weight_decay * decay_factor
+            self.muon_kernel(
+                weight,
+                grad,
+                part.state["momentum"],
+                t(rule.lr * lr_factor),
+                t(momentum),
+                t(decay),
+                self.machine.dtype,
+            )
+        else:
+            self.adamw_kernel(
+                weight,
+                grad,
+                part.state["first"],
+                part.state["second"],
+                t(rule.lr * lr_factor),
+                t(rule.betas[0]),
+                t(rule.betas[1]),
+                t(rule.weight_decay),
+                t(float(self.steps_taken)),
+            )
+
+    def drop_gradients(self) -> None:
+        """Forget the reduced gradients: a step that must not reach the weights."""
+        for part in self.parts:
+            part.grad = None
+
+    def compile(self, **options: Any) -> None:
+        """Fuse the update rules: one pass over weights and state."""
+        self.muon_kernel = torch.compile(muon_update, dynamic=False, **options)
+        self.adamw_kernel = torch.compile(adamw_update, dynamic=False, **options)
+
+    # ---- state -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """
+        Whole state tensors by `<parameter>.<kind>`, on the CPU, on every rank that is main;
+        other ranks take part in gathering and get an empty dict.
+        """
+        result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
+        for part in self.parts:
+            for kind, value in part.state.items():
+                if part.spread:
+                    value, work = all_gather(value, self.machine)
+                    work.wait()
+                if not self.machine.is_main:
+                    continue
+                copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]
+                self.scatter_into(part, value.cpu(), copies)
+                result |= {f"{n}.{kind}": c for n, c in zip(part.names, copies, strict=True)}
+        return result if self.machine.is_main else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """
+        Take the state of a checkpoint written at any world size; every rank passes all of it.
+
+        Raises ValueError naming what is missing or has another shape.
+        """
+        wanted = {f"{n}.{k}" for part in self.parts for n in part.names for k in part.state}
+        if missing := sorted(wanted - set(tensors)):
+            raise ValueError(f"optimizer state lacks {missing[0]} and {len(missing) - 1} more")
+        for part in self.parts:
+            for kind, value in part.state.items():
+                pieces = [tensors[f"{n}.{kind}"].to(value) for n in part.names]
+                for name, piece, p in zip(part.names, pieces, part.params, strict=True):
+                    if piece.shape != p.shape:
+                        raise ValueError(
+                            f"optimizer state of {name} has shape {tuple(piece.shape)}, "
+                            f"the model {tuple(p.shape)}"
+                        )
+                value.copy_(self.local(part, self.whole(part, pieces)))
+        self.steps_taken = int(tensors["steps_taken"])
+
+
+def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:
+    """Start summing `whole` over the ranks; this rank's slice is valid after `.wait()`."""
+    if machine.device.type == "cuda":
+        mine = whole.new_empty(whole.size(0) // machine.world_size, *whole.shape[1:])
+        return mine, dist.reduce_scatter_tensor(mine, whole, async_op=True)
+    work = dist.all_reduce(whole, async_op=True)  # gloo adds all of it: simple, and enough on CPUs
+    return whole.chunk(machine.world_size)[machine.rank], work
+
+
+def all_gather(mine: Tensor, machine: Machine) -> tuple[Tensor, Any]:
+    """Start collecting the ranks' slices into one tensor, valid after `.wait()`."""
+    whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
+    return whole, dist.all_gather_into_tensor(whole, mine.contiguous(), async_op=True)

@@ -1,0 +1,211 @@
+"""
+Figures of a run, as SVG whose bytes depend on the numbers alone.
+
+    curves or bars -> matplotlib -> SVG (or PNG, to look at) as bytes
+
+White ground, so that a figure reads the same in a light and in a dark page; the colours are
+those of Okabe and Ito ("Color Universal Design", 2008), told apart by the colour-blind, and
+curves differ in their dashes too. Knows nothing of records, files or reports.
+"""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+Points = Sequence[tuple[float, float]]  # (x, y), in order of x
+Format = Literal["svg", "png"]
+
+BLUE, ORANGE, GREEN, PINK, AMBER, SKY = (
+    "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9".split()  # fmt: skip
+)
+COLOURS = (BLUE, ORANGE, GREEN, PINK, AMBER, SKY)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+INK, FAINT, GRID = "#222222", "#5f6b76", "#e3e7eb"
+MOST_POINTS = 400  # more than an SVG of this width can show
+EMA_BETA = 0.9
+ROUND_STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "nanochat",  # ids of elements come from it instead of from chance
+    "svg.fonttype": "path",  # looks the same wherever it is shown
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.xmargin": 0.01,
+    "axes.ymargin": 0.08,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
+    "savefig.dpi": 110,
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: named curves, each of (x, y) points; `faint` ones lie behind, unnamed."""
+
+    title: str
+    curves: Mapping[str, Points]
+    faint: Sequence[Points] = field(default_factory=tuple)
+    x_label: str = "step"
+    y_from_zero: bool = False
+
+
+def loss_figure(loss: Points, val_bpb: Points = (), form: Format = "svg") -> bytes:
+    """Training loss (raw behind its running mean) and, beside it, validation bits per byte."""
+    smooth = ema(loss)
+    panels = [Panel("Training loss (nats per token)", {"running mean": smooth}, faint=[loss])]
+    if val_bpb:
+        panels.append(Panel("Validation loss (bits per byte)", {"val bpb": val_bpb}))
+    return line_figure(panels, form=form)
+
+
+def lr_figure(lr: Points, form: Format = "svg") -> bytes:
+    """The learning rate over the run, as a share of its peak: each kind of weight has its own."""
+    panel = Panel("Learning rate (share of its peak)", {"lr": lr}, y_from_zero=True)
+    return line_figure([panel], form=form)
+
+
+def throughput_figure(tokens_per_second: Points, form: Format = "svg") -> bytes:
+    """Tokens per second over the run."""
+    panel = Panel("Throughput (tokens/s)", {"tokens/s": tokens_per_second}, y_from_zero=True)
+    return line_figure([panel], form=form)
+
+
+def reward_figure(reward: Points, pass_at_1: Points = (), form: Format = "svg") -> bytes:
+    """Mean reward of the rollouts (raw behind its running mean) and held-out pass@1."""
+    panels = [Panel("Mean reward", {"running mean": ema(reward)}, faint=[reward])]
+    if pass_at_1:
+        panels.append(Panel("Held-out pass@1", {"pass@1": pass_at_1}))
+    return line_figure(panels, form=form)
+
+
+def core_figure(
+    scores: Mapping[str, float], errors: Mapping[str, float] = {}, form: Format = "svg"
+) -> bytes:
+    """Centered score of every task of CORE, best first: 0 is chance, 1 is perfect."""
+    return bar_figure("Centered score per task (0 = chance)", scores, errors, form=form)
+
+
+def line_figure(panels: Sequence[Panel], form: Format = "svg") -> bytes:
+    """Panels side by side, each with its curves. A legend only where a panel has several."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.7 * len(panels), 2.6))
+        for axes, panel in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
+            draw_panel(axes, panel)
+        return rendered(figure, form)
+
+
+def bar_figure(
+    title: str,
+    values: Mapping[str, float],
+    errors: Mapping[str, float] = {},
+    form: Format = "svg",
+) -> bytes:
+    """Horizontal bars, largest first, with the value beside each and +- one error where known."""
+    names = sorted(values, key=lambda name: (not math.isfinite(values[name]), -values[name], name))
+    numbers = [values[name] if math.isfinite(values[name]) else 0.0 for name in names]
+    with rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(7.4, 0.7 + 0.24 * len(names)))
+        axes = figure.subplots()
+        bars = axes.barh(
+            range(len(names)),
+            numbers,
+            height=0.68,
+            color=[BLUE if number >= 0 else ORANGE for number in numbers],
+            xerr=[errors.get(name, 0.0) for name in names] if errors else None,
+            error_kw={"ecolor": INK, "elinewidth": 1.0, "capsize": 2.0},
+        )
+        axes.bar_label(bars, [f"{values[name]:.3f}" for name in names], padding=4, fontsize=8)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.axvline(0, color=FAINT, linewidth=0.8)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.margins(x=0.1, y=0.01)
+        axes.set_title(title)
+        return rendered(figure, form)
+
+
+def draw_panel(axes: Axes, panel: Panel) -> None:
+    """Draw one panel's curves."""
+    for points in panel.faint:
+        axes.plot(*columns(points), color=SKY, alpha=0.45, linewidth=0.9)
+    for i, (name, points) in enumerate(panel.curves.items()):
+        xs, ys = columns(points)
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None, markersize=3.5, **style)
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS))
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        if max(abs(low), abs(high)) >= 10_000:
+            axis.set_major_formatter(EngFormatter(sep=""))
+    if panel.y_from_zero:
+        axes.set_ylim(bottom=0)
+    if len(panel.curves) > 1:
+        axes.legend()
+    elif not panel.y_from_zero:
+        name_the_end(axes, next(iter(panel.curves.values())))
+
+
+def name_the_end(axes: Axes, points: Points) -> None:
+    """Write the last value beside a curve's end."""
+    if points and math.isfinite(points[-1][1]):
+        place: Any = {"textcoords": "offset points", "xytext": (0, 7), "ha": "right"}
+        axes.annotate(f"{points[-1][1]:.4g}", points[-1], color=INK, fontsize=8, **place)
+
+
+def columns(points: Points) -> tuple[list[float], list[float]]:
+    """Points as lists of x and y, thinned to what can be seen; gaps where y is not finite."""
+    stride = max(1, math.ceil(len(points) / MOST_POINTS))
+    kept = [*points[::stride], *([points[-1]] if (len(points) - 1) % stride else [])]
+    return [x for x, _ in kept], [y if math.isfinite(y) else math.nan for _, y in kept]
+
+
+def ema(points: Points, beta: float = EMA_BETA) -> list[tuple[float, float]]:
+    """The running mean of the ys, debiased; values that are not finite are left out of it."""
+    mean, weight, smooth = 0.0, 0.0, []
+    for x, y in points:
+        if math.isfinite(y):
+            mean = beta * mean + (1 - beta) * y
+            weight = beta * weight + (1 - beta)
+            smooth.append((x, mean / weight))
+    return smooth
+
+
+def rendered(figure: Figure, form: Format) -> bytes:
+    """The figure's bytes; equal figures give equal bytes."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format=form, metadata={"Date": None} if form == "svg" else None)
+    return stream.getvalue()

@@ -1,0 +1,297 @@
+"""
+One JSON record per stage: what it was asked, what it measured, what it cost, whence it came.
+
+    a stage ends -> write_record -> report/<slug>.json, and a line in report/records.jsonl
+
+    {section, timestamp, key, settings, values, tables, series, metrics, files, provenance, cost}
+
+`<slug>.json` is the section as the report shows it; `records.jsonl` keeps every record ever
+written. Knows nothing of torch, nor of how a report looks. Artifacts go by one name everywhere,
+in `inputs` and in `outputs`, so that a reader can follow the chain: `data`, `tokenizer`, `rows`,
+and a checkpoint by the stage that made it: `base`, `mid`, `sft`, `rl`.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_atomic
+from nanochat.environment import git_state
+
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+# Settings that say how a stage is run or watched, not what it makes: a finished stage stays
+# finished when they change.
+NOT_IN_KEY = frozenset(
+    "run wandb_mode log_every once resume keep report_dir allow_data_change device_batch_size "
+    "collective_timeout_minutes".split()
+)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Whence a record comes: the run, its seed, and the fingerprints of what went in and out."""
+
+    run_id: str
+    seed: int
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Name -> fingerprint of every artifact the stage read, the closest parent first."""
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    """Name -> fingerprint of every artifact the stage made."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a stage took. `devices` of the kind `device` worked for `device_seconds` in all."""
+
+    wall_seconds: float
+    devices: int = 1
+    device: str = "cpu"
+    device_seconds: float | None = None
+    """Default: every device for the whole time."""
+
+
+def new_run_id() -> str:
+    """A name for a run, e.g. 20261120-085201-3f9c: sorts by time, two at once differ."""
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = None) -> str:
+    """
+    The run a stage belongs to: that of the first input some recorded stage made, else a new one.
+
+    `inputs` is the stage's own, the closest parent first (a checkpoint before its tokenizer).
+    """
+    history = read_history(report_dir)
+    for name, print_ in inputs.items():
+        for record in reversed(history):
+            if record["provenance"]["outputs"].get(name) == print_:
+                return record["provenance"]["run_id"]
+    return new_run_id()
+
+
+def estimate(value: float, n: int, se: float) -> dict[str, float]:
+    """A measured value with the number of items behind it and its standard error."""
+    return {"value": value, "n": n, "se": se}
+
+
+def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    """Fingerprint of what decides a stage's result: its settings and the artifacts it read."""
+    asked = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
+    return fingerprint(plain({"settings": asked, "inputs": inputs}))
+
+
+def write_record(
+    section: str,
+    settings: Mapping[str, Any],
+    values: Mapping[str, Any],
+    provenance: Provenance,
+    cost: Cost,
+    report_dir: Path | str | None = None,
+    *,
+    tables: Sequence[Mapping[str, Any]] = (),
+    series: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    metrics: Path | None = None,
+    files: Iterable[Path] = (),
+    extend: bool = False,
+) -> Path:
+    """
+    Record that a stage ended; the main rank calls this, once, last of all.
+
+    settings    the whole config (`config.settings`), in order
+    values      name -> number, text, or `estimate`, in the order in which the report shows them
+    tables      {"title", "columns", "rows"}, rows of text or numbers
+    series      name -> [[x, y], ...], curves that belong into no metrics file
+    metrics     the run's metrics.jsonl (`runlog`), for the figures
+    files       what the stage made, as files or folders: `finished` checks their content later
+    extend      keep the values and tables of the section's last record where it has the same
+                inputs, and add the costs: a section filled by several calls
+
+    Safe for two processes at once. Returns the path of the record.
+    """
+    folder = report_folder(report_dir)
+    record = {
+        "section": section,
+        "timestamp": time.strftime(TIME_FORMAT),
+        "key": stage_key(settings, provenance.inputs),
+        "settings": settings,
+        "values": values,
+        "tables": tables,
+        "series": series or {},
+        "metrics": portable(metrics) if metrics else None,
+        "files": content(files),
+        "provenance": {**asdict(provenance), **code_state()},
+        "cost": {**asdict(cost), "device_seconds": device_seconds(cost)},
+    }
+    path = folder / f"{slug(section)}.json"
+    with locked(folder):
+        if extend and path.exists():
+            record = extended(read_json(path), record)
+        record = plain(record)
+        append_line(folder / "records.jsonl", json.dumps(record, allow_nan=False))
+        write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def finished(section: str, key: str, report_dir: Path | str | None = None) -> dict[str, Any] | None:
+    """
+    The section's record, if a stage with this `stage_key` ended and what it made is still there.
+
+    "Still there" is judged by content: size and SHA-256 of every recorded file. A stage that made
+    something but recorded no file cannot be checked, and counts as not finished. Only the record
+    that the report shows counts, so that skipping a stage never leaves another one's figures in
+    its section. In a script:
+
+        if cfg.once and records.finished(SECTION, stage_key(settings(cfg), inputs)):
+            return machine.print0(f"{SECTION}: finished already, skipped")
+    """
+    path = report_folder(report_dir) / f"{slug(section)}.json"
+    if not path.exists():
+        return None
+    record = read_json(path)
+    if record["key"] != key or (record["provenance"]["outputs"] and not record["files"]):
+        return None
+    for name, was in record["files"].items():
+        file = base_dir() / name
+        if not file.is_file() or file.stat().st_size != was["bytes"]:
+            return None
+    whole = all(sha256_file(base_dir() / n) == f["sha256"] for n, f in record["files"].items())
+    return record if whole else None
+
+
+def read_records(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
+    """The present record of every section, oldest first."""
+    found = [read_json(path) for path in sorted(report_folder(report_dir).glob("*.json"))]
+    records = [record for record in found if "section" in record]
+    return sorted(records, key=lambda record: record["timestamp"])
+
+
+def read_history(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
+    """Every record ever written to the folder, in the order of writing."""
+    path = report_folder(report_dir) / "records.jsonl"
+    return list(read_lines(path)) if path.exists() else []
+
+
+def report_folder(report_dir: Path | str | None = None) -> Path:
+    """Where records live: report/ under the base directory, or the folder given. Made if absent."""
+    folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def slug(section: str) -> str:
+    """A section's file name: lower case, hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+
+
+# ------------------------------------------------------------------------------------------------
+# The parts of a record
+
+
+def code_state() -> dict[str, Any]:
+    """Commit of the running code, and whether files differ from it."""
+    state = git_state()
+    return {"commit": state["commit"], "dirty": state["dirty"]}
+
+
+def device_seconds(cost: Cost) -> float:
+    """Time of all devices together."""
+    given = cost.device_seconds
+    return cost.wall_seconds * cost.devices if given is None else given
+
+
+def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files, and of all files below folders, by `portable` name."""
+    found: list[Path] = []
+    for path in files:
+        found += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return {
+        portable(path): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in found
+    }
+
+
+def portable(path: Path) -> str:
+    """A path as a record names it: relative to the base directory where it is below."""
+    path = path.resolve()
+    return str(path.relative_to(base_dir()) if path.is_relative_to(base_dir()) else path)
+
+
+def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new` with the values, tables and costs of `old` added, if both had the same inputs."""
+    if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
+        return new
+    titles = {table["title"] for table in new["tables"]}
+    spent = {
+        name: old["cost"][name] + new["cost"][name] for name in ("wall_seconds", "device_seconds")
+    }
+    return {
+        **new,
+        "values": {**old["values"], **new["values"]},
+        "tables": [t for t in old["tables"] if t["title"] not in titles] + list(new["tables"]),
+        "series": {**old["series"], **new["series"]},
+        "files": {**old["files"], **new["files"]},
+        "cost": {**new["cost"], **spent},
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Valid JSON, one value per line
+
+
+def plain(value: Any) -> Any:
+    """
+    `value` in types JSON has, order kept. Numbers that are not finite become "nan", "inf", "-inf".
+
+    Raises TypeError for what JSON cannot hold.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, str | bool | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        return plain(value.item())
+    raise TypeError(f"a record holds numbers, text, lists and dicts, not {type(value).__name__}")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, after closing one that a killed process left open. The caller has the lock."""
+    with path.open("ab+") as stream:
+        if stream.seek(0, os.SEEK_END) and not ends_with_newline(stream.fileno(), stream.tell()):
+            line = "\n" + line
+        stream.write(line.encode() + b"\n")
+
+
+def ends_with_newline(handle: int, size: int) -> bool:
+    """Whether the last of `size` bytes ends a line."""
+    return os.pread(handle, 1, size - 1) == b"\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one per line; a line torn by a killed writer is passed over."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder alone, among processes; a killed holder lets go by itself."""
+    with (folder / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

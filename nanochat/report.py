@@ -1,0 +1,334 @@
+"""
+The report card: report.md, rendered from the records of the stages.
+
+    records + header (when, where, by which code) -> render -> report.md with its SVG figures
+
+`render` is a pure function; `update` is what a stage calls after `records.write_record`. Names,
+order and keys of the fixed sections never change, so that report cards can be compared line by
+line; what we add comes after them. Nothing is read back from the text of a report.
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+from nanochat import environment
+from nanochat.common import base_dir, read_json, write_atomic, write_json
+from nanochat.records import TIME_FORMAT, read_records, report_folder, slug
+from nanochat.sections import COLUMNS, SECTIONS
+from nanochat.summary import (
+    Record,
+    differences,
+    find_faults,
+    ledger,
+    metrics,
+    plain_value,
+    seconds,
+    wall_clock,
+)
+
+RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
+DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
+OTHER_DOLLARS_PER_GPU_HOUR = 2.00
+
+
+class Figure(NamedTuple):
+    """A drawing of a section: its title, and its file relative to the report."""
+
+    title: str
+    link: str
+
+
+# ------------------------------------------------------------------------------------------------
+# What stages and scripts call
+
+
+def update(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path:
+    """
+    Render the report of a record folder again, figures included. Returns the path of report.md:
+    in the base directory for the main report, else beside the records.
+
+    hourly_rate: dollars per hour of the whole machine, kept for later calls.
+    """
+    folder = report_folder(report_dir)
+    report = report_path(report_dir)
+    write_report(folder, report, folder / "figures", hourly_rate)
+    return report
+
+
+def export(out: Path, report_dir: Path | str | None = None) -> Path:
+    """Render the report into another folder: report.md there, its figures in dev/report/."""
+    write_report(report_folder(report_dir), out / "report.md", out / "dev" / "report")
+    return out / "report.md"
+
+
+def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path | None:
+    """
+    Start a new report: its header is made now. What the old one had moves to a folder
+    archive-<time> beside it, whose path is returned; nothing is deleted.
+    """
+    folder = report_folder(report_dir)
+    old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
+    old |= {path for path in [report_path(report_dir)] if path.exists()}
+    archive = None
+    if old:
+        archive = Path(mkdtemp(prefix=time.strftime("archive-%Y%m%d-%H%M%S-"), dir=folder))
+        archive.chmod(0o755)  # mkdtemp makes it private
+        for path in old:
+            shutil.move(path, archive / path.name)
+    write_json(folder / "header.json", make_header(time.strftime(TIME_FORMAT), hourly_rate))
+    return archive
+
+
+def report_path(report_dir: Path | str | None = None) -> Path:
+    """Where the report of a record folder goes."""
+    return (report_folder(report_dir) if report_dir else base_dir()) / "report.md"
+
+
+def write_report(
+    folder: Path, report: Path, figure_folder: Path, hourly_rate: float | None = None
+) -> None:
+    """Draw, render and write; figures that the report no longer shows are removed."""
+    from nanochat.figures import draw  # brings matplotlib: not for those who only want --help
+
+    records = read_records(folder)
+    header = header_of(folder, records, hourly_rate)
+    figures: dict[str, list[Figure]] = {}
+    for record in records:
+        for name, (title, image) in draw(record).items():
+            path = figure_folder / f"{slug(record['section'])}-{name}.svg"
+            write_atomic(path, image)
+            link = Path(os.path.relpath(path, report.parent)).as_posix()
+            figures.setdefault(record["section"], []).append(Figure(title, link))
+    shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}
+    for stale in (path for path in figure_folder.glob("*.svg") if path.name not in shown):
+        stale.unlink()
+    write_atomic(report, render(records, header, time.strftime(TIME_FORMAT), figures))
+
+
+# ------------------------------------------------------------------------------------------------
+# The header's facts
+
+
+def header_of(folder: Path, records: Sequence[Record], hourly_rate: float | None) -> Record:
+    """
+    The report's header: that of `reset`, or made when the first stage ends without one.
+
+    It stays as it was made, wherever and whenever the report is rendered again.
+    """
+    path = folder / "header.json"
+    if path.exists() and hourly_rate is None:
+        return read_json(path)
+    if path.exists():
+        header = {**read_json(path), "hourly_rate": hourly_rate}
+    else:
+        header = make_header(first_start(records), hourly_rate)
+    write_json(path, header)
+    return header
+
+
+def make_header(run_started: str, hourly_rate: float | None) -> dict[str, Any]:
+    """Facts about this machine and this code."""
+    hardware = environment.hardware()
+    return {
+        "run_started": run_started,
+        "git": environment.git_state(),
+        "hardware": hardware,
+        "software": environment.software(),
+        "bloat": environment.bloat(),
+        "hourly_rate": default_rate(hardware["gpus"]) if hourly_rate is None else hourly_rate,
+    }
+
+
+def default_rate(gpus: Sequence[str]) -> float:
+    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
+    rates = DOLLARS_PER_GPU_HOUR
+    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
+    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
+
+
+def first_start(records: Sequence[Record]) -> str:
+    """When the first of the records' stages started; now, without records."""
+    starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
+    return time.strftime(TIME_FORMAT, time.localtime(min(starts, default=time.time())))
+
+
+# ------------------------------------------------------------------------------------------------
+# Rendering
+
+
+def render(
+    records: Sequence[Record],
+    header: Record,
+    generated: str,
+    figures: Mapping[str, Sequence[Figure]] = {},
+) -> str:
+    """
+    The text of report.md, a pure function of its arguments.
+
+    Fixed sections come in their order, others after them by age; `figures` are those of each
+    section. `generated` is the time to print.
+    """
+    by_name = {record["section"]: record for record in sorted(records, key=by_age)}
+    order = [name for name in SECTIONS if name in by_name]
+    order += [name for name in by_name if name not in SECTIONS]
+    ordered = [by_name[name] for name in order]
+    sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
+    top = "\n\n".join([render_header(header, generated), *render_faults(ordered)])
+    return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
+
+
+def by_age(record: Record) -> str:
+    """Sorts records from old to new."""
+    return record["timestamp"]
+
+
+def render_header(header: Record, generated: str) -> str:
+    """Everything above the first section."""
+    git, machine, software = header["git"], header["hardware"], header["software"]
+    gpus = machine["gpus"]
+    lines = [
+        f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment\n",
+        "### Git Information",
+        f"- Branch: {git['branch']}",
+        f"- Commit: {git['commit']} ({'dirty' if git['dirty'] else 'clean'})",
+        f"- Message: {git['message'][:80]}",
+        "\n### Hardware",
+        f"- Platform: {machine['platform']}",
+        f"- CPUs: {machine['cores']} cores ({machine['logical_cores']} logical)",
+        f"- Memory: {machine['memory_gib']:.1f} GB",
+        f"- GPUs: {', '.join(counted(gpus)) if gpus else 'None'}",
+        *([f"- GPU Memory: {machine['gpu_memory_gib']:.1f} GB total"] if gpus else []),
+        *([f"- CUDA Version: {machine['cuda']}"] if gpus else []),
+        f"- Hourly Rate: ${header['hourly_rate']:.2f}/hour",
+        f"- CPU Model: {machine['cpu']}",
+        "\n### Software",
+        f"- Python: {software['python']}",
+        f"- PyTorch: {software['torch']}",
+        "\n\n### Bloat",
+        render_bloat(header["bloat"]),
+        f"\nRun started: {header['run_started']}\n\n---",
+    ]
+    return "\n".join(lines)
+
+
+def counted(names: Sequence[str]) -> list[str]:
+    """`8x name` for each distinct name."""
+    return [f"{names.count(name)}x {name}" for name in dict.fromkeys(names)]
+
+
+def render_bloat(bloat: Mapping[str, int]) -> str:
+    """The size of the code, as it stands in the header and again in the summary."""
+    names = {
+        "characters": "Characters",
+        "lines": "Lines",
+        "files": "Files",
+        "tokens": "Tokens (approx)",
+        "lock_lines": "Dependencies (uv.lock lines)",
+    }
+    shown = {name: label for name, label in names.items() if bloat[name] or name != "lock_lines"}
+    return "\n".join(f"- {label}: {bloat[name]:,}" for name, label in shown.items())
+
+
+def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
+    """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
+    fixed = fixed_keys(record)
+    entries = {**record["settings"], **record["values"]}
+    ours = [f"- {key}: {show(value)}" for key, value in entries.items() if key not in fixed]
+    ours += [f"- provenance: {show_provenance(record)}", f"- cost: {show_cost(record['cost'])}"]
+    own = [f"- {key}: {show(entries[key])}" for key in fixed if key in entries]
+    tables = [render_table(table) for table in record["tables"]]
+    lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
+    links = "\n".join(f"![{figure.title}]({figure.link})" for figure in figures)
+    body = "\n\n".join(block for block in [*lists, links] if block)
+    return f"## {record['section']}\ntimestamp: {record['timestamp']}\n\n{body}"
+
+
+def fixed_keys(record: Record) -> list[str]:
+    """The keys that open a section, in order; all it has where nothing is fixed."""
+    if record["section"] in SECTIONS:
+        return SECTIONS[record["section"]].split(", ")
+    return [*record["settings"], *record["values"]]
+
+
+def show(value: Any) -> str:
+    """A value as the report prints it, on one line."""
+    if isinstance(value, Mapping):
+        error = "" if value.get("se") is None else f" +- {show(value['se'])}"
+        count = "" if value.get("n") is None else f" (n={value['n']:,})"
+        return f"{show(value['value'])}{error}{count}"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if value >= 10_000 else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(show(item) for item in value)
+    return re.sub(r"\r\n|[\r\n\v\f\x85\u2028\u2029]", r"\\n", str(value))
+
+
+def show_provenance(record: Record) -> str:
+    """Run, commit, seed, and what went in and came out, on one line."""
+    origin = record["provenance"]
+    dirty = " (dirty)" if origin["dirty"] else ""
+    ways = [
+        ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
+        for side in ("inputs", "outputs")
+    ]
+    flow = f"; {ways[0]}" if ways[0] else ""
+    flow += f" -> {ways[1]}" if ways[1] else ""
+    return f"run {origin['run_id']}, commit {origin['commit']}{dirty}, seed {origin['seed']}{flow}"
+
+
+def show_cost(cost: Record) -> str:
+    """Wall clock and devices, on one line."""
+    return f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
+
+
+def render_table(table: Record) -> str:
+    """A table as Markdown, under its title. Whole numbers stand plain, others have 4 decimals."""
+    columns, title = table["columns"], table.get("title")
+    rule = "|".join("-" * RULE_DASHES.get(column, len(column) + 2) for column in columns)
+    rows = [[str(c) if isinstance(c, int) else show(c) for c in row] for row in table["rows"]]
+    lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
+    return "\n".join([f"### {title}\n", *lines] if title else lines)
+
+
+def render_faults(records: Sequence[Record]) -> list[str]:
+    """A warning, where the sections do not belong together; nothing where they do."""
+    faults = find_faults(records)
+    if not faults:
+        return []
+    head = "> [!WARNING]\n> **Provenance: these sections do not belong together.**"
+    return ["\n".join([head, *(f"> - {fault}" for fault in faults)])]
+
+
+# ------------------------------------------------------------------------------------------------
+# The summary
+
+
+def render_summary(records: Sequence[Record], header: Record) -> str:
+    """Size of the code, metrics by stage, wall clock; then differences and costs."""
+    found = metrics(records)
+    blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
+    for label, minutes in wall_clock(records, header["run_started"]).items():
+        blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
+    tables = [differences(found), ledger(records, header["hourly_rate"])]
+    return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
+
+
+def render_metrics(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of the summary, one column per stage."""
+    rows = [
+        [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
+        for name, by in found.items()
+    ]
+    lines = [["Metric", *COLUMNS], *rows]
+    cells = [[line[0].ljust(15), *(cell.ljust(8) for cell in line[1:])] for line in lines]
+    text = [f"| {' | '.join(line)} |" for line in cells]
+    rule = "|".join(["-" * 17, *["-" * 10] * len(COLUMNS)])
+    return "\n".join([text[0], f"|{rule}|", *text[1:]])

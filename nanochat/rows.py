@@ -1,0 +1,319 @@
+"""
+Packed rows on disk, and the batches of a run as a pure function of (rows, seed, step).
+
+    rows/<name>/<shard>.bin, <shard>.json -> Rows -> batch(step) -> (rows, max_seq_len + 1) ids
+
+A run reads an endless sequence of epochs. Within an epoch the shards come in their frozen order,
+the rows of each permuted by (seed, epoch, shard). Step s of a run with R rows per step takes rows
+s * R to (s + 1) * R - 1 of that sequence, and every rank its slice of them. So there is no state:
+stopping, resuming, or another number of ranks changes nothing about what a step sees.
+
+A shard is there when its .json is, which is written last. Shards may still be packed while a run
+reads (`row_writer`): a step whose shard is missing waits for it. Knows nothing of text.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import MissingInput, read_json, sha256_file
+
+POLL_SECONDS = 0.1
+SILENCE_SECONDS = 30.0  # a packing process that shows no life for this long is taken for dead
+OPEN_SHARDS = 8  # memory maps kept open: each holds a file handle
+
+
+class Rows:
+    """
+    The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length.
+
+    recipe: what decides the rows, JSON-ready (`row_writer.open_rows`); it belongs into every
+    checkpoint. say: told what is waited for. `folder` may hold more shards than this run reads.
+    Raises ValueError naming a file whose size does not match its record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        train_shards: list[str],
+        val_shard: str,
+        max_seq_len: int,
+        dtype: str,
+        recipe: Mapping[str, Any],
+        say: Callable[[str], None] = print,
+    ):
+        self.folder = folder
+        self.train_shards = train_shards
+        self.val_shard = val_shard
+        self.max_seq_len = max_seq_len
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.recipe = recipe
+        self.say = say
+        self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
+        self._starts = [0]  # place in the epoch of each shard's first row, as far as known
+        self._maps: dict[str, np.ndarray] = {}
+        self._old_error = stamp(self.error_path)
+        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
+            self._learn_next()
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a row: max_seq_len inputs and one more, the last target."""
+        return self.max_seq_len + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what these rows are: text, shards and their order, tokenizer, length, rule."""
+        return self.recipe["fingerprint"]
+
+    # -----------------------------------------------------------------------------------------
+    # Training
+
+    def batch(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """
+        This rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), stored dtype.
+
+        Waits for shards that are being packed. Raises ValueError where rows_per_step does not
+        divide, RuntimeError with the packer's message when packing failed, MissingInput when
+        nothing packs what is missing.
+        """
+        return self._read(
+            self.train_shards, self.row_ids(step, rows_per_step, seed, rank, world_size)
+        )
+
+    def row_ids(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """Which rows `batch` returns: (n, 2), index of the shard and of the row in its file."""
+        share, rest = divmod(rows_per_step, world_size)
+        if rest or share < 1:
+            raise ValueError(
+                f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
+                f"take {world_size * max(1, share)}"
+            )
+        numbers = step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
+        while self._starts[-1] <= numbers[-1] and self._next_shard() is not None:
+            self._learn_next()
+        epochs = np.zeros_like(numbers)
+        if self._next_shard() is None:  # the length of an epoch is known
+            if not self._starts[-1]:
+                raise ValueError(
+                    f"{self.folder} holds no row: there is less text than one row of "
+                    f"{self.row_length} tokens; give more text or a smaller --max_seq_len"
+                )
+            epochs, numbers = np.divmod(numbers, self._starts[-1])
+        starts = np.array(self._starts)
+        shards = np.searchsorted(starts, numbers, side="right") - 1
+        rows = numbers - starts[shards]
+        for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
+            here = (epochs == epoch) & (shards == shard)
+            count = self._starts[shard + 1] - self._starts[shard]
+            rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
+        return np.stack([shards, rows], axis=1)
+
+    def epochs_for(self, rows_needed: int) -> float | None:
+        """
+        How many times the training rows are gone through; None while not all shards are packed
+        and those that are do not suffice.
+        """
+        if self._next_shard() is not None and self._starts[-1] < rows_needed:
+            return None
+        return rows_needed / max(1, self._starts[-1])
+
+    @property
+    def packed_train_rows(self) -> int:
+        """Training rows there are by now, without a gap from the first shard on."""
+        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
+            self._learn_next()
+        return self._starts[-1]
+
+    # -----------------------------------------------------------------------------------------
+    # Validation
+
+    def num_val_rows(self) -> int:
+        """Rows of the validation shard; waits for it."""
+        return self.wait(self.val_shard)["rows"]
+
+    def val_batches(
+        self,
+        rows_per_batch: int,
+        num_rows: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Iterator[np.ndarray]:
+        """
+        This rank's share of the first `num_rows` validation rows (None or too many: all of them).
+
+        The rows are the same for any batch size, number of ranks and number of training shards,
+        and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
+        """
+        total = self.num_val_rows()
+        order = permutation(0, 0, 0, total)[:num_rows]
+        bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
+        mine = order[slice(*bounds)]
+        for i in range(0, len(mine), rows_per_batch):
+            rows = mine[i : i + rows_per_batch]
+            yield self._read([self.val_shard], np.stack([np.zeros_like(rows), rows], axis=1))
+
+    # -----------------------------------------------------------------------------------------
+    # Files
+
+    def bin_path(self, shard: str) -> Path:
+        """The rows of a shard."""
+        return self.folder / f"{flat(shard)}.bin"
+
+    def counts_path(self, shard: str) -> Path:
+        """What is in the rows of a shard; its presence says that they are complete."""
+        return self.folder / f"{flat(shard)}.json"
+
+    @property
+    def alive_path(self) -> Path:
+        """Touched every second by whoever packs."""
+        return self.folder / "packing.alive"
+
+    @property
+    def error_path(self) -> Path:
+        """Why packing failed, when it did."""
+        return self.folder / "packing.error"
+
+    def is_packed(self, shard: str) -> bool:
+        """True when all rows of a shard are there."""
+        return self.counts_path(shard).exists()
+
+    def counts(self, shard: str) -> dict[str, Any]:
+        """The record of a packed shard. Raises ValueError if the file of rows does not match."""
+        counts = read_json(self.counts_path(shard))
+        path = self.bin_path(shard)
+        expected = counts["rows"] * self.row_length * self.dtype.itemsize
+        actual = path.stat().st_size if path.exists() else 0
+        if actual != expected:
+            raise ValueError(
+                f"{path} has {actual} bytes, its record says {expected}; "
+                f"delete {self.counts_path(shard)} to have it packed again"
+            )
+        return counts
+
+    def verify(self, shards: list[str] | None = None) -> None:
+        """Compare the SHA-256 of packed shards (default: all) with their records."""
+        for shard in shards or [*self.train_shards, self.val_shard]:
+            if not self.is_packed(shard):
+                continue
+            if sha256_file(self.bin_path(shard)) != self.counts(shard)["sha256"]:
+                raise ValueError(
+                    f"{self.bin_path(shard)} is damaged: its SHA-256 is not the recorded one; "
+                    f"delete {self.counts_path(shard)} to have it packed again"
+                )
+
+    def totals(self, shards: list[str] | None = None) -> dict[str, int]:
+        """Sums of the records of packed shards, by default of the training shards."""
+        packed = [self.counts(s) for s in shards or self.train_shards if self.is_packed(s)]
+        names = "rows documents documents_cut tokens extra_bos dropped text_bytes skipped".split()
+        total = {name: sum(counts[name] for counts in packed) for name in names}
+        return {"shards": len(packed), "places": total["rows"] * self.row_length, **total}
+
+    def wait(self, shard: str) -> dict[str, Any]:
+        """The record of a shard, once it is packed. Raises as `batch` does."""
+        if self.is_packed(shard):
+            return self.counts(shard)
+        self.say(f"waiting for {shard} to be packed")
+        beat, heard = stamp(self.alive_path), time.monotonic()
+        while not self.is_packed(shard):
+            failure = self.packer_failure()
+            if failure is None and stamp(self.error_path) not in (None, self._old_error):
+                failure = self.error_path.read_text()
+            if self.is_packed(shard):  # before it failed
+                break
+            if failure is not None:
+                raise RuntimeError(f"packing {shard} failed: {failure}")
+            if (now := stamp(self.alive_path)) != beat:
+                beat, heard = now, time.monotonic()
+            if time.monotonic() - heard > SILENCE_SECONDS:
+                raise MissingInput(
+                    f"the rows of {shard} are not in {self.folder}, and nothing is packing them",
+                    f"python -m scripts.data --max_seq_len={self.max_seq_len}",
+                )
+            time.sleep(POLL_SECONDS)
+        return self.counts(shard)
+
+    # -----------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> int:
+        return len(self._starts) - 1
+
+    def _next_shard(self) -> str | None:
+        """The first training shard whose number of rows is not known yet."""
+        return self.train_shards[self._known] if self._known < len(self.train_shards) else None
+
+    def _learn_next(self) -> None:
+        shard = self.train_shards[self._known]
+        self._starts.append(self._starts[-1] + self.wait(shard)["rows"])
+
+    def _read(self, shards: list[str], ids: np.ndarray) -> np.ndarray:
+        out = np.empty((len(ids), self.row_length), self.dtype)
+        for index in np.unique(ids[:, 0]):
+            here = ids[:, 0] == index
+            out[here] = self._map(shards[index])[ids[here, 1]]
+        return out
+
+    def _map(self, shard: str) -> np.ndarray:
+        if shard not in self._maps:
+            if len(self._maps) >= OPEN_SHARDS:
+                self._maps.clear()
+            shape = (self.wait(shard)["rows"], self.row_length)
+            self._maps[shard] = np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)
+        return self._maps[shard]
+
+
+@lru_cache(maxsize=OPEN_SHARDS)
+def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
+    """
+    The order of the `n` rows of a shard in an epoch.
+
+    Sorts raw words of PCG64, a stream that numpy promises never to change, unlike that of
+    Generator.permutation: a run can be resumed under another numpy.
+    """
+    order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def flat(shard: str) -> str:
+    """A shard's name as one flat file name."""
+    return shard.replace("/", "--")
+
+
+def stamp(path: Path) -> int | None:
+    """When a file last changed, or None while it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str = "") -> list[str]:
+    """
+    What differs between two descriptions (`Rows.recipe`, or what holds one), a line per setting.
+
+    A run that resumes compares what its checkpoint says with what is at hand. A description with
+    a fingerprint is judged by that: where the same text lies on the disk is no difference.
+    """
+    if "fingerprint" in recorded and recorded["fingerprint"] == current.get("fingerprint"):
+        return []
+    lines = []
+    for name in sorted((recorded.keys() | current.keys()) - {"fingerprint"}):
+        old, new = recorded.get(name), current.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{at}{name}.")
+        elif old != new:
+            lines.append(f"{at}{name}: was {old!r}, now {new!r}")
+    if "fingerprint" in recorded and not lines:
+        was, now = recorded["fingerprint"], current.get("fingerprint")
+        lines = [f"{at}fingerprint: was {was!r}, now {now!r}"]
+    return lines

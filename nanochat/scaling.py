@@ -1,0 +1,131 @@
+"""
+Scaling: depth -> shape, horizon, batch, rates and decay.
+
+    depth -> shape_for_depth -> GPTConfig -> horizon (steps x batch) -> optimizer settings
+
+Depth is the only dial; what is given explicitly overrides what follows from it. Pure arithmetic.
+The reference point is depth 12 at 32,768 ids, where the rates were tuned.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nanochat.gpt import GPTConfig
+from nanochat.optim import OptimConfig
+
+WIDTH_PER_LAYER = 64
+REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
+REFERENCE_BATCH = 2**19  # tokens per step there
+REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
+BATCH_EXPONENT = 0.383  # growth of the best batch with the horizon (nanochat, 2026-02-05)
+MIN_STEPS = 960  # a short run rather takes smaller batches: measured by the peers, d4, 2026-11
+
+
+def shape_for_depth(
+    depth: int,
+    vocab_size: int,
+    max_seq_len: int,
+    arch: Literal["default", "classic"] = "default",
+    window_pattern: str = "L",
+    head_dim: int | None = None,
+) -> GPTConfig:
+    """
+    The model of a depth: 64 channels per layer, heads of 128 where they divide the width, else 64.
+
+    Raises ValueError for a depth below 1 or a head_dim that does not divide the width.
+    """
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1, got {depth}")
+    width = WIDTH_PER_LAYER * depth
+    head_dim = head_dim or (128 if width % 128 == 0 and width >= 512 else 64)
+    if width % head_dim:
+        raise ValueError(f"head_dim {head_dim} must divide the width {width} of depth {depth}")
+    heads = width // head_dim
+    cfg = GPTConfig(
+        vocab_size=vocab_size,
+        n_layer=depth,
+        d_model=width,
+        n_head=heads,
+        n_kv_head=heads,
+        head_dim=head_dim,
+        max_seq_len=max_seq_len,
+        window_pattern=window_pattern,
+    )
+    return cfg.classic() if arch == "classic" else cfg
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long to train: `num_steps` steps of `batch_tokens` tokens."""
+
+    num_steps: int
+    batch_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_steps * self.batch_tokens
+
+
+def auto_batch(tokens: float, max_seq_len: int) -> int:
+    """
+    Tokens per step for a run over `tokens`: a power of two times the row length.
+
+    Grows with the horizon to the power 0.383 from the reference point, but leaves a short run
+    at least MIN_STEPS steps, and is never below one row.
+    """
+    ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
+    ideal = min(ideal, tokens / MIN_STEPS)
+    rows = 2 ** max(0, round(math.log2(max(ideal, 1) / max_seq_len)))
+    return rows * max_seq_len
+
+
+def plan_horizon(
+    matmul_params: int,
+    flops_per_token: float,
+    max_seq_len: int,
+    num_iterations: int | None = None,
+    target_flops: float | None = None,
+    target_param_data_ratio: float = 12.0,
+    total_batch_size: int | None = None,
+    world_size: int = 1,
+) -> Horizon:
+    """
+    Steps and batch. Precedence: num_iterations, then target_flops, then tokens per parameter.
+
+    The batch never follows from `world_size`, which only has to divide its rows. With
+    num_iterations alone it is that of the ratio's horizon. Raises ValueError, naming a value
+    that works, for a batch that does not divide and for settings that are not positive.
+    """
+    for name, value in (
+        ("num_iterations", num_iterations),
+        ("target_flops", target_flops),
+        ("target_param_data_ratio", target_param_data_ratio),
+        ("total_batch_size", total_batch_size),
+    ):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    tokens = target_param_data_ratio * matmul_params
+    if num_iterations is None and target_flops is not None:
+        tokens = target_flops / flops_per_token
+    batch = total_batch_size or auto_batch(tokens, max_seq_len)
+    unit = max_seq_len * world_size
+    if batch % unit:
+        nearest = max(1, round(batch / unit)) * unit
+        raise ValueError(
+            f"total_batch_size {batch} is not a whole number of rows of {max_seq_len} tokens on "
+            f"each of {world_size} devices; use --total_batch_size={nearest}"
+        )
+    return Horizon(num_iterations or max(1, round(tokens / batch)), batch)
+
+
+def scaled_optim(cfg: OptimConfig, horizon: Horizon) -> OptimConfig:
+    """
+    The optimizer's settings for a horizon: weight decay where it was left open.
+
+    Decay times steps is held constant, so weights forget over the same share of every run
+    (arXiv:2405.13698).
+    """
+    if cfg.weight_decay is not None:
+        return cfg
+    return replace(cfg, weight_decay=REFERENCE_DECAY_STEPS / horizon.num_steps)

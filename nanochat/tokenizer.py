@@ -1,0 +1,190 @@
+"""
+The tokenizer: text to ids and back, trained and run by rustbpe.
+
+    texts -> Tokenizer.train -> tokenizer.json -> Tokenizer.load -> encode, decode
+
+Ids are the 256 bytes, then the merges by rank, then the nine special tokens. Special tokens are
+only ever put in by code, through `special`: encoding text never makes one, whatever a user types.
+Knows nothing of conversations (chat_format.py) or of where text comes from (dataset.py).
+
+tokenizer.json holds `format`, `pattern` (what splits text into words), `special_tokens` and
+`tokens`: the bytes of every other token by id, one character per byte (latin-1), so that most of
+them can be read. The same training gives the same file, byte for byte.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+import rustbpe
+from nanochat.common import MissingInput, base_dir, fingerprint, read_json, write_json
+
+FORMAT = 1
+FILE_NAME = "tokenizer.json"
+SPECIAL_TOKENS = (
+    "<|bos|>",  # starts every document and conversation
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",  # the assistant calls a tool ...
+    "<|python_end|>",
+    "<|output_start|>",  # ... and the tool answers
+    "<|output_end|>",
+)
+
+
+class Tokenizer:
+    """
+    A trained vocabulary. Make one with `train`, `read` or `load`; it never changes.
+
+    `fingerprint` is 16 hex digits of its content: equal vocabularies, equal fingerprints.
+    """
+
+    def __init__(self, content: dict[str, Any]):
+        """`content` is what tokenizer.json holds. Raises ValueError when it is something else."""
+        missing = {"format", "pattern", "special_tokens", "tokens"} - content.keys()
+        if missing or content["format"] != FORMAT:
+            raise ValueError(f"not a tokenizer of format {FORMAT}: lacks {sorted(missing)}")
+        if tuple(content["special_tokens"]) != SPECIAL_TOKENS:
+            raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
+        tokens = [token.encode("latin-1") for token in content["tokens"]]
+        self._content = content
+        self._ranks = list(zip(tokens, itertools.count(), strict=False))
+        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, content["pattern"])
+        self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
+        self.fingerprint = fingerprint(content)
+
+    @classmethod
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, num_threads: int | None = None
+    ) -> "Tokenizer":
+        """
+        Learn `vocab_size` tokens, the 256 bytes and the special tokens included.
+
+        Reads `texts` once and keeps only the counts of distinct words. With too little text there
+        are fewer tokens, which is printed. The result does not depend on the order of texts or
+        on the number of threads (default: one per core). Raises ValueError below 265 tokens and
+        for a text with a lone surrogate.
+        """
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise ValueError(f"vocab_size is {vocab_size}; bytes and specials need {smallest}")
+        bpe = rustbpe.Tokenizer()
+        bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), num_threads=num_threads)
+        tokenizer = cls(
+            {
+                "format": FORMAT,
+                "pattern": bpe.get_pattern(),
+                "special_tokens": list(SPECIAL_TOKENS),
+                "tokens": [token.decode("latin-1") for token, _ in bpe.get_mergeable_ranks()],
+            }
+        )
+        if tokenizer.vocab_size < vocab_size:
+            print(
+                f"tokenizer: the text has nothing left to merge after {tokenizer.vocab_size} ids, "
+                f"so there are not the {vocab_size} asked for",
+                flush=True,
+            )
+        return tokenizer
+
+    @classmethod
+    def read(cls, path: Path) -> "Tokenizer":
+        """Read a tokenizer.json. Raises FileNotFoundError or ValueError, naming the file."""
+        content = read_json(path)
+        try:
+            return cls(content)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def load(cls, tag: str = "main") -> "Tokenizer":
+        """Read the tokenizer of that tag. Raises MissingInput when none was trained."""
+        path = tokenizer_dir(tag) / FILE_NAME
+        if not path.is_file():
+            command = "python -m scripts.tok_train"
+            command += "" if tag == "main" else f" --tokenizer_tag={tag}"
+            raise MissingInput(f"there is no tokenizer {tag!r} ({path})", command)
+        return cls.read(path)
+
+    def save(self, folder: Path) -> Path:
+        """Write tokenizer.json into `folder` and return its path."""
+        write_json(folder / FILE_NAME, self._content)
+        return folder / FILE_NAME
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids, special tokens included."""
+        return len(self._bytes)
+
+    @property
+    def bos_id(self) -> int:
+        """The id that starts every document."""
+        return self.special("<|bos|>")
+
+    def special(self, name: str) -> int:
+        """The id of a special token. Raises ValueError for another name."""
+        if name not in self._special:
+            raise ValueError(f"{name!r} is no special token; they are {', '.join(SPECIAL_TOKENS)}")
+        return self._special[name]
+
+    def encode(self, text: str) -> list[int]:
+        """
+        The ids of a text; never a special token's.
+
+        Raises ValueError for a lone surrogate, which no bytes stand for.
+        """
+        return self._bpe.encode(text)
+
+    def encode_flat(
+        self, texts: Iterable[str], bos: bool = False, num_threads: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """
+        The ids of many texts at once, on all cores: `(ids, offsets)`.
+
+        Text i is `ids[offsets[i]:offsets[i + 1]]`; `ids` is uint32, `offsets` int64 and one
+        longer than `texts`. With `bos`, each text begins with <|bos|>. The arrays are read-only.
+        """
+        prefix = self.bos_id if bos else None
+        ids, offsets = self._bpe.encode_flat(texts, num_threads=num_threads, prefix=prefix)
+        return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of `ids`; special tokens give their names. Raises ValueError for others."""
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"unknown token id {i}: ids are 0 to {self.vocab_size - 1}")
+        return b"".join([self._bytes[i] for i in ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """
+        The length in bytes of every token, int32 (V,); 0 for special tokens.
+
+        Over the ids of a text they add up to the length of its UTF-8, which makes them the
+        denominator of bits per byte.
+        """
+        lengths = [len(token) for token, _ in self._ranks] + [0] * len(SPECIAL_TOKENS)
+        return np.array(lengths, np.int32)
+
+    def to_tiktoken(self) -> tiktoken.Encoding:
+        """The same tokenizer for tiktoken, the reference encoder."""
+        return tiktoken.Encoding(
+            name=f"nanochat-{self.fingerprint}",
+            pat_str=self._content["pattern"],
+            mergeable_ranks=dict(self._ranks),
+            special_tokens=self._special,
+        )
+
+
+def tokenizer_dir(tag: str = "main") -> Path:
+    """Where the tokenizer of that tag lives."""
+    return base_dir() / "tokenizer" / tag

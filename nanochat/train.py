@@ -1,0 +1,276 @@
+"""
+The loop: one way to train, whatever is trained.
+
+    rows of step n -> loss and gradients in micro-batches -> sum over ranks -> guard -> update
+
+A script says what to train; this file says how: gradient accumulation, schedule, cadence of
+evaluations and checkpoints, logging, the guard against numbers that are not finite, and stopping
+when asked to. It knows no tokenizer, data set, architecture or metric.
+"""
+
+import gc
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.hardware import utilization
+from nanochat.machine import Machine
+from nanochat.optim import MuonAdamW
+from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_momentum
+
+PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
+LOSS_BETA = 0.9  # of the moving average of the training loss
+UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
+
+
+class Trainable(Protocol):
+    """What the loop needs of a model."""
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    eval_every: int = 250
+    """Steps between evaluations; 0 = only at the end."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 = only at the end and when stopped."""
+    max_bad_steps: int = 5
+    """So many losses or gradients in a row that are not finite stop the run; each is skipped."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} counts steps, got {getattr(self, name)}; 0 turns it off")
+        if self.max_bad_steps < 1:
+            raise ValueError(f"max_bad_steps must be at least 1, got {self.max_bad_steps}")
+
+
+@dataclass
+class Progress:
+    """Everything about a run that is neither weight nor setting; saved with each checkpoint."""
+
+    step: int = 0
+    """Steps done."""
+    loss_average: float = 0.0
+    """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
+    train_seconds: float = 0.0
+    """Time spent in timed steps, by all attempts together."""
+    timed_steps: int = 0
+    bad_steps: int = 0
+    """Steps skipped because something was not finite."""
+    min_val: float | None = None
+    last_val: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    """The latest steps, for a median rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "step_seconds"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name])
+
+    @property
+    def smooth_loss(self) -> float:
+        """The moving average, free of its start at 0."""
+        return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
+
+
+class TooManyBadSteps(RuntimeError):
+    """The loss or the gradient was not finite, several steps in a row."""
+
+
+class StopRequest:
+    """
+    Turns SIGTERM and SIGINT into a flag that the loop reads between steps.
+
+    A second SIGINT ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.previous[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.asked and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.asked = True
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
+    with IGNORE among the targets where one does not count; `rows_name(step)` says which they
+    are, for messages. `evaluate(step)` returns figures to log and the one to be smallest under
+    "val_bpb"; `save(progress)` writes a checkpoint. Both are called on every rank.
+    """
+
+    model: Trainable
+    optimizer: MuonAdamW
+    machine: Machine
+    num_steps: int
+    batch_tokens: int
+    """Tokens per step, all ranks together."""
+    device_rows: int
+    """Rows per micro-batch on one device."""
+    flops_per_token: float
+    rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    rows_name: Callable[[int], str]
+    evaluate: Callable[[int], dict[str, float]]
+    save: Callable[[Progress], None]
+    log: Callable[[int, dict[str, Any]], None]
+    schedule: ScheduleConfig
+    loop: LoopConfig
+    grad_clip: float = 0.0
+
+
+def train(run: Run, progress: Progress) -> bool:
+    """
+    Train from `progress.step` to the end. Returns False when the run was asked to stop early.
+
+    The last thing before the final evaluation is a checkpoint. Raises TooManyBadSteps after
+    saving the last good state.
+    """
+    bad_in_a_row = 0
+    with StopRequest() as stop:
+        while progress.step < run.num_steps:
+            step = progress.step
+            if step and run.loop.eval_every and step % run.loop.eval_every == 0:
+                evaluate(run, progress, step)
+            started = time.perf_counter()
+            loss, norm, stopping = train_step(run, step, stop.asked)
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            seconds = time.perf_counter() - started
+            progress.step += 1
+            if finite:
+                bad_in_a_row = 0
+            else:
+                bad_in_a_row += 1
+                progress.bad_steps += 1
+                run.machine.print0(
+                    f"step {step}: loss {loss}, gradient norm {norm}: skipped on all ranks "
+                    f"({bad_in_a_row} in a row); rows {run.rows_name(step)}"
+                )
+            average = loss if finite else progress.smooth_loss
+            average = average if math.isfinite(average) else 0.0
+            progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * average
+            if step >= UNTIMED_STEPS:
+                progress.train_seconds += seconds
+                progress.timed_steps += 1
+                progress.step_seconds = [*progress.step_seconds[-999:], seconds]
+            log_step(run, progress, step, loss, norm, seconds)
+            if step == 0:
+                gc.collect()
+                gc.freeze()  # what lives now lives on: keep it out of every later collection
+            if bad_in_a_row >= run.loop.max_bad_steps:
+                run.save(progress)
+                raise TooManyBadSteps(
+                    f"{bad_in_a_row} steps in a row were not finite, the last one step {step}; "
+                    "the weights before them are saved. Lower the rates, or look at those rows"
+                )
+            if stopping:
+                run.save(progress)
+                run.machine.print0(f"asked to stop: saved step {progress.step}")
+                return False
+            every = run.loop.save_every
+            if every and progress.step % every == 0 and progress.step < run.num_steps:
+                run.save(progress)
+        run.save(progress)
+    evaluate(run, progress, progress.step)
+    return True
+
+
+def train_step(run: Run, step: int, asked_to_stop: bool) -> tuple[float, float, bool]:
+    """
+    One optimizer step. Returns (mean loss in nats per counted target, gradient norm, stop?), the
+    same on every rank. An update happens only when both numbers are finite on all of them.
+    """
+    machine, optimizer = run.machine, run.optimizer
+    tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
+    local = torch.zeros((), device=machine.device)
+    for i in range(0, len(tokens), run.device_rows):
+        loss = run.model.loss(tokens[i : i + run.device_rows], targets[i : i + run.device_rows])
+        # divided by what a full step counts, so that gradients have a fixed scale in bf16
+        (loss / run.batch_tokens).backward()
+        local += loss.detach()
+    counted = (targets >= 0).sum()
+    nats, count, asked = machine.sum(float(local), float(counted), float(asked_to_stop))
+    norm = optimizer.reduce_gradients()
+    scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
+    norm *= scale
+    loss_mean = nats / count if count else 0.0
+    if not (math.isfinite(loss_mean) and math.isfinite(norm)):
+        optimizer.drop_gradients()
+    else:
+        if run.grad_clip and norm > run.grad_clip:
+            scale *= run.grad_clip / norm
+        optimizer.step(
+            lr_factor(step, run.num_steps, run.schedule),
+            muon_momentum(step, run.num_steps, run.schedule),
+            decay_factor(step, run.num_steps),
+            scale,
+        )
+    machine.synchronize()
+    return loss_mean, norm, asked > 0
+
+
+def to_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device; each call pins memory of its own, so no later step can overwrite it."""
+    tensor = torch.from_numpy(x)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def evaluate(run: Run, progress: Progress, step: int) -> None:
+    """Measure, remember the smallest validation value, log."""
+    figures = run.evaluate(step)
+    value = figures.get("val_bpb")
+    if value is not None:
+        progress.last_val = value
+        progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
+    run.log(step, figures)
+
+
+def log_step(
+    run: Run, progress: Progress, step: int, loss: float, norm: float, seconds: float
+) -> None:
+    """Hand one step's figures to the log."""
+    rate = run.batch_tokens / seconds
+    used = utilization(rate * run.flops_per_token, run.machine.device, run.machine.world_size)
+    figures = {
+        "loss": loss,
+        "smooth_loss": progress.smooth_loss,
+        "lr": lr_factor(step, run.num_steps, run.schedule),
+        "grad_norm": norm,
+        "tokens_per_second": rate,
+        "step_seconds": seconds,
+    }
+    run.log(step, figures if used is None else {**figures, "mfu": used})
+
+
+def median_rate(run: Run, progress: Progress) -> float:
+    """Tokens per second over the latest timed steps; NaN where there were none."""
+    if not progress.step_seconds:
+        return math.nan
+    return run.batch_tokens / statistics.median(progress.step_seconds)

@@ -1,0 +1,26 @@
+//! What can go wrong, in words for the user. Each message names the offending value.
+
+use std::fmt;
+
+#[derive(Debug, PartialEq)]
+pub enum Error {
+    /// The input is wrong; the text says what and why.
+    Invalid(String),
+    /// The caller asked to stop.
+    Interrupted,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Invalid(message) => f.write_str(message),
+            Error::Interrupted => f.write_str("interrupted"),
+        }
+    }
+}
+
+/// Shorthand for an `Error::Invalid` with a formatted message.
+macro_rules! invalid {
+    ($($words:tt)*) => { $crate::error::Error::Invalid(format!($($words)*)) };
+}
+pub(crate) use invalid;

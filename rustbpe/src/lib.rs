@@ -1,0 +1,433 @@
+//! The Python module `rustbpe`: converts types and errors, nothing else.
+//!
+//!     scan, regex: text -> words; count: words -> counts; bpe: counts -> merges;
+//!     encode: text <-> ids
+
+mod bpe;
+mod count;
+mod encode;
+mod error;
+#[cfg(test)]
+mod random;
+mod regex;
+mod scan;
+mod table;
+
+use std::ffi::c_int;
+use std::sync::{Arc, RwLock};
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use bpe::{Pair, Words};
+use count::WordCounter;
+use encode::Vocab;
+use error::Error;
+use regex::{Splitter, DEFAULT_PATTERN};
+
+/// Training counts this many bytes of text per thread before it looks for Ctrl-C again.
+const BUFFER_BYTES: usize = 1 << 22;
+
+/// Fewer bytes than this are encoded without starting threads.
+const SERIAL_BYTES: usize = 1 << 16;
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        PyValueError::new_err(error.to_string())
+    }
+}
+
+/// What a trained tokenizer is. Replaced as a whole when it is trained again.
+struct State {
+    pattern: String,
+    splitter: Splitter,
+    vocab: Vocab,
+}
+
+/// A byte pair encoding: trains, encodes, decodes. Safe to use from several threads.
+#[pyclass(frozen, module = "rustbpe")]
+struct Tokenizer {
+    state: RwLock<Arc<State>>,
+}
+
+impl Tokenizer {
+    fn state(&self) -> Arc<State> {
+        self.state.read().expect("no one panics holding it").clone()
+    }
+}
+
+#[pymethods]
+impl Tokenizer {
+    /// An untrained tokenizer: the 256 bytes.
+    #[new]
+    fn new() -> PyResult<Self> {
+        let state = State {
+            pattern: DEFAULT_PATTERN.into(),
+            splitter: Splitter::new(DEFAULT_PATTERN)?,
+            vocab: Vocab::from_merges(&[])?,
+        };
+        Ok(Tokenizer {
+            state: RwLock::new(Arc::new(state)),
+        })
+    }
+
+    /// A tokenizer from `(bytes, id)` pairs, as `get_mergeable_ranks` gives them, in any order.
+    #[staticmethod]
+    #[pyo3(signature = (ranks, pattern=None))]
+    fn from_ranks(ranks: Vec<(Vec<u8>, i64)>, pattern: Option<String>) -> PyResult<Self> {
+        let mut tokens: Vec<Option<Vec<u8>>> = vec![None; ranks.len()];
+        for (token, id) in ranks {
+            let count = tokens.len();
+            match usize::try_from(id).ok().and_then(|id| tokens.get_mut(id)) {
+                Some(free @ None) => *free = Some(token),
+                Some(_) => return Err(PyValueError::new_err(format!("id {id} stands twice"))),
+                None => {
+                    return Err(PyValueError::new_err(format!(
+                        "id {id}: the ids of {count} tokens are 0 to {}",
+                        count as i64 - 1
+                    )))
+                }
+            }
+        }
+        let tokens: Vec<Vec<u8>> = tokens.into_iter().flatten().collect();
+        let pattern = pattern.unwrap_or_else(|| DEFAULT_PATTERN.into());
+        let state = State {
+            splitter: Splitter::new(&pattern)?,
+            pattern,
+            vocab: Vocab::from_tokens(&tokens)?,
+        };
+        Ok(Tokenizer {
+            state: RwLock::new(Arc::new(state)),
+        })
+    }
+
+    /// Learns `vocab_size` tokens, the 256 bytes included, from an iterator of str.
+    ///
+    /// Takes `buffer_size` texts at a time and keeps none. The result does not depend on the
+    /// number of threads, the buffer or the order of texts. With little text the vocabulary may
+    /// end up smaller. The GIL is released; Ctrl-C is answered.
+    #[pyo3(signature = (iterator, vocab_size, buffer_size=8192, pattern=None, num_threads=None))]
+    fn train_from_iterator(
+        &self,
+        py: Python<'_>,
+        iterator: &Bound<'_, PyAny>,
+        vocab_size: i64,
+        buffer_size: i64,
+        pattern: Option<String>,
+        num_threads: Option<i64>,
+    ) -> PyResult<()> {
+        let vocab_size = checked_vocab_size(vocab_size)?;
+        if buffer_size < 1 {
+            return Err(PyValueError::new_err(format!(
+                "buffer_size is {buffer_size}, below 1"
+            )));
+        }
+        let pattern = pattern.unwrap_or_else(|| DEFAULT_PATTERN.into());
+        let splitter = Splitter::new(&pattern)?;
+        let pool = pool(num_threads)?;
+        let mut counter = WordCounter::new(pool.current_num_threads());
+        let mut texts = iterator.try_iter()?;
+        let mut num_texts = 0;
+        loop {
+            let buffer = take(
+                &mut texts,
+                buffer_size as usize,
+                BUFFER_BYTES * pool.current_num_threads(),
+            )?;
+            if buffer.is_empty() {
+                break;
+            }
+            let strs = as_strs(&buffer, num_texts)?;
+            num_texts += buffer.len();
+            py.detach(|| counter.add(&strs, &splitter, &pool))?;
+            py.check_signals()?;
+        }
+        let vocab = interruptible(py, |stop| {
+            let mut words = Words::default();
+            for table in counter.finish(&pool) {
+                table.for_each(|word, count| words.push(word, count));
+            }
+            Vocab::from_merges(&bpe::train(words, vocab_size, stop)?)
+        })?;
+        *self.state.write().expect("no one panics holding it") = Arc::new(State {
+            pattern,
+            splitter,
+            vocab,
+        });
+        Ok(())
+    }
+
+    /// `(bytes, id)` of every token, by id.
+    fn get_mergeable_ranks<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, u32)> {
+        let state = self.state();
+        (0..state.vocab.len() as u32)
+            .filter_map(|id| Some((PyBytes::new(py, state.vocab.token(id)?), id)))
+            .collect()
+    }
+
+    /// The split pattern.
+    fn get_pattern(&self) -> String {
+        self.state().pattern.clone()
+    }
+
+    /// The number of tokens.
+    #[getter]
+    fn vocab_size(&self) -> usize {
+        self.state().vocab.len()
+    }
+
+    /// The ids of a text.
+    fn encode(&self, py: Python<'_>, text: &Bound<'_, PyString>) -> PyResult<Vec<u32>> {
+        let text = [as_str(text, 0)?];
+        let flat = self.encode_texts(py, &text, None, None)?;
+        Ok(flat.ids)
+    }
+
+    /// The ids of each text, as lists.
+    #[pyo3(signature = (texts, num_threads=None))]
+    fn batch_encode(
+        &self,
+        py: Python<'_>,
+        texts: &Bound<'_, PyAny>,
+        num_threads: Option<i64>,
+    ) -> PyResult<Vec<Vec<u32>>> {
+        let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
+        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, None)?;
+        let rows = flat.offsets.windows(2);
+        Ok(rows
+            .map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec())
+            .collect())
+    }
+
+    /// The ids of many texts in one flat array, each text's after `prefix` where one is given.
+    ///
+    /// Returns `(ids, offsets)`, buffers of uint32 and of int64, which `numpy.frombuffer` wraps
+    /// without a copy: text i is `ids[offsets[i]:offsets[i + 1]]`. The GIL is released; Ctrl-C
+    /// is answered.
+    #[pyo3(signature = (texts, num_threads=None, prefix=None))]
+    fn encode_flat(
+        &self,
+        py: Python<'_>,
+        texts: &Bound<'_, PyAny>,
+        num_threads: Option<i64>,
+        prefix: Option<u32>,
+    ) -> PyResult<(Numbers, Numbers)> {
+        let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
+        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, prefix)?;
+        Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
+    }
+
+    /// The text of `ids`; bytes that are not UTF-8 become U+FFFD.
+    fn decode(&self, ids: Vec<i64>) -> PyResult<String> {
+        Ok(String::from_utf8_lossy(&self.bytes_of(ids)?).into_owned())
+    }
+
+    /// The bytes of `ids`.
+    fn decode_bytes<'py>(&self, py: Python<'py>, ids: Vec<i64>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.bytes_of(ids)?))
+    }
+}
+
+impl Tokenizer {
+    fn bytes_of(&self, ids: Vec<i64>) -> PyResult<Vec<u8>> {
+        // An id beyond u32 is as unknown as u32::MAX; the message should name it as it came.
+        let state = self.state();
+        let known = ids.iter().map(|&id| u32::try_from(id));
+        match known.collect::<Result<Vec<u32>, _>>() {
+            Ok(ids) => Ok(state.vocab.decode(&ids)?),
+            Err(_) => {
+                let id = ids.iter().find(|&&id| u32::try_from(id).is_err()).unwrap();
+                Err(PyValueError::new_err(format!("unknown token id {id}")))
+            }
+        }
+    }
+
+    fn encode_texts(
+        &self,
+        py: Python<'_>,
+        texts: &[&str],
+        num_threads: Option<i64>,
+        prefix: Option<u32>,
+    ) -> PyResult<encode::Flat> {
+        let state = self.state();
+        let size: usize = texts.iter().map(|text| text.len()).sum();
+        let pool = if size < SERIAL_BYTES || num_threads == Some(1) {
+            None
+        } else {
+            Some(pool(num_threads)?)
+        };
+        interruptible(py, |stop| {
+            state
+                .vocab
+                .encode_many(texts, prefix, &state.splitter, pool.as_ref(), stop)
+        })
+    }
+}
+
+/// Numbers for numpy: a read-only buffer of bytes.
+#[pyclass(frozen, module = "rustbpe")]
+struct Numbers {
+    storage: Box<dyn Storage>,
+}
+
+/// A vector of plain numbers, seen as bytes.
+trait Storage: Send + Sync {
+    fn bytes(&self) -> (*const u8, usize);
+}
+
+impl<T: Copy + Send + Sync> Storage for Vec<T> {
+    fn bytes(&self) -> (*const u8, usize) {
+        (self.as_ptr().cast(), std::mem::size_of_val(self.as_slice()))
+    }
+}
+
+impl Numbers {
+    fn new<T: Copy + Send + Sync + 'static>(numbers: Vec<T>) -> Self {
+        Numbers {
+            storage: Box::new(numbers),
+        }
+    }
+}
+
+#[pymethods]
+impl Numbers {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        let (start, len) = slf.get().storage.bytes();
+        // SAFETY: the view holds a reference to `slf`, whose numbers stay where they are.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start as *mut _, len as isize, 1, flags)
+        };
+        if filled == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
+    }
+}
+
+/// Learns merges from explicit `(bytes, count)` words: pairs of ids, in rank order.
+#[pyfunction]
+fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> PyResult<Vec<Pair>> {
+    let vocab_size = checked_vocab_size(vocab_size)?;
+    interruptible(py, |stop| {
+        let mut laid_out = Words::default();
+        words
+            .iter()
+            .for_each(|(word, count)| laid_out.push(word, *count));
+        bpe::train(laid_out, vocab_size, stop)
+    })
+}
+
+/// The words of a text. `engine` forces the regex engine for patterns the scanner knows.
+#[pyfunction]
+#[pyo3(signature = (text, pattern=None, engine=false))]
+fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyResult<Vec<String>> {
+    let pattern = pattern.unwrap_or(DEFAULT_PATTERN);
+    let splitter = if engine {
+        Splitter::engine(pattern)
+    } else {
+        Splitter::new(pattern)
+    }?;
+    let text = as_str(text, 0)?;
+    let mut words = Vec::new();
+    splitter.split(text, |start, end| words.push(text[start..end].to_owned()))?;
+    Ok(words)
+}
+
+/// Fails as `bpe::train` would, before any text is read.
+fn checked_vocab_size(vocab_size: i64) -> PyResult<u32> {
+    let size = u32::try_from(vocab_size).map_err(|_| {
+        PyValueError::new_err(format!("vocab_size is {vocab_size}, not a 32-bit size"))
+    })?;
+    bpe::check_vocab_size(size)?;
+    Ok(size)
+}
+
+/// Threads for one call: a pool that outlives the call would not survive a fork of the process.
+fn pool(num_threads: Option<i64>) -> PyResult<ThreadPool> {
+    let num_threads = match num_threads {
+        None => 0, // RAYON_NUM_THREADS, or as many as there are cores
+        Some(num @ 1..=1024) => num as usize,
+        Some(num) => {
+            return Err(PyValueError::new_err(format!(
+                "num_threads is {num}, not 1 to 1024"
+            )))
+        }
+    };
+    ThreadPoolBuilder::new()
+        .num_threads(num_threads)
+        .build()
+        .map_err(|e| PyValueError::new_err(format!("cannot start {num_threads} threads: {e}")))
+}
+
+/// Takes texts from an iterator up to a number of texts or bytes.
+fn take<'py>(
+    texts: &mut Bound<'py, pyo3::types::PyIterator>,
+    max_texts: usize,
+    max_bytes: usize,
+) -> PyResult<Vec<Bound<'py, PyString>>> {
+    let mut taken = Vec::new();
+    let mut bytes = 0;
+    while taken.len() < max_texts && bytes < max_bytes {
+        let Some(text) = texts.next() else { break };
+        let text = text?.cast_into::<PyString>().map_err(|e| {
+            PyTypeError::new_err(format!(
+                "a text must be str, not {}",
+                e.into_inner().get_type()
+            ))
+        })?;
+        bytes += text.len()?;
+        taken.push(text);
+    }
+    Ok(taken)
+}
+
+/// The UTF-8 of each text, as the interpreter keeps it: nothing is copied. `first` is the number
+/// of the first text, for the message.
+fn as_strs<'t>(texts: &'t [Bound<'_, PyString>], first: usize) -> PyResult<Vec<&'t str>> {
+    texts
+        .iter()
+        .enumerate()
+        .map(|(i, text)| as_str(text, first + i))
+        .collect()
+}
+
+/// Fails on a lone surrogate, which has no UTF-8.
+fn as_str<'t>(text: &'t Bound<'_, PyString>, number: usize) -> PyResult<&'t str> {
+    text.to_str()
+        .map_err(|e| PyValueError::new_err(format!("text {number} is not valid Unicode: {e}")))
+}
+
+/// Runs `work` without the GIL. Its `stop` looks for signals; a raised one becomes the result.
+fn interruptible<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let result = py.detach(|| {
+        work(&mut || {
+            raised = Python::attach(|py| py.check_signals()).err();
+            raised.is_some()
+        })
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => Ok(result?),
+    }
+}
+
+#[pymodule]
+fn rustbpe(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("DEFAULT_PATTERN", DEFAULT_PATTERN)?;
+    m.add_class::<Tokenizer>()?;
+    m.add_class::<Numbers>()?;
+    m.add_function(wrap_pyfunction!(train_words, m)?)?;
+    m.add_function(wrap_pyfunction!(split, m)?)
+}

@@ -1,0 +1,213 @@
+//! Any split pattern: the common ones go to the scanner, the others to a regex engine.
+
+use fancy_regex::Regex;
+
+use crate::error::{invalid, Error};
+use crate::scan::{safe_cut, Rule, Scanner};
+
+/// GPT-4's pattern, with numbers of at most two digits instead of three: the default.
+pub const DEFAULT_PATTERN: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
+
+/// What else the scanner matches. Spellings differ in possessive quantifiers, which change speed
+/// but not matches; the tests hold each to the regex engine.
+const SCANNED: [(&str, Rule); 7] = [
+    (
+        DEFAULT_PATTERN,
+        Rule::Gpt4 {
+            digits: 2,
+            whole_tail: false,
+        },
+    ),
+    // GPT-4's own, as first published
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        Rule::Gpt4 {
+            digits: 3,
+            whole_tail: false,
+        },
+    ),
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        Rule::Gpt4 {
+            digits: 3,
+            whole_tail: false,
+        },
+    ),
+    // GPT-4's, as tiktoken now writes it
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        Rule::Gpt4 {
+            digits: 3,
+            whole_tail: true,
+        },
+    ),
+    // GPT-2's
+    (
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        Rule::Gpt2,
+    ),
+    (
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        Rule::Gpt2,
+    ),
+    (
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        Rule::Gpt2,
+    ),
+];
+
+/// Words per batch.
+pub const BATCH: usize = 64;
+
+/// How text is cut into words.
+pub enum Splitter {
+    Scanner(Scanner),
+    Regex(Box<Regex>),
+}
+
+impl Splitter {
+    /// Fails on a pattern the engine does not understand.
+    pub fn new(pattern: &str) -> Result<Self, Error> {
+        match SCANNED.iter().find(|(known, _)| *known == pattern) {
+            Some(&(_, rule)) => Ok(Splitter::Scanner(Scanner::new(rule))),
+            None => Self::engine(pattern),
+        }
+    }
+
+    /// The regex engine, also for a pattern the scanner knows.
+    pub fn engine(pattern: &str) -> Result<Self, Error> {
+        let regex =
+            Regex::new(pattern).map_err(|e| invalid!("invalid pattern {pattern:?}: {e}"))?;
+        Ok(Splitter::Regex(Box::new(regex)))
+    }
+
+    /// Calls `words` with the words of `text`, in order, many at a time: `(start, end)` of each.
+    ///
+    /// The scanner's branches and a table's cache misses, one after the other for each word, hold
+    /// each other up; in batches either loop runs at its own speed.
+    #[inline(always)]
+    pub fn split_batches(
+        &self,
+        text: &str,
+        mut words: impl FnMut(&[(usize, usize)]),
+    ) -> Result<(), Error> {
+        let mut batch = [(0, 0); BATCH];
+        let mut len = 0;
+        self.split(text, |start, end| {
+            batch[len] = (start, end);
+            len += 1;
+            if len == BATCH {
+                words(&batch);
+                len = 0;
+            }
+        })?;
+        words(&batch[..len]);
+        Ok(())
+    }
+
+    /// Calls `word(start, end)` for the words of `text` in order. Text that the pattern does not
+    /// match is part of no word, as in tiktoken. Fails where the engine gives up.
+    #[inline(always)]
+    pub fn split(&self, text: &str, mut word: impl FnMut(usize, usize)) -> Result<(), Error> {
+        match self {
+            Splitter::Scanner(scanner) => scanner.split(text, word),
+            Splitter::Regex(regex) => {
+                for found in regex.find_iter(text) {
+                    let found = found.map_err(|e| invalid!("the pattern failed on a text: {e}"))?;
+                    if found.start() < found.end() {
+                        word(found.start(), found.end());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Splitter {
+    /// Cuts a text into parts of about `size` bytes whose words are together the text's words.
+    /// Gives the text whole where no such place is found or the pattern is not the scanner's.
+    pub fn parts<'t>(&self, text: &'t str, size: usize) -> impl Iterator<Item = &'t str> {
+        let size = match self {
+            Splitter::Scanner(_) => size,
+            Splitter::Regex(_) => usize::MAX,
+        };
+        let mut rest = text;
+        std::iter::from_fn(move || {
+            let at = if rest.len() > size {
+                safe_cut(rest, size)
+            } else {
+                rest.len()
+            };
+            let (part, after) = rest.split_at(at);
+            rest = after;
+            (!part.is_empty()).then_some(part)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    /// Characters of every class, those the patterns name, and the odd ones among them: letters
+    /// of two to four bytes, the long s, combining marks, numbers that are no digits, spaces
+    /// beyond ASCII, characters that end lines but are not in `[\r\n]`, unassigned ones.
+    const ALPHABET: [&str; 48] = [
+        "a", "s", "S", "t", "d", "m", "l", "L", "v", "e", "R", "z", "'", "'", " ", " ", "  ", "\n",
+        "\r", "\r\n", "\t", "\u{b}", "0", "7", "12", ".", "!", "_", "-", "\0", "\u{17f}",
+        "\u{e9}", "\u{df}", "\u{416}", "\u{4e2d}", "\u{ac00}", "\u{1d400}", "\u{301}",
+        "\u{660}", "\u{2167}", "\u{bd}", "\u{a0}", "\u{85}", "\u{2028}", "\u{3000}",
+        "\u{1f600}", "\u{200d}", "\u{10ffff}",
+    ];
+
+    fn words<'t>(splitter: &Splitter, text: &'t str) -> Vec<&'t str> {
+        let mut words = Vec::new();
+        splitter.split(text, |start, end| words.push(&text[start..end])).unwrap();
+        words
+    }
+
+    #[test]
+    fn the_scanner_splits_like_the_engine() {
+        let mut random = Random(3);
+        for (pattern, _) in SCANNED {
+            let (scanner, engine) =
+                (Splitter::new(pattern).unwrap(), Splitter::engine(pattern).unwrap());
+            assert!(matches!(scanner, Splitter::Scanner(_)) && matches!(engine, Splitter::Regex(_)));
+            for _ in 0..3000 {
+                let text = random.text(&ALPHABET, 24);
+                assert_eq!(words(&scanner, &text), words(&engine, &text), "{pattern}: {text:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_code_point_has_the_class_the_engine_gives_it() {
+        for pattern in [DEFAULT_PATTERN, SCANNED[4].0] {
+            let scanner = Splitter::new(pattern).unwrap();
+            let engine = Splitter::engine(pattern).unwrap();
+            // Between these neighbours, each class is split in its own way
+            let all: String =
+                (0..=0x10_ffff).filter_map(char::from_u32).flat_map(|c| ['x', c, ' ', c, '!']).collect();
+            assert!(words(&scanner, &all) == words(&engine, &all), "{pattern}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_long_text_have_its_words() {
+        let text = "It's a long text, isn't it?\n ".repeat(50);
+        let scanner = Splitter::new(DEFAULT_PATTERN).unwrap();
+        let parts: Vec<_> = scanner.parts(&text, 100).collect();
+        assert!(parts.len() > 10 && parts.concat() == text);
+        let of_parts: Vec<_> = parts.iter().flat_map(|part| words(&scanner, part)).collect();
+        assert_eq!(of_parts, words(&scanner, &text));
+        assert_eq!(Splitter::engine("x").unwrap().parts(&text, 100).count(), 1);
+    }
+
+    #[test]
+    fn a_wrong_pattern_is_named() {
+        let error = Splitter::new("a(b").err().unwrap().to_string();
+        assert!(error.contains("a(b"), "{error}");
+    }
+}

@@ -1,0 +1,358 @@
+//! The hand-written splitter for the patterns in common use: GPT-4's and GPT-2's.
+//!
+//!     text, start of a word -> end of that word
+//!
+//! One look at the first one or two characters decides which alternative of the pattern matches;
+//! then a loop runs to the end of the word. `regex.rs` says which patterns come here, and the
+//! tests hold the scanner to the regex engine on all classes of characters.
+
+use std::sync::LazyLock;
+
+use regex_syntax::hir::{Class as HirClass, HirKind};
+
+/// What the patterns know of a character.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    /// `\p{L}`
+    Letter,
+    /// `\p{N}`
+    Number,
+    /// `\s` but for the next
+    Space,
+    /// `[\r\n]`
+    Newline,
+    /// everything else
+    Other,
+}
+use Class::{Letter, Newline, Number, Other, Space};
+
+/// The class of every code point, in two levels: blocks of 128 characters, most of which are
+/// alike, stored once each. Filled from the tables of the regex engine, so that the two agree.
+struct Classes {
+    ascii: [Class; 256],
+    block_of: Vec<u16>,
+    blocks: Vec<[Class; BLOCK]>,
+}
+
+const BLOCK: usize = 128;
+
+static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
+    let mut flat = vec![Other; 0x11_0000];
+    for (pattern, class) in [
+        (r"\p{L}", Letter),
+        (r"\p{N}", Number),
+        (r"\s", Space),
+        (r"[\r\n]", Newline),
+    ] {
+        let hir = regex_syntax::parse(pattern).expect("a class the engine knows");
+        let HirKind::Class(HirClass::Unicode(ranges)) = hir.into_kind() else {
+            unreachable!("{pattern} is a class of code points")
+        };
+        for range in ranges.iter() {
+            flat[range.start() as usize..=range.end() as usize].fill(class);
+        }
+    }
+    let mut blocks: Vec<[Class; BLOCK]> = Vec::new();
+    let mut block_of = Vec::with_capacity(flat.len() / BLOCK);
+    for block in flat.chunks_exact(BLOCK) {
+        let known = blocks.iter().position(|known| known == block);
+        block_of.push(known.unwrap_or(blocks.len()) as u16);
+        if known.is_none() {
+            blocks.push(block.try_into().unwrap());
+        }
+    }
+    let mut ascii = [Other; 256];
+    ascii[..BLOCK].copy_from_slice(&flat[..BLOCK]);
+    Classes {
+        ascii,
+        block_of,
+        blocks,
+    }
+});
+
+/// Which of the patterns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// Words with one leading character of any kind, numbers of at most `digits` digits,
+    /// punctuation with the newlines behind it, white space up to its last newline.
+    /// With `whole_tail`, white space at the end of the text is one word.
+    Gpt4 { digits: usize, whole_tail: bool },
+    /// Letters, numbers and punctuation, each with at most one leading space.
+    Gpt2,
+}
+
+/// Splits text by a `Rule`.
+#[derive(Clone, Copy)]
+pub struct Scanner {
+    rule: Rule,
+    classes: &'static Classes,
+}
+
+impl Scanner {
+    pub fn new(rule: Rule) -> Self {
+        Scanner {
+            rule,
+            classes: &CLASSES,
+        }
+    }
+
+    /// Calls `word(start, end)` for the words of `text` in order; together they are the text.
+    #[inline(always)]
+    pub fn split(&self, text: &str, mut word: impl FnMut(usize, usize)) {
+        let text = text.as_bytes();
+        let mut start = 0;
+        while start < text.len() {
+            let end = match self.rule {
+                Rule::Gpt4 { digits, whole_tail } => self.gpt4(text, start, digits, whole_tail),
+                Rule::Gpt2 => self.gpt2(text, start),
+            };
+            word(start, end);
+            start = end;
+        }
+    }
+
+    #[inline(always)]
+    fn gpt4(&self, text: &[u8], start: usize, digits: usize, whole_tail: bool) -> usize {
+        let (first, second) = self.class(text, start);
+        match first {
+            Letter => self.letters(text, second),
+            Number => {
+                let mut end = second;
+                for _ in 1..digits {
+                    match self.class_or_end(text, end) {
+                        Some((Number, next)) => end = next,
+                        _ => break,
+                    }
+                }
+                end
+            }
+            Newline => self.white_space(text, start, whole_tail),
+            Space | Other => {
+                if let Some(end) = contraction(text, start, true) {
+                    return end;
+                }
+                match self.class_or_end(text, second) {
+                    Some((Letter, third)) => self.letters(text, third),
+                    Some((Other, third)) if first == Other || text[start] == b' ' => {
+                        self.newlines(text, self.run(Other, text, third))
+                    }
+                    _ if first == Other => self.newlines(text, second),
+                    _ => self.white_space(text, start, whole_tail),
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn gpt2(&self, text: &[u8], start: usize) -> usize {
+        let (first, second) = self.class(text, start);
+        if let Some(end) = contraction(text, start, false) {
+            return end;
+        }
+        if !matches!(first, Space | Newline) {
+            return self.run(first, text, second);
+        }
+        match self.class_or_end(text, second) {
+            Some((class, third)) if text[start] == b' ' && !matches!(class, Space | Newline) => {
+                self.run(class, text, third)
+            }
+            _ => self.gpt2_white_space(text, start),
+        }
+    }
+
+    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline; without one, all of it at the end of the
+    /// text, else all but the last character, which belongs to the next word; or that one alone.
+    #[inline(never)]
+    fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
+        let (mut end, mut last, mut after_newline) = (start, start, None);
+        while let Some((class @ (Space | Newline), next)) = self.class_or_end(text, end) {
+            if class == Newline {
+                after_newline = Some(next);
+            }
+            (last, end) = (end, next);
+        }
+        match after_newline {
+            _ if whole_tail && end == text.len() => end,
+            Some(after_newline) => after_newline,
+            None if end == text.len() || last == start => end,
+            None => last,
+        }
+    }
+
+    /// `\s+(?!\S)|\s+`
+    #[inline(never)]
+    fn gpt2_white_space(&self, text: &[u8], start: usize) -> usize {
+        let (mut end, mut last) = (start, start);
+        while let Some((Space | Newline, next)) = self.class_or_end(text, end) {
+            (last, end) = (end, next);
+        }
+        if end == text.len() || last == start {
+            end
+        } else {
+            last
+        }
+    }
+
+    /// The end of the letters that begin at `at`: eight bytes at once, as far as they are ASCII.
+    #[inline(always)]
+    fn letters(&self, text: &[u8], mut at: usize) -> usize {
+        while let Some(window) = text.get(at..at + 8) {
+            let others = !ascii_letters(u64::from_le_bytes(window.try_into().unwrap())) & HIGH_BITS;
+            at += (others.trailing_zeros() / 8) as usize; // 8 of them when all are letters
+            if others != 0 {
+                match self.class(text, at) {
+                    (Letter, next) => at = next, // not an ASCII one
+                    _ => return at,
+                }
+            }
+        }
+        self.run(Letter, text, at)
+    }
+
+    /// The end of the characters of `class` that begin at `at`.
+    #[inline(always)]
+    fn run(&self, class: Class, text: &[u8], mut at: usize) -> usize {
+        while let Some((found, next)) = self.class_or_end(text, at) {
+            if found != class {
+                break;
+            }
+            at = next;
+        }
+        at
+    }
+
+    /// `[\r\n]*`
+    #[inline(always)]
+    fn newlines(&self, text: &[u8], mut at: usize) -> usize {
+        while matches!(text.get(at), Some(b'\r' | b'\n')) {
+            at += 1;
+        }
+        at
+    }
+
+    #[inline(always)]
+    fn class_or_end(&self, text: &[u8], at: usize) -> Option<(Class, usize)> {
+        (at < text.len()).then(|| self.class(text, at))
+    }
+
+    /// The class of the character at `at`, and where the next one begins.
+    #[inline(always)]
+    fn class(&self, text: &[u8], at: usize) -> (Class, usize) {
+        let byte = text[at];
+        if byte < 128 {
+            (self.classes.ascii[usize::from(byte)], at + 1)
+        } else {
+            self.wide_class(text, at)
+        }
+    }
+
+    /// `class` of a character of two to four bytes.
+    #[inline(never)]
+    fn wide_class(&self, text: &[u8], at: usize) -> (Class, usize) {
+        let tail = |i: usize| usize::from(text[at + i] & 0x3f);
+        let lead = usize::from(text[at]);
+        let (code, width) = match lead {
+            0..0xe0 => ((lead & 0x1f) << 6 | tail(1), 2),
+            0xe0..0xf0 => ((lead & 0x0f) << 12 | tail(1) << 6 | tail(2), 3),
+            _ => (
+                (lead & 0x07) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3),
+                4,
+            ),
+        };
+        let block = &self.classes.blocks[usize::from(self.classes.block_of[code / BLOCK])];
+        (block[code % BLOCK], at + width)
+    }
+}
+
+/// The highest bit of each of eight bytes.
+const HIGH_BITS: u64 = 0x8080_8080_8080_8080;
+
+/// Sets the highest bit of each byte that is an ASCII letter; the other bits mean nothing.
+#[inline(always)]
+fn ascii_letters(bytes: u64) -> u64 {
+    let every = |byte: u8| u64::from_ne_bytes([byte; 8]);
+    let lower = (bytes | every(0x20)) & !HIGH_BITS; // seven bits each: sums cannot carry over
+    let from_a = lower + every(0x80 - b'a');
+    let beyond_z = lower + every(0x80 - b'z' - 1);
+    from_a & !beyond_z & !bytes
+}
+
+/// The end of `'s`, `'t`, `'re` and their like at `start`, if one begins there.
+#[inline(always)]
+fn contraction(text: &[u8], start: usize, ignore_case: bool) -> Option<usize> {
+    if text[start] != b'\'' {
+        return None;
+    }
+    let fold = |byte: u8| {
+        if ignore_case {
+            byte.to_ascii_lowercase()
+        } else {
+            byte
+        }
+    };
+    let first = fold(*text.get(start + 1)?);
+    let second = text.get(start + 2).copied().map(fold);
+    match (first, second) {
+        (b's' | b'd' | b'm' | b't', _) => Some(start + 2),
+        (b'l', Some(b'l')) | (b'v' | b'r', Some(b'e')) => Some(start + 3),
+        // U+017F, the long s, is an s to a pattern that ignores case
+        (0xc5, Some(0xbf)) if ignore_case => Some(start + 3),
+        _ => None,
+    }
+}
+
+/// The first place from `from` on where a text may be cut without changing its words under any
+/// `Rule`: between an ASCII letter and a space or newline. The end of the text if there is none.
+pub fn safe_cut(text: &str, from: usize) -> usize {
+    let bytes = text.as_bytes();
+    let from = from.max(1);
+    (from..bytes.len())
+        .find(|&at| matches!(bytes[at], b' ' | b'\n') && bytes[at - 1].is_ascii_alphabetic())
+        .unwrap_or(bytes.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    #[test]
+    fn ascii_letters_are_found_in_any_byte() {
+        for byte in 0..=255u8 {
+            for place in 0..8 {
+                let mut bytes = [b'-'; 8];
+                bytes[place] = byte;
+                let found = ascii_letters(u64::from_le_bytes(bytes)) & HIGH_BITS;
+                let expected = u64::from(byte.is_ascii_alphabetic()) << (8 * place + 7);
+                assert_eq!(found, expected, "byte {byte} at {place}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_safe_cut_changes_no_words() {
+        let alphabet = ["a", "s", " ", "'", "\n", "\r", "1", "!", "\u{e9}", "\u{a0}"];
+        let mut random = Random(2);
+        for rule in [
+            Rule::Gpt4 { digits: 2, whole_tail: false },
+            Rule::Gpt4 { digits: 3, whole_tail: true },
+            Rule::Gpt2,
+        ] {
+            let scanner = Scanner::new(rule);
+            let words = |text: &str, offset: usize| {
+                let mut words = Vec::new();
+                scanner.split(text, |start, end| words.push((offset + start, offset + end)));
+                words
+            };
+            let mut cuts = 0;
+            for _ in 0..3000 {
+                let text = random.text(&alphabet, 30);
+                let at = safe_cut(&text, random.below(20));
+                let (left, right) = text.split_at(at);
+                cuts += usize::from(!right.is_empty());
+                assert_eq!([words(left, 0), words(right, at)].concat(), words(&text, 0), "{text:?}");
+            }
+            assert!(cuts > 300, "only {cuts} texts were cut");
+        }
+    }
+}

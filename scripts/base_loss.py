@@ -1,0 +1,181 @@
+"""
+Score a base model: bits per byte on training and validation text, and seven samples.
+
+    python -m scripts.base_loss                                    # the checkpoint written last
+    torchrun --nproc_per_node=8 -m scripts.base_loss --model_tag=d24
+
+Reads   base_checkpoints/<tag>/ and the text that its state.json names
+Writes  the section "Base model loss"
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanochat import records, report
+from nanochat.checkpoint import find_checkpoint, load_model
+from nanochat.config import settings, start
+from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.eval_bpb import Bpb, bits_per_byte, document_batches, row_batches
+from nanochat.gpt import GPT
+from nanochat.hardware import device_name
+from nanochat.machine import Machine, MachineConfig, init_machine
+from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from nanochat.row_writer import ensure, open_rows
+from nanochat.rows import Rows
+from nanochat.samples import samples
+from nanochat.tokenizer import Tokenizer
+
+SECTION = "Base model loss"
+GPU_ROWS = 32  # rows per forward pass on a GPU
+
+
+@dataclass(frozen=True)
+class BaseLoss:
+    device_batch_size: int | None = None
+    """Rows per forward pass on one device; never changes the result."""
+    split_tokens: int = 20 * 524_288
+    """Tokens to score of the training rows and of the validation rows; at most all of them."""
+    max_documents: int | None = None
+    """Validation documents to score one by one. Default: all."""
+    sliding_stride: int | None = None
+    """Tokens scored per window of the sliding evaluation. Default: a quarter of a row."""
+    sliding_documents: int = 256
+    """Validation documents of the sliding evaluation, counted from the first; 0 = none."""
+    model_tag: str | None = None
+    """Folder under base_checkpoints/. Default: the one written last."""
+    model_step: int | None = None
+    """Step of the checkpoint. Default: the last good one."""
+    once: bool = False
+    """Do nothing when this checkpoint was scored with these settings before."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    data: DataConfig = field(default_factory=DataConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+
+
+def main(cfg: BaseLoss) -> None:
+    started = time.perf_counter()
+    machine = init_machine(cfg.machine)
+    checkpoint = find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0)
+    inputs = {"base": checkpoint.fingerprint, **checkpoint.state["provenance"]["inputs"]}
+    key = records.stage_key(settings(cfg), inputs)
+    if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
+        machine.print0(f"{SECTION}: finished already, skipped")
+        return machine.close()
+
+    # The model and its text
+    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    model = load_model(checkpoint, machine)
+    source = open_source(cfg.data, checkpoint.state["source"])
+    rows = open_rows(source, tokenizer, model.cfg.max_seq_len)
+    step_rows = cfg.device_batch_size or default_rows(model, machine)
+    seconds = estimate_seconds(model, 3 * cfg.split_tokens, machine) / 3  # no backward pass
+    set_kernels(cfg.kernels, model, machine, seconds)
+
+    # Rows: what training saw, and what it did not
+    num_rows = max(1, cfg.split_tokens // model.cfg.max_seq_len)
+    if machine.local_rank == 0:
+        ensure(rows, source, tokenizer, num_rows)
+    machine.barrier()
+    num_rows = min(num_rows, rows.packed_train_rows)
+    token_bytes = tokenizer.token_bytes()
+    train = bits_per_byte(
+        model,
+        row_batches(train_batches(rows, num_rows, step_rows, machine), step_rows),
+        token_bytes,
+        machine,
+    )
+    val_rows = rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size)
+    val = bits_per_byte(model, row_batches(val_rows, step_rows), token_bytes, machine)
+    machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
+
+    # Documents, each from its beginning: comparable between packers and tokenizers
+    T = model.cfg.max_seq_len
+    stride = cfg.sliding_stride or max(1, T // 4)
+    plain = document_bpb(model, source, tokenizer, T, cfg.max_documents, step_rows, machine)
+    machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
+    values = {
+        "train bpb": train.value,
+        "val bpb": val.value,
+        **samples(model, tokenizer),
+        "document bpb": plain.value,
+        "document bytes": plain.bytes,
+    }
+    if cfg.sliding_documents:
+        n = cfg.sliding_documents
+        fixed = document_bpb(model, source, tokenizer, T, n, step_rows, machine)
+        sliding = document_bpb(model, source, tokenizer, stride, n, step_rows, machine)
+        values["sliding window bpb"] = sliding.value
+        values["same documents, plain"] = fixed.value
+        values["sliding stride"] = stride
+    values["train tokens scored"], values["val tokens scored"] = train.tokens, val.tokens
+
+    if machine.is_main:
+        write_section(cfg, machine, values, inputs, checkpoint.state["provenance"], started)
+    machine.close()
+
+
+def default_rows(model: GPT, machine: Machine) -> int:
+    """Rows per forward pass where nobody says."""
+    cpu = machine.device.type == "cpu"
+    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if cpu else GPU_ROWS
+
+
+def train_batches(
+    rows: Rows, num_rows: int, step_rows: int, machine: Machine
+) -> Iterator[np.ndarray]:
+    """This rank's share of the first `num_rows` rows in the order of seed 0."""
+    for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
+        batch = rows.batch(number, step_rows, seed=0)
+        yield batch[: num_rows - number * step_rows]
+
+
+def document_bpb(
+    model: GPT,
+    source: Source,
+    tokenizer: Tokenizer,
+    stride: int,
+    max_documents: int | None,
+    step_rows: int,
+    machine: Machine,
+) -> Bpb:
+    """Score validation documents in windows of the model's length (`eval_bpb.windows`)."""
+
+    def encoded() -> Iterator[np.ndarray]:
+        count = 0
+        for texts in source.documents(source.val_shard):
+            for text in texts:
+                if max_documents is not None and count >= max_documents:
+                    return
+                count += 1
+                yield np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64)
+
+    batches = document_batches(
+        encoded(), model.cfg.max_seq_len, stride, step_rows, machine.rank, machine.world_size
+    )
+    return bits_per_byte(model, batches, tokenizer.token_bytes(), machine)
+
+
+def write_section(
+    cfg: BaseLoss, machine: Machine, values: dict, inputs: dict, origin: dict, started: float
+) -> None:
+    """The record and the report."""
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        values,
+        records.Provenance(origin["run_id"], origin["seed"], inputs),
+        records.Cost(
+            time.perf_counter() - started, machine.world_size, device_name(machine.device)
+        ),
+        cfg.report_dir,
+    )
+    report.update(cfg.report_dir)
+
+
+if __name__ == "__main__":
+    start(main, BaseLoss(), __doc__)

@@ -1,0 +1,309 @@
+"""
+Pretrain a base model.
+
+    python -m scripts.base_train --depth=4 --num_iterations=20     # laptop, a minute
+    torchrun --nproc_per_node=8 -m scripts.base_train --depth=24   # one node of 8 GPUs
+
+Reads   tokenizer/ (scripts.tok_train); rows/, packed in the background where scripts.data has not
+Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from nanochat import records, report
+from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
+from nanochat.common import base_dir, read_json
+from nanochat.config import settings, start
+from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.eval_bpb import bits_per_byte, row_batches
+from nanochat.gpt import GPT, build_model
+from nanochat.hardware import device_name, peak_memory_bytes, utilization
+from nanochat.machine import Machine, MachineConfig, init_machine
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.preflight import KernelConfig, Prepared, duration, prepare
+from nanochat.row_writer import open_rows, start_packing
+from nanochat.rows import Rows
+from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig
+from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
+from nanochat.schedule import ScheduleConfig
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import PREEMPTED, LoopConfig, Progress, Run, median_rate, train
+
+SECTION = "Base model training"
+RowsOfStep = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class BaseTrain:
+    depth: int = 20
+    """The one dial: width, heads, batch, horizon and rates follow from it."""
+    max_seq_len: int = 2048
+    """Tokens in a row: how far back the model sees."""
+    num_iterations: int | None = None
+    """Optimizer steps. Default: from target_flops or target_param_data_ratio."""
+    target_flops: float | None = None
+    """Train until about this many FLOPs are spent."""
+    target_param_data_ratio: float = 12.0
+    """Training tokens per matmul parameter, where nothing else says how long to train."""
+    device_batch_size: int | None = None
+    """Rows per forward pass on one device; never changes the result. Default: what fits."""
+    total_batch_size: int | None = None
+    """Tokens per optimizer step over all devices. Default: from the horizon."""
+    eval_tokens: int = 20 * 524_288
+    """Validation tokens per evaluation; at most the validation shard."""
+    model_tag: str = ""
+    """Name of the folder of checkpoints. Default: d<depth>."""
+    arch: Literal["default", "classic"] = "default"
+    """classic: the plain architecture of October 2025, which Hugging Face loads natively."""
+    window_pattern: str = "L"
+    """Attention windows by layer: L sees everything, S a quarter of the row."""
+    tokenizer_tag: str = "main"
+    """Which tokenizer under tokenizer/ to use."""
+    seed: int = 0
+    """Seeds the weights and the order of rows."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue from the newest checkpoint of this tag, where there is one."""
+    allow_data_change: bool = False
+    """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted."""
+    once: bool = False
+    """Do nothing when the same training has ended before and its checkpoint is still there."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    log: RunLogConfig = field(default_factory=RunLogConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("eval_tokens", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Text(NamedTuple):
+    """What a base model is trained on."""
+
+    tokenizer: Tokenizer
+    source: Source
+    rows: Rows
+    run_id: str
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The fingerprints that a record and a checkpoint carry."""
+        return {
+            "rows": self.rows.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
+            "data": self.source.fingerprint,
+        }
+
+
+def main(cfg: BaseTrain) -> None:
+    started = time.perf_counter()
+    machine = init_machine(cfg.machine, cfg.seed)
+    text = open_text(cfg, machine)
+    key = records.stage_key(settings(cfg), text.inputs)
+    if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
+        machine.print0(f"{SECTION}: finished already, skipped")
+        return machine.close()
+
+    # What to train: everything follows from depth
+    vocab_size, T = text.tokenizer.vocab_size, cfg.max_seq_len
+    shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern)
+    model = build_model(shape, machine.device, machine.dtype, cfg.seed)
+    horizon = plan_horizon(
+        model.num_matmul_params(),
+        model.flops_per_token(),
+        T,
+        cfg.num_iterations,
+        cfg.target_flops,
+        cfg.target_param_data_ratio,
+        cfg.total_batch_size,
+        machine.world_size,
+    )
+    optim = scaled_optim(cfg.optim, horizon)
+    optimizer = MuonAdamW(
+        dict(model.named_parameters()), model.param_roles(), rules(optim, shape.d_model), machine
+    )
+
+    # Where to start
+    tag = cfg.model_tag or f"d{cfg.depth}"
+    checkpoints = Checkpoints(stage_folder("base") / tag, machine, cfg.keep)
+    progress = Progress()
+    identity = {
+        "rows": text.rows.recipe,
+        "model": asdict(shape),
+        "batch_tokens": horizon.batch_tokens,
+        "seed": cfg.seed,
+    }
+    if cfg.resume == "auto":
+        checkpoints.resume(identity, cfg.allow_data_change, model, optimizer, progress)
+    else:
+        checkpoints.make_room()
+
+    # What works here, what fits, how long it takes
+    left = (horizon.num_steps - progress.step) * horizon.batch_tokens
+    ready = prepare(
+        cfg.kernels, model, optimizer, machine, horizon.batch_tokens, left, cfg.device_batch_size
+    )
+    machine.print0(
+        f"training   {horizon.num_steps:,} steps of {horizon.batch_tokens:,} tokens = "
+        f"{horizon.tokens:,}; from step {progress.step:,}, about {duration(ready.train_seconds)}"
+    )
+    checkpoints.require_space(model)
+
+    # Train
+    state = {
+        "identity": identity,
+        "settings": settings(cfg),
+        "horizon": asdict(horizon),
+        "source": text.source.describe(),
+        "provenance": {"run_id": text.run_id, "seed": cfg.seed, "inputs": text.inputs},
+    }
+    log = RunLog(
+        cfg.log,
+        checkpoints.folder,
+        is_main=machine.is_main,
+        first_step=progress.step,
+        total_steps=horizon.num_steps,
+        run_id=text.run_id,
+        settings=settings(cfg),
+    )
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        machine=machine,
+        num_steps=horizon.num_steps,
+        batch_tokens=horizon.batch_tokens,
+        device_rows=ready.device_rows,
+        flops_per_token=model.flops_per_token(),
+        rows=training_rows(text.rows, horizon.batch_tokens // T, cfg.seed, machine),
+        rows_name=lambda step: str(text.rows.row_ids(step, horizon.batch_tokens // T, cfg.seed)),
+        evaluate=validation(model, text, cfg.eval_tokens, ready.device_rows, machine),
+        save=lambda now: checkpoints.save(model, optimizer, text.tokenizer, state, now),
+        log=log.log,
+        schedule=cfg.schedule,
+        loop=cfg.loop,
+        grad_clip=cfg.optim.grad_clip,
+    )
+    with log, packing(text, horizon, machine):
+        done = train(run, progress)
+    if not done:
+        machine.close()
+        raise SystemExit(PREEMPTED)
+    if machine.is_main:
+        assert checkpoints.saved is not None
+        write_section(cfg, text, run, ready, progress, checkpoints.saved, started)
+    machine.close()
+
+
+def open_text(cfg: BaseTrain, machine: Machine) -> Text:
+    """Open tokenizer, source and rows; the main rank first, so that one process writes."""
+    tokenizer = Tokenizer.load(cfg.tokenizer_tag)
+    meta = read_json(base_dir() / "tokenizer" / cfg.tokenizer_tag / "meta.json")
+    source = machine.broadcast(open_source(cfg.data, meta["source"]) if machine.is_main else None)
+    inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    if machine.is_main:
+        open_rows(source, tokenizer, cfg.max_seq_len, run_id)
+    machine.barrier()
+    return Text(tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len, run_id), run_id)
+
+
+def packing(text: Text, horizon: Horizon, machine: Machine) -> AbstractContextManager:
+    """Pack, beside the training, what the horizon needs; one process per machine does."""
+    if machine.local_rank != 0:
+        return nullcontext()
+    rows_needed = horizon.tokens // text.rows.max_seq_len
+    return start_packing(text.rows, text.source, rows_needed, say=machine.print0)
+
+
+def training_rows(rows: Rows, step_rows: int, seed: int, machine: Machine) -> RowsOfStep:
+    """The loop's source of (tokens, targets): a pure function of the step."""
+
+    def of_step(step: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = rows.batch(step, step_rows, seed, machine.rank, machine.world_size).astype(np.int64)
+        return ids[:, :-1], ids[:, 1:]
+
+    return of_step
+
+
+def validation(
+    model: GPT, text: Text, eval_tokens: int, device_rows: int, machine: Machine
+) -> Callable[[int], dict[str, float]]:
+    """Bits per byte on the first `eval_tokens` tokens of the validation rows."""
+    token_bytes = text.tokenizer.token_bytes()
+    num_rows = max(1, eval_tokens // text.rows.max_seq_len)
+
+    def evaluate(step: int) -> dict[str, float]:
+        mine = text.rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
+        batches = row_batches(mine, device_rows)
+        return {"val_bpb": bits_per_byte(model, batches, token_bytes, machine).value}
+
+    return evaluate
+
+
+def write_section(
+    cfg: BaseTrain,
+    text: Text,
+    run: Run,
+    ready: Prepared,
+    progress: Progress,
+    checkpoint: Checkpoint,
+    started: float,
+) -> None:
+    """The record and the report."""
+    model, machine = run.model, run.machine
+    assert isinstance(model, GPT)
+    rate = median_rate(run, progress)
+    mfu = utilization(rate * run.flops_per_token, machine.device, machine.world_size)
+    tokens = run.num_steps * run.batch_tokens
+    values: dict[str, Any] = {
+        "Number of parameters": model.num_params(),
+        "Number of FLOPs per token": f"{run.flops_per_token:e}",
+        "Calculated number of iterations": run.num_steps,
+        "Number of training tokens": tokens,
+        "Tokens : Params ratio": tokens / model.num_params(),
+        "DDP world size": machine.world_size,
+        "Minimum validation bpb": progress.min_val,
+        "Final validation bpb": progress.last_val,
+        "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
+        "Total training flops": f"{run.flops_per_token * tokens:e}",
+        "Total training time": f"{progress.train_seconds / 60:.2f}m",
+        "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
+        "Final training loss": progress.smooth_loss,
+        "Tokens per second": round(rate),
+        "Batch tokens": run.batch_tokens,
+        "Rows per device pass": ready.device_rows,
+        "Compute dtype": str(machine.dtype).removeprefix("torch."),
+        "Compiled": ready.compiled,
+        "Stated memory": f"{ready.memory.total / 2**20:.2f}MiB",
+        "Skipped steps": progress.bad_steps,
+    }
+    device = device_name(machine.device)
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        values,
+        records.Provenance(text.run_id, cfg.seed, text.inputs, {"base": checkpoint.fingerprint}),
+        records.Cost(time.perf_counter() - started, machine.world_size, device),
+        cfg.report_dir,
+        metrics=checkpoint.folder.parent / METRICS_FILE,
+        files=[checkpoint.folder],
+    )
+    report.update(cfg.report_dir)
+
+
+if __name__ == "__main__":
+    start(main, BaseTrain(), __doc__)

@@ -1,0 +1,151 @@
+"""
+Download, verify and pack text into rows ahead of training.
+
+    python -m scripts.data --dataset=local/mini-pretrain --num_shards=4 --max_seq_len=512
+    python -m scripts.data --dataset=karpathy/climbmix-400b-shuffle --num_shards=8 --download_only
+
+Training packs what it lacks by itself, in the background; this does it with all cores, and to the
+end. Safe to run again: what is there is kept. Several machines that share the base directory may
+run it at the same time, and share the work.
+
+Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_train)
+Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
+"""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+from huggingface_hub.utils import disable_progress_bars
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nanochat.common import base_dir
+from nanochat.config import start
+from nanochat.dataset import DataConfig, Source, open_source, remember, remembered
+from nanochat.disk import require_free
+from nanochat.records import inherited_run_id
+from nanochat.row_writer import open_rows, start_packing
+from nanochat.rows import Rows
+from nanochat.tokenizer import Tokenizer
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Data:
+    max_seq_len: int = 2048
+    """Row length: the context length of the training that will read these rows."""
+    tokenizer_tag: str = "main"
+    """Which tokenizer cuts the text."""
+    workers: int | None = None
+    """Processes that pack, each a shard at a time and below 1 GiB. Default: one per core."""
+    download_only: bool = False
+    """Only download and verify; needs no tokenizer."""
+    verify: bool = False
+    """Also compare the SHA-256 of rows that are there already."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def main(cfg: Data) -> None:
+    console = Console()
+    workers = cfg.workers or os.cpu_count() or 1
+    if cfg.download_only:
+        source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+        return download(source, workers, console)
+    tokenizer = Tokenizer.load(cfg.tokenizer_tag)
+    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+    run_id = inherited_run_id({"tokenizer": tokenizer.fingerprint})
+    rows = open_rows(source, tokenizer, cfg.max_seq_len, run_id)
+    if cfg.verify:
+        rows.verify()
+    began = time.monotonic()
+    before = rows.totals()["text_bytes"]
+    pack(rows, source, workers, console)
+    remember(source, cfg.tokenizer_tag)
+    seconds = time.monotonic() - began
+    fresh = rows.totals()["text_bytes"] - before
+    console.print(summary(rows))
+    speed = f"{seconds:.1f} s, {fresh / 1e6 / seconds:.1f} MB of text per second"
+    console.print(f"{rows.folder}: {speed}", soft_wrap=True, highlight=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar that counts shards; silent where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def download(source: Source, workers: int, console: Console) -> None:
+    """Fetch every shard, several at a time."""
+    shards = source.shards()
+    require_free(base_dir(), source.missing_bytes(shards), f"downloading {len(shards)} shards")
+    disable_progress_bars()  # huggingface_hub's own, one per file
+    with progress_bar(console) as progress, ThreadPoolExecutor(workers) as pool:
+        task = progress.add_task("downloading", total=len(shards))
+        try:
+            for done in as_completed([pool.submit(source.fetch, shard) for shard in shards]):
+                done.result()
+                progress.advance(task)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    console.print(f"{source.name}: {len(shards)} shards are there and verified", soft_wrap=True)
+
+
+def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
+    """Pack every shard that is missing, in `workers` processes."""
+    missing = [shard for shard in source.shards() if not rows.is_packed(shard)]
+    if not missing:
+        return
+    total = len(source.shards())
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    with (
+        progress_bar(console) as progress,
+        start_packing(rows, source, workers=min(workers, len(missing)), say=say) as packing,
+    ):
+        task = progress.add_task("packing", total=total, completed=total - len(missing))
+        running = True
+        while missing or running:
+            running = packing.running
+            for shard in [shard for shard in missing if rows.is_packed(shard)]:
+                missing.remove(shard)
+                progress.advance(task)
+                say(f"packed {shard}: {rows.counts(shard)['rows']:,} rows")
+            if failure := packing.failure():
+                raise RuntimeError(failure)
+            assert running or not missing, f"packing ended without {missing}"
+            time.sleep(POLL_SECONDS)
+
+
+def summary(rows: Rows) -> Table:
+    """What lies in the rows, for training and for validation."""
+    train, val = rows.totals(), rows.totals([rows.val_shard])
+    table = Table(title=f"Rows of {rows.row_length:,} tokens")
+    for column in ("", "train", "validation"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in ("shards", "documents", "rows", "tokens", "text_bytes", "skipped", "dropped"):
+        table.add_row(name.replace("_", " "), f"{train[name]:,}", f"{val[name]:,}")
+    for name, measure in (
+        ("bytes per token", lambda t: f"{t['text_bytes'] / max(1, t['tokens']):.2f}"),
+        ("documents cut", lambda t: f"{t['documents_cut'] / max(1, t['documents']):.1%}"),
+        ("places lost to extra BOS", lambda t: f"{t['extra_bos'] / max(1, t['places']):.2%}"),
+    ):
+        table.add_row(name, measure(train), measure(val))
+    return table
+
+
+if __name__ == "__main__":
+    start(main, Data(), __doc__)

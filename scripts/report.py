@@ -1,0 +1,51 @@
+"""
+Render report.md from the records of the stages that ran, or start a new one.
+
+    python -m scripts.report                     # out/report.md
+    python -m scripts.report --out=.             # and a copy here, its figures in dev/report/
+
+Reads   report/ under the base directory
+Writes  report.md there; with --out also <out>/report.md and <out>/dev/report/
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat import report
+from nanochat.common import MissingInput
+from nanochat.config import start
+from nanochat.records import read_records, report_folder
+
+
+@dataclass(frozen=True)
+class Report:
+    reset: bool = False
+    """Start a new report: the records of the old one move to report/archive-<time>/."""
+    out: str | None = None
+    """Folder that gets a copy of report.md, with the figures in its dev/report/."""
+    hourly_rate: float | None = None
+    """Dollars per hour for the whole machine, kept for later calls. Default: by the names of its
+    GPUs, 0 for a machine without any."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+
+    def __post_init__(self) -> None:
+        if self.hourly_rate is not None and self.hourly_rate < 0:
+            raise ValueError(f"--hourly_rate is in dollars, 0 or more, not {self.hourly_rate}")
+
+
+def main(cfg: Report) -> None:
+    if cfg.reset:
+        archive = report.reset(cfg.report_dir, cfg.hourly_rate)
+        return print(f"new report; the old one is in {archive}" if archive else "new report")
+
+    if not read_records(cfg.report_dir):
+        where = report_folder(cfg.report_dir)
+        raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
+    print(report.update(cfg.report_dir, cfg.hourly_rate))
+    if cfg.out:
+        print(report.export(Path(cfg.out), cfg.report_dir))
+
+
+if __name__ == "__main__":
+    start(main, Report(), __doc__)

@@ -1,0 +1,181 @@
+"""
+Compare a tokenizer with those of GPT-2 and GPT-4: bytes per token on seven kinds of text.
+
+    python -m scripts.tok_eval                            # the tokenizer trained last
+    python -m scripts.tok_eval --dataset=embedded         # on other text than it was trained on
+
+The vocabularies of GPT-2 and GPT-4 come from tiktoken, which fetches them at first use. A
+vocabulary that does not come within ten seconds is left out, and the section says so.
+
+Reads   tokenizer/<tag>/ (scripts.tok_train), a training shard and the validation shard
+Writes  the section "Tokenizer evaluation"
+"""
+
+import multiprocessing
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import tiktoken
+
+from nanochat import records, report
+from nanochat.config import settings, start
+from nanochat.dataset import DataConfig, Source, open_source, remembered
+from nanochat.sample_texts import SAMPLE_TEXTS
+from nanochat.tokenizer import Tokenizer
+
+SECTION = "Tokenizer evaluation"
+RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
+START_SECONDS = 60.0  # for a child process to begin
+FETCH_SECONDS = 10.0  # for a vocabulary to come
+
+
+@dataclass(frozen=True)
+class TokEval:
+    tokenizer_tag: str = "main"
+    """Which tokenizer under tokenizer/ to judge."""
+    once: bool = False
+    """Do nothing when the same evaluation has ended before."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def main(cfg: TokEval) -> None:
+    tokenizer = Tokenizer.load(cfg.tokenizer_tag)
+    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+    inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    if cfg.once and records.finished(
+        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
+    ):
+        return print(f"{SECTION}: finished already, skipped")
+
+    started = time.perf_counter()
+    texts = SAMPLE_TEXTS | {
+        "fwe-train": first_batch(source, source.train_shards[0]),
+        "fwe-val": first_batch(source, source.val_shard),
+    }
+    ours = {kind: count_tokens(tokenizer, kind, text) for kind, text in texts.items()}
+    theirs = rival_counts(list(texts.values()))
+    tables, values = [], {}
+    for rival, counts in theirs.items():
+        if isinstance(counts, str):
+            values[f"Comparison with {rival}"] = counts
+            print(f"Comparison with {rival}: {counts}")
+        else:
+            tables.append(compare(rival, texts, counts, ours))
+            show(tables[-1])
+    for kind, text in texts.items():
+        values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        values,
+        records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        tables=tables,
+    )
+    report.update(cfg.report_dir)
+
+
+def first_batch(source: Source, shard: str) -> str:
+    """The first few megabytes of a shard, one document after another."""
+    return "\n".join(next(source.documents(shard)))
+
+
+def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
+    """How many tokens the text takes. They must spell the very same text."""
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text, f"{kind}: decoding the tokens gives another text"
+    return len(ids)
+
+
+# ------------------------------------------------------------------------------------------------
+# Comparison
+
+
+def compare(
+    rival: str, texts: Mapping[str, str], theirs: Sequence[int], ours: Mapping[str, int]
+) -> dict[str, Any]:
+    """The table of one rival: tokens, bytes per token, and how many per cent fewer are ours."""
+    rows = []
+    for (kind, text), base in zip(texts.items(), theirs, strict=True):
+        size = len(text.encode())
+        fewer = 100 * (base - ours[kind]) / base
+        rows.append(
+            [
+                kind,
+                size,
+                base,
+                f"{size / base:.2f}",
+                ours[kind],
+                f"{size / ours[kind]:.2f}",
+                f"{fewer:+.1f}%",
+            ]
+        )
+    columns = ["Text Type", "Bytes", f"{rival} Tokens", f"{rival} Ratio"]
+    columns += ["Ours Tokens", "Ours Ratio", "Relative Diff %"]
+    return {"title": f"Comparison with {rival}", "columns": columns, "rows": rows}
+
+
+def show(table: Mapping[str, Any]) -> None:
+    """Print a table."""
+    print(table["title"])
+    for row in [table["columns"], *table["rows"]]:
+        print("  ".join(f"{cell:>15}" for cell in row), flush=True)
+
+
+def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
+    """
+    Rival -> its number of tokens for each text; or a sentence saying why there are none.
+
+    tiktoken's download knows no time limit. So each rival works in a process of its own, all of
+    them at once, which is killed when its vocabulary does not come in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    children = {}
+    for rival, name in RIVALS.items():
+        here, there = context.Pipe()
+        child = context.Process(target=count_in_child, args=(there, name, texts), daemon=True)
+        child.start()
+        there.close()  # so that a child that dies is seen as the end of the pipe
+        children[rival] = child, here
+    try:
+        return {rival: hear(here) for rival, (_, here) in children.items()}
+    finally:
+        for child, here in children.values():
+            child.kill()
+            child.join()
+            here.close()
+
+
+def count_in_child(parent: Connection, name: str, texts: Sequence[str]) -> None:
+    """What a rival's process does: say that it began, fetch the vocabulary, count."""
+    parent.send("began")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:
+        return parent.send(f"left out: {type(error).__name__} while fetching its vocabulary")
+    parent.send("fetched")
+    parent.send([len(encoding.encode_ordinary(text)) for text in texts])
+
+
+def hear(child: Connection) -> list[int] | str:
+    """The counts that a rival's process sends, or why there are none."""
+    try:
+        if not child.poll(START_SECONDS):
+            return f"left out: its process did not begin within {START_SECONDS:g} seconds"
+        child.recv()
+        if not child.poll(FETCH_SECONDS):
+            return f"left out: its vocabulary did not come within {FETCH_SECONDS:g} seconds"
+        message = child.recv()
+        return child.recv() if message == "fetched" else message
+    except EOFError:
+        return "left out: its process ended early"
+
+
+if __name__ == "__main__":
+    start(main, TokEval(), __doc__)

@@ -1,0 +1,141 @@
+"""
+Train a tokenizer.
+
+    python -m scripts.tok_train --dataset=embedded --vocab_size=4096        # seconds, no network
+    python -m scripts.tok_train --dataset=karpathy/climbmix-400b-shuffle    # minutes
+
+Reads   training shards of the text, as many as --max_chars needs; never the validation shard
+Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer training"
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanochat import records, report
+from nanochat.common import sha256_file, write_json
+from nanochat.config import settings, start
+from nanochat.dataset import DataConfig, Source, open_source, remember, remembered
+from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
+
+SECTION = "Tokenizer training"
+
+
+@dataclass(frozen=True)
+class TokTrain:
+    max_chars: int = 10_000_000_000
+    """Stop reading after this many characters."""
+    doc_cap: int = 10_000
+    """Characters read of one document, so that a few long ones do not outweigh the rest."""
+    vocab_size: int = 65_536
+    """Number of ids, the nine special tokens included."""
+    tokenizer_tag: str = "main"
+    """Name of the tokenizer: its folder under tokenizer/."""
+    once: bool = False
+    """Do nothing when the same training has ended before and its tokenizer is still there."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_chars", "doc_cap"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class Reading:
+    """Iterates over the capped documents of a source, and counts what it has read."""
+
+    source: Source
+    max_chars: int
+    doc_cap: int
+    documents: int = 0
+    chars: int = 0
+    text_bytes: int = 0
+    shards: int = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for shard in self.source.train_shards:
+            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
+            self.shards += 1
+            for texts in self.source.documents(shard):
+                for text in texts:
+                    text = text[: min(self.doc_cap, self.max_chars - self.chars)]
+                    self.documents += 1
+                    self.chars += len(text)
+                    self.text_bytes += len(text.encode())
+                    yield text
+                    if self.chars == self.max_chars:
+                        return
+
+
+def main(cfg: TokTrain) -> None:
+    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+    inputs = {"data": source.fingerprint}
+    if cfg.once and records.finished(
+        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
+    ):
+        return print(f"{SECTION}: finished already, skipped")
+
+    started = time.perf_counter()
+    reading = Reading(source, cfg.max_chars, cfg.doc_cap)
+    tokenizer = Tokenizer.train(reading, cfg.vocab_size)
+    train_seconds = time.perf_counter() - started
+
+    run_id = records.new_run_id()  # the first stage of a run names it
+    folder = tokenizer_dir(cfg.tokenizer_tag)
+    save(tokenizer, folder, cfg, source, run_id)
+    values = figures(tokenizer, reading, train_seconds)
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        values,
+        records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        files=[folder],
+    )
+    report.update(cfg.report_dir)
+    print(
+        f"{folder}: {tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text "
+        f"in {train_seconds:.1f} s"
+    )
+
+
+def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, source: Source, run_id: str) -> None:
+    """Write tokenizer.json, whose bytes depend on the training alone, and where it comes from."""
+    tokenizer.save(folder)
+    meta = {
+        "run_id": run_id,
+        "source": source.describe(),
+        "settings": settings(cfg),
+        "sha256": sha256_file(folder / FILE_NAME),
+    }
+    write_json(folder / "meta.json", meta)
+    remember(source, cfg.tokenizer_tag)
+
+
+def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:
+    """What the section shows: the time, the lengths of tokens in bytes, the text read."""
+    lengths = tokenizer.token_bytes()
+    lengths = lengths[lengths > 0]  # special tokens stand for no text
+    return {
+        "train_time": train_seconds,
+        "num_special_tokens": len(SPECIAL_TOKENS),
+        "token_bytes_min": int(lengths.min()),
+        "token_bytes_max": int(lengths.max()),
+        "token_bytes_mean": float(lengths.mean()),
+        "token_bytes_std": float(lengths.std()),
+        "documents": reading.documents,
+        "characters": reading.chars,
+        "text_bytes": reading.text_bytes,
+        "shards_read": reading.shards,
+        "MB of text per second": reading.text_bytes / 1e6 / train_seconds,
+    }
+
+
+if __name__ == "__main__":
+    start(main, TokTrain(), __doc__)

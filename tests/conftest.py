@@ -1,0 +1,53 @@
+"""Fixtures of the whole suite: a private base directory, a tiny model, one rank."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.machine import Machine
+
+TINY = GPTConfig(
+    vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
+)
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test writes into a base directory of its own."""
+    folder = tmp_path / "base"
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """One process on the CPU in float32."""
+    return Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def tiny_gpt() -> GPT:
+    """A tiny model whose every path carries signal: output matrices are not zero."""
+    return lively(build_model(TINY, torch.device("cpu"), torch.float32, seed=0))
+
+
+def lively(model: GPT) -> GPT:
+    """Replace the zeros that a new model starts from by small random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def hub() -> Path:
+    """The folder of real data, where the environment names one."""
+    folder = os.environ.get("NANOCHAT_TEST_HUB")
+    if not folder:
+        pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
+    return Path(folder)

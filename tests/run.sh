@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The whole check: format, lint, types, the Rust crate, the ordinary test suite.
+#
+#   bash tests/run.sh              # everything but the slow tests
+#   bash tests/run.sh -m slow      # arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source dev/setup.sh
+
+ruff check .
+ruff format --check .
+pyright --pythonpath .venv/bin/python
+(cd rustbpe && cargo fmt --check && cargo clippy --quiet --all-targets --no-default-features -- -D warnings &&
+    cargo test --quiet --release --no-default-features)
+
+if [ $# -eq 0 ]; then set -- -m "not slow and not net"; fi
+python -m pytest "$@"

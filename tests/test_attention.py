@@ -1,0 +1,57 @@
+"""Attention kernels against the definition written out."""
+
+import math
+
+import pytest
+import torch
+
+from nanochat.attention import attend
+
+
+def loop_attention(q, k, v, window, scale):
+    """One query at a time, in Python: the definition."""
+    B, T, H, D = q.shape
+    group = H // k.size(2)
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for h in range(H):
+            for i in range(T):
+                first = 0 if window is None else max(0, i - window)
+                keys = k[b, first : i + 1, h // group]
+                weights = (keys @ q[b, i, h] * scale).softmax(0)
+                out[b, i, h] = weights @ v[b, first : i + 1, h // group]
+    return out
+
+
+@pytest.mark.parametrize("backend", ["plain", "sdpa"])
+@pytest.mark.parametrize("window", [None, 0, 3, 100])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_backend_computes_the_definition(backend, window, groups):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 9, 4, 8, generator=generator)
+    k = torch.randn(2, 9, groups, 8, generator=generator)
+    v = torch.randn(2, 9, groups, 8, generator=generator)
+    got = attend(q, k, v, window, scale=0.7, backend=backend)
+    torch.testing.assert_close(got, loop_attention(q, k, v, window, 0.7), rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_scale_is_one_over_the_root_of_the_head_width():
+    q, k, v = torch.randn(3, 1, 5, 2, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    torch.testing.assert_close(attend(q, k, v), attend(q, k, v, scale=1 / math.sqrt(16)))
+
+
+def test_an_unknown_backend_is_named():
+    x = torch.zeros(1, 2, 1, 2)
+    with pytest.raises(ValueError, match="'fast'"):
+        attend(x, x, x, backend="fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_gpu_kernels_equal_the_definition(backend, window):
+    q, k, v = torch.randn(3, 2, 512, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    got = attend(q, k, v, window, backend=backend).float()
+    want = attend(q, k, v, window, backend="plain").float()
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)

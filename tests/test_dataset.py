@@ -1,0 +1,545 @@
+"""Text sources: what is read, what is pinned, what is refused; downloads that go wrong."""
+
+import gzip
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from unittest.mock import Mock
+
+import huggingface_hub.constants
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import HfHubHTTPError
+
+from nanochat import dataset, disk, text_files
+from nanochat import hub as hub_files
+from nanochat.common import REPOSITORY, read_json, sha256_file, write_json
+from nanochat.dataset import DataConfig, HubSource, open_source, remember, remembered
+
+MINI = "local/mini-pretrain"
+
+
+def write_parquet(path: Path, texts: list, column: str = "text", **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({column: texts}), path, **options)
+    return path
+
+
+def write_jsonl(path: Path, texts: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+def texts_of(source, shard: str, skipped: Counter | None = None) -> list[str]:
+    return [text for batch in source.documents(shard, skipped) for text in batch]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two training files and one for validation, in three formats."""
+    write_parquet(tmp_path / "text/a.parquet", ["one", "two", "three"])
+    write_jsonl(tmp_path / "text/b.jsonl", ["four", "five"])
+    write_jsonl(tmp_path / "text/c.jsonl.gz", ["six"])
+    return tmp_path / "text"
+
+
+def local(folder: Path, **settings):
+    return open_source(DataConfig(data_dir=str(folder), **settings))
+
+
+# ------------------------------------------------------------------------------------------------
+# Which source
+
+
+def test_two_sources_at_once_are_refused():
+    with pytest.raises(ValueError, match="not both"):
+        DataConfig(dataset="a/b", data_dir="c")
+
+
+def test_without_a_name_and_without_a_record_the_error_says_what_to_give():
+    with pytest.raises(ValueError, match="--dataset=embedded"):
+        open_source(DataConfig())
+
+
+@pytest.mark.parametrize("name", ["climbmix", "a/b/c", "/b"])
+def test_a_name_that_is_no_repository_is_refused(name):
+    with pytest.raises(ValueError, match="<owner>/<name>"):
+        open_source(DataConfig(dataset=name))
+
+
+def test_what_one_stage_remembers_the_next_one_opens(folder):
+    source = local(folder, num_shards=1)
+    remember(source, "main")
+    assert remembered("other") is None
+    again = open_source(DataConfig(), remembered("main"))
+    assert again == source
+    assert again.fingerprint == source.fingerprint
+
+
+def test_settings_beside_a_recorded_source_still_apply(folder):
+    recorded = local(folder, num_shards=1).describe()
+    assert len(open_source(DataConfig(num_shards=2), recorded).train_shards) == 2
+
+
+def test_R6_a_recorded_source_whose_text_changed_is_refused_by_fingerprint(folder, base):
+    recorded = local(folder).describe()
+    write_jsonl(folder / "b.jsonl", ["something else"])
+    shutil.rmtree(base / "data")  # as on another machine: no manifest knows the old text
+    with pytest.raises(ValueError, match=recorded["fingerprint"]):
+        open_source(DataConfig(), recorded)
+
+
+def test_the_fingerprint_names_text_and_order_not_the_place_on_disk(folder, tmp_path):
+    source = local(folder)
+    moved = local(shutil.copytree(folder, tmp_path / "elsewhere"))
+    assert moved.fingerprint == source.fingerprint
+    assert local(folder, num_shards=1).fingerprint != source.fingerprint
+    other = shutil.copytree(folder, tmp_path / "other")
+    write_jsonl(other / "b.jsonl", ["four", "six"])
+    assert local(other).fingerprint != source.fingerprint
+
+
+# ------------------------------------------------------------------------------------------------
+# A local folder
+
+
+def test_files_come_in_the_order_of_their_names_and_the_last_one_validates(folder):
+    source = local(folder)
+    assert source.train_shards == ["a.parquet", "b.jsonl"]
+    assert source.val_shard == "c.jsonl.gz"
+    assert [texts_of(source, shard) for shard in source.shards()] == [
+        ["one", "two", "three"],
+        ["four", "five"],
+        ["six"],
+    ]
+
+
+def test_another_validation_shard_can_be_named_once_and_is_then_kept(folder, base):
+    source = local(folder, val_shard="a.parquet")
+    assert source.train_shards == ["b.jsonl", "c.jsonl.gz"]
+    assert local(folder).val_shard == "a.parquet"
+    with pytest.raises(ValueError, match="names a.parquet"):
+        local(folder, val_shard="b.jsonl")
+    with pytest.raises(ValueError, match="no such file"):
+        shutil.rmtree(base / "data")
+        local(folder, val_shard="z.parquet")
+
+
+def test_a_single_file_is_refused_with_the_way_to_give_validation_text(tmp_path):
+    write_jsonl(tmp_path / "text/only.jsonl", ["one"])
+    with pytest.raises(ValueError, match="--val_shard"):
+        local(tmp_path / "text")
+
+
+def test_asking_for_more_shards_than_there_are_names_how_many_there_are(folder):
+    with pytest.raises(ValueError, match="has 2 training shards"):
+        local(folder, num_shards=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        DataConfig(num_shards=0)
+
+
+def test_a_folder_that_may_only_be_read_is_enough(folder, base):
+    os.chmod(folder, 0o555)
+    try:
+        before = sorted(folder.rglob("*"))
+        assert texts_of(local(folder), "b.jsonl") == ["four", "five"]
+        assert sorted(folder.rglob("*")) == before
+    finally:
+        os.chmod(folder, 0o755)
+    assert list((base / "data").rglob("manifest.json"))
+
+
+def test_a_file_that_changed_is_refused_by_name(folder):
+    local(folder)
+    write_jsonl(folder / "b.jsonl", ["changed"])
+    with pytest.raises(ValueError, match=r"b\.jsonl is not the file it was"):
+        local(folder)
+
+
+def test_a_file_that_changes_after_opening_is_refused_when_it_is_read(folder):
+    source = local(folder)
+    write_jsonl(folder / "b.jsonl", ["changed"])
+    with pytest.raises(ValueError, match=r"b\.jsonl is not the file it was"):
+        texts_of(source, "b.jsonl")
+
+
+def test_a_file_that_was_only_touched_is_accepted(folder):
+    source = local(folder)
+    os.utime(folder / "b.jsonl", (1, 1))
+    assert local(folder) == source
+
+
+def test_R6_files_that_came_or_went_are_named(folder):
+    local(folder)
+    write_jsonl(folder / "d.jsonl", ["seven"])
+    with pytest.raises(ValueError, match=r"d\.jsonl came or went"):
+        local(folder)
+
+
+def test_null_empty_and_undecodable_texts_are_left_out_and_counted(tmp_path):
+    folder = tmp_path / "text"
+    bad = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
+    column = pa.concat_arrays([pa.array(["one", None, "", "two"]), bad])
+    folder.mkdir()
+    pq.write_table(pa.table({"text": column}), folder / "a.parquet")
+    write_jsonl(folder / "b.jsonl", ["three", None, "", "\ud83d half a pair", "four"])
+    write_jsonl(folder / "c.jsonl", ["five"])
+    source = local(folder)
+    for shard, texts in (("a.parquet", ["one", "two"]), ("b.jsonl", ["three", "four"])):
+        skipped: Counter = Counter()
+        assert texts_of(source, shard, skipped) == texts
+        assert skipped == {"null": 1, "empty": 1, "undecodable": 1}
+
+
+DAMAGED = (
+    "truncated.parquet empty.parquet magic.parquet text.parquet "
+    "empty.jsonl field.jsonl number.jsonl word.jsonl magic.jsonl.gz"
+).split()
+
+
+def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
+    """Name -> content of a damaged file, and what the error that names it must say."""
+    whole = write_parquet(folder / "whole.parquet", ["text " * 500] * 50).read_bytes()
+    (folder / "whole.parquet").unlink()
+    return {
+        "truncated.parquet": (whole[: len(whole) // 2], "no readable parquet"),
+        "empty.parquet": (b"", "is empty"),
+        "magic.parquet": (b"JUNK" + whole[4:-4] + b"JUNK", "no readable parquet"),
+        "text.parquet": (b"just some words, not parquet", "no readable parquet"),
+        "empty.jsonl": (b"", "is empty"),
+        "field.jsonl": (b'{"content": "one"}\n', "line 1.*string `text`"),
+        "number.jsonl": (b'{"text": 17}\n', "line 1.*string `text`"),
+        "word.jsonl": (b"one\n", "line 1.*JSON object"),
+        "magic.jsonl.gz": (b'{"text": "one"}\n', "line 0.*BadGzipFile"),
+    }
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_R11_a_damaged_file_is_named_when_the_folder_is_opened(folder, tmp_path, name):
+    content, message = damaged_files(tmp_path)[name]
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        local(folder)
+
+
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        (pa.table({"content": ["one"]}), "no column `text`; its columns are content"),
+        (pa.table({"text": [1, 2]}), "holds int64, not strings"),
+    ],
+)
+def test_R11_a_wrong_schema_is_refused_with_what_is_there(folder, table, message):
+    pq.write_table(table, folder / "b.parquet")
+    with pytest.raises(ValueError, match=message):
+        local(folder)
+
+
+def test_R11_damage_inside_a_file_is_found_when_it_is_read(folder):
+    path = write_parquet(
+        folder / "b.parquet", [f"{i} " * 200 for i in range(500)], write_page_checksum=True
+    )
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"b\.parquet is damaged"):
+        texts_of(local(folder), "b.parquet")
+
+
+def test_R11_a_line_cut_off_at_the_end_is_named(folder):
+    path = write_jsonl(folder / "b.jsonl", ["four", "five"])
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 2"):
+        texts_of(local(folder), "b.jsonl")
+    path = write_jsonl(folder.parent / "more/b.jsonl.gz", [str(i) * 99 for i in range(5000)])
+    path.write_bytes(path.read_bytes()[:-50])
+    write_jsonl(path.parent / "c.jsonl", ["six"])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz, line .*EOFError"):
+        texts_of(local(path.parent), "b.jsonl.gz")
+
+
+def test_R11_a_file_without_any_text_is_refused(folder):
+    write_parquet(folder / "b.parquet", pa.array([None, ""], pa.string()))
+    with pytest.raises(ValueError, match="holds no text"):
+        texts_of(local(folder), "b.parquet")
+
+
+def test_texts_come_in_lists_of_bounded_size_whatever_the_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BATCH_CHARS", 1000)
+    texts = [f"{i:03d}" * 33 for i in range(2000)]
+    write_parquet(tmp_path / "text/a.parquet", texts, row_group_size=2000)
+    write_parquet(tmp_path / "text/b.parquet", texts[:10])
+    batches = list(local(tmp_path / "text").documents("a.parquet"))
+    assert [text for batch in batches for text in batch] == texts
+    assert max(sum(map(len, batch)) for batch in batches) < 1000 + 4 * 33
+
+
+# ------------------------------------------------------------------------------------------------
+# The embedded world
+
+
+def test_the_embedded_world_is_text_without_files_or_network():
+    source = open_source(DataConfig(dataset="embedded", num_shards=2))
+    assert source.train_shards == ["world_00000", "world_00001"]
+    first = next(source.documents("world_00000"))
+    assert first == next(source.documents("world_00000"))
+    assert first != next(source.documents("world_00001"))
+    assert not set(first) & set(next(source.documents(source.val_shard)))
+    assert open_source(DataConfig(), source.describe()) == source
+
+
+def test_the_embedded_world_has_another_fingerprint_in_another_version(monkeypatch):
+    before = open_source(DataConfig(dataset="embedded")).fingerprint
+    monkeypatch.setattr(dataset.world, "WORLD_VERSION", -1)
+    assert open_source(DataConfig(dataset="embedded")).fingerprint != before
+
+
+# ------------------------------------------------------------------------------------------------
+# The hub
+
+
+@pytest.fixture
+def serve(hub, monkeypatch):
+    """Serve a hub folder, with the server's switches for misbehaviour; pauses become short."""
+    path = hub.parent / "tools" / "serve_hub.py"
+    spec = importlib.util.spec_from_file_location("serve_hub", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(hub_files, "PAUSE_SECONDS", 0.01)
+    running = []
+
+    def start(root: Path = hub, handler=None, **switches):
+        server = module.make_server(root, **switches)
+        server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        return server
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def mini(**settings) -> HubSource:
+    source = open_source(DataConfig(dataset=MINI, **settings))
+    assert isinstance(source, HubSource)
+    return source
+
+
+def original(hub: Path, shard: str) -> Path:
+    return hub / "datasets" / MINI / shard
+
+
+def test_a_repository_is_listed_pinned_and_fetched_only_as_far_as_it_is_read(serve, hub, base):
+    serve()
+    source = mini(num_shards=2)
+    assert source.train_shards == ["shard_00000.parquet", "shard_00001.parquet"]
+    assert source.val_shard == "shard_00005.parquet"
+    assert len(source.commit) == 40
+    assert not list(base.rglob("*.parquet"))
+    size = original(hub, source.val_shard).stat().st_size
+    assert source.missing_bytes([source.val_shard]) == size
+    texts = texts_of(source, source.val_shard)
+    assert len(texts) == 1536
+    assert texts == pq.read_table(original(hub, source.val_shard))["text"].to_pylist()
+    assert [path.name for path in base.rglob("*.parquet")] == [source.val_shard]
+    assert source.missing_bytes([source.val_shard]) == 0
+    recorded = read_json(source.manifest)
+    assert recorded["files"][source.val_shard]["sha256"] == sha256_file(
+        original(hub, source.val_shard)
+    )
+    assert open_source(DataConfig(), source.describe()) == source
+
+
+def test_what_is_there_needs_no_network_any_more(serve):
+    server = serve()
+    source = mini()
+    source.fetch(source.val_shard)
+    server.shutdown()
+    server.server_close()
+    assert texts_of(mini(), source.val_shard)
+
+
+def test_another_revision_than_the_pinned_one_is_refused_with_both_names(serve):
+    serve()
+    source = mini()
+    assert mini(revision="main") == mini(revision=source.commit) == source
+    with pytest.raises(ValueError, match=f"--revision=dev, but .*main at commit {source.commit}"):
+        mini(revision="dev")
+
+
+def test_a_revision_or_repository_that_does_not_exist_is_named(serve):
+    serve()
+    with pytest.raises(ValueError, match="no revision 'nowhere'"):
+        mini(revision="nowhere")
+    with pytest.raises(ValueError, match="no data set local/nothing"):
+        open_source(DataConfig(dataset="local/nothing"))
+
+
+def test_a_new_commit_on_the_hub_changes_nothing_for_who_pinned_the_old_one(serve, hub, tmp_path):
+    root = tmp_path / "hub"
+    shutil.copytree(hub / "datasets/local/mini-pretrain-korean", root / "datasets/local/korean")
+    os.chmod(root / "datasets/local/korean", 0o755)
+    serve(root)
+    cfg = DataConfig(dataset="local/korean")
+    source = open_source(cfg)
+    write_parquet(root / "datasets/local/korean/shard_00002.parquet", ["new"])
+    assert open_source(cfg) == source
+    assert source.val_shard == "shard_00001.parquet"
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_R12_a_connection_cut_off_is_continued_to_the_right_digest(serve, hub, fraction):
+    serve(truncate=fraction, fail_first=1)
+    path = mini().fetch("shard_00005.parquet")
+    assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
+
+
+def test_R12_an_overloaded_hub_is_asked_again_and_that_is_said(serve, hub, capsys):
+    server = serve(fail_first=3)
+    path = mini().fetch("shard_00005.parquet")
+    assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
+    said = capsys.readouterr().out
+    assert said.count("503") == 3 and "attempt 4 of 6" in said
+    assert "downloading local/mini-pretrain: shard_00005.parquet (3.3 MB)" in said
+    assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [4]
+
+
+def test_R12_attempts_are_bounded_and_the_error_says_how_to_go_on(serve):
+    server = serve(fail_first=1000)
+    with pytest.raises(ConnectionError, match="run the same command again"):
+        mini().fetch("shard_00005.parquet")
+    assert max(server.counts.values()) == hub_files.ATTEMPTS
+
+
+def test_R12_a_stalled_socket_is_given_up_and_continued(serve, hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    stalled = threading.Event()
+
+    def stalling(module):
+        class Stalling(module.Handler):
+            def send_content(self, stream, size, digest, headers):
+                if self.command == "GET" and not stalled.is_set():
+                    stalled.set()
+                    self.send_head(200, {"Content-Length": size, "ETag": f'"{digest}"', **headers})
+                    self.wfile.write(stream.read(size // 3))
+                    threading.Event().wait(3)
+                    self.close_connection = True
+                else:
+                    super().send_content(stream, size, digest, headers)
+
+        return Stalling
+
+    serve(handler=stalling)
+    path = mini().fetch("shard_00005.parquet")
+    assert stalled.is_set()
+    assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
+
+
+@pytest.mark.parametrize("status, again", [(429, True), (503, True), (401, False), (404, False)])
+def test_R12_only_what_may_pass_is_tried_again(monkeypatch, status, again):
+    monkeypatch.setattr(hub_files, "PAUSE_SECONDS", 0.001)
+    response = Mock(status_code=status, headers={}, request=None)
+    error = HfHubHTTPError(f"status {status}", response=response)
+    calls = []
+
+    def action():
+        calls.append(1)
+        raise error
+
+    with pytest.raises(ConnectionError if again else HfHubHTTPError):
+        hub_files.with_retries("a file", action)
+    assert len(calls) == (hub_files.ATTEMPTS if again else 1)
+
+
+def test_R12_two_processes_fetch_a_file_once(serve, base):
+    server = serve(latency_ms=200)
+    mini()
+    program = (
+        "from nanochat.dataset import DataConfig, open_source\n"
+        f"print(open_source(DataConfig(dataset={MINI!r})).fetch('shard_00005.parquet'))"
+    )
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("downloaded" in text for text in said) == 1
+    assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [1]
+
+
+def test_R11_a_damaged_download_is_set_aside_and_fetched_again(serve, hub, capsys):
+    serve()
+    source = mini()
+    path = source.fetch("shard_00005.parquet")
+    content = path.read_bytes()
+    for damage in (content[: len(content) // 2], b"", b"X" + content[1:]):
+        path.write_bytes(damage)
+        assert source.fetch("shard_00005.parquet").read_bytes() == content
+        assert path.with_name("shard_00005.parquet.bad").read_bytes() == damage
+        assert "set aside as shard_00005.parquet.bad" in capsys.readouterr().out
+
+
+def test_R11_a_file_left_unrecorded_by_a_crash_is_held_to_the_hubs_digest(serve, hub):
+    serve()
+    source = mini()
+    path = source.folder / "shard_00005.parquet"
+    shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but not this file
+    assert source.fetch("shard_00005.parquet") == path
+    assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
+
+
+def test_R11_a_file_that_never_matches_its_record_is_refused_by_name(serve):
+    serve()
+    source = mini()
+    manifest = read_json(source.manifest)
+    manifest["files"]["shard_00005.parquet"]["sha256"] = "0" * 64
+    write_json(source.manifest, manifest)
+    with pytest.raises(ValueError, match=r"shard_00005\.parquet is refused, twice.*manifest says"):
+        source.fetch("shard_00005.parquet")
+
+
+def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
+    folder = tmp_path / "hub/datasets/local/broken"
+    write_parquet(folder / "a.parquet", ["one"])
+    (folder / "b.parquet").write_bytes(b"no parquet")
+    write_parquet(folder / "c.parquet", ["one"], column="content")
+    serve(tmp_path / "hub")
+    source = open_source(DataConfig(dataset="local/broken"))
+    with pytest.raises(ValueError, match=r"b\.parquet is refused, twice: it is no readable parq"):
+        texts_of(source, "b.parquet")
+    with pytest.raises(ValueError, match=r"c\.parquet has no column `text`"):
+        texts_of(source, "c.parquet")
+    assert texts_of(source, "a.parquet") == ["one"]
+
+
+def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, monkeypatch):
+    serve()
+    source = mini()
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 257 << 20)
+    with pytest.raises(OSError, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
+        source.fetch("shard_00005.parquet")

@@ -1,0 +1,64 @@
+"""Facts about the code and the machine, as a report's header tells them."""
+
+import re
+import shutil
+from importlib.metadata import version
+
+import pytest
+
+from nanochat import environment
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A git repository with code, other files, and a generated report."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    (folder / "a.py").write_text("x = 1\ny = 2\n")
+    (folder / "b.rs").write_text("fn f() {}\n")
+    (folder / "notes.txt").write_text("not code\n" * 100)
+    (folder / "report.md").write_text("generated\n" * 100)
+    (folder / "uv.lock").write_text("one\ntwo\nthree\n")
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "First\n\nbody"]):
+        done = environment.git(*author, *words, repository=folder)
+        assert done is not None, words
+    return folder
+
+
+EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_lines": 3}
+
+
+def test_bloat_counts_the_code_git_tracks(repository):
+    (repository / "untracked.py").write_text("z = 3\n")
+    assert environment.bloat(repository) == EXPECTED_BLOAT
+
+
+def test_bloat_without_git_leaves_out_hidden_and_build_folders(repository):
+    shutil.rmtree(repository / ".git")
+    for folder in (".venv", "out", "target"):
+        (repository / folder).mkdir()
+        (repository / folder / "c.py").write_text("z = 3\n")
+    assert environment.bloat(repository) == EXPECTED_BLOAT
+
+
+def test_the_state_of_the_code_is_told(repository):
+    state = environment.git_state(repository)
+    assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
+    assert re.fullmatch("[0-9a-f]{7}", state["commit"])
+    (repository / "report.md").write_text("generated again\n")
+    assert not environment.git_state(repository)["dirty"], "a report is no change of the code"
+    (repository / "a.py").write_text("x = 2\n")
+    assert environment.git_state(repository)["dirty"]
+
+
+def test_a_folder_without_git_has_no_commit(tmp_path):
+    assert environment.git_state(tmp_path)["commit"] == "unknown"
+
+
+def test_this_very_machine_can_be_described():
+    found = environment.hardware()
+    assert found["logical_cores"] >= found["cores"] >= 1
+    assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]
+    assert isinstance(found["gpus"], list)
+    assert environment.software()["torch"] == version("torch")

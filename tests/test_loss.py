@@ -1,0 +1,73 @@
+"""The chunked loss against PyTorch's own cross-entropy, and its promises about what counts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanochat import loss as loss_module
+from nanochat.loss import IGNORE, summed_loss, token_losses
+
+V, C = 50, 12
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    """Hidden states, head and targets; chunks so small that there are several."""
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * V)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(70, C, generator=generator, requires_grad=True)
+    head = torch.randn(V, C, generator=generator, requires_grad=True)
+    targets = torch.randint(V, (70,), generator=generator)
+    return hidden, head, targets
+
+
+def reference(hidden, head, targets, softcap):
+    logits = softcap * torch.tanh(hidden @ head.T / softcap)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+
+
+@pytest.mark.parametrize("softcap", [5.0, 15.0, 40.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_and_gradients_equal_those_of_the_definition(problem, softcap, masked):
+    hidden, head, targets = problem
+    if masked:
+        targets = targets.masked_fill(torch.arange(70) % 3 == 0, IGNORE)
+    want = reference(hidden, head, targets, softcap).sum()
+    wanted = torch.autograd.grad(want, (hidden, head))
+    got = summed_loss(hidden, head, targets, softcap)
+    gotten = torch.autograd.grad(got, (hidden, head))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for g, w in zip(gotten, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_token_losses_are_those_of_the_definition(problem):
+    hidden, head, targets = problem
+    targets = targets.masked_fill(torch.arange(70) < 9, IGNORE)
+    got = token_losses(hidden, head, targets, 15.0)
+    torch.testing.assert_close(got, reference(hidden, head, targets, 15.0), rtol=1e-5, atol=1e-5)
+    assert (got[:9] == 0).all()
+
+
+def test_the_slope_at_a_target_keeps_its_precision_in_bfloat16(problem):
+    hidden, head, targets = problem
+    small = hidden.detach().bfloat16().requires_grad_()
+    summed_loss(small, head, targets, 15.0).backward()
+    want = torch.autograd.grad(reference(hidden, head, targets, 15.0).sum(), hidden)[0]
+    error = (small.grad.float() - want).norm() / want.norm()
+    assert error < 0.02
+
+
+def test_B1_all_targets_masked_gives_a_finite_loss_and_zero_gradients(problem):
+    hidden, head, targets = problem
+    loss = summed_loss(hidden, head, torch.full_like(targets, IGNORE), 15.0)
+    loss.backward()
+    assert loss.item() == 0
+    assert (hidden.grad == 0).all() and (head.grad == 0).all()
+
+
+def test_extreme_logits_stay_finite(problem):
+    hidden, head, targets = problem
+    loss = summed_loss(hidden * 1e4, head, targets, 40.0)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(hidden.grad).all()

@@ -1,0 +1,135 @@
+"""The update rules against their definitions, and the sharded optimizer against the plain one."""
+
+import math
+
+import pytest
+import torch
+
+from nanochat.optim import MuonAdamW, OptimConfig, Rule, orthogonalize, rules
+
+
+def make(named, roles, machine, **rule_overrides):
+    table = rules(OptimConfig(weight_decay=0.1), d_model=768) | rule_overrides
+    return MuonAdamW(named, roles, table, machine)
+
+
+def test_orthogonalize_pushes_every_singular_value_towards_one():
+    generator = torch.Generator().manual_seed(0)
+    for shape in [(3, 8, 8), (2, 6, 20), (2, 20, 6)]:
+        g = torch.randn(shape, generator=generator)
+        result = orthogonalize(g)
+        values = torch.linalg.svdvals(result)
+        assert result.shape == g.shape
+        assert values.min() > 0.5 and values.max() < 1.3
+        u, _, v = torch.linalg.svd(g, full_matrices=False)
+        turned = u.mT @ result @ v.mT  # diagonal where the singular vectors are kept
+        off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+        assert off.abs().max() < 1e-3
+
+
+def test_orthogonalize_refuses_a_vector():
+    with pytest.raises(ValueError, match=r"shape \(5,\)"):
+        orthogonalize(torch.ones(5))
+
+
+def test_adamw_equals_pytorch(machine):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
+    q = torch.nn.Parameter(p.detach().clone())
+    rule = Rule("adamw", 0.01, (0.8, 0.95), 0.1)
+    ours = make({"p": p}, {"p": "embedding"}, machine, embedding=rule)
+    theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
+    for _ in range(5):
+        p.grad = torch.randn(7, 5, generator=generator)
+        q.grad = p.grad.clone()
+        ours.reduce_gradients()
+        ours.step(1.0)
+        theirs.step()
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_moves_along_the_orthogonalized_nesterov_momentum(machine):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(12, 4, generator=generator)
+    p = torch.nn.Parameter(start.clone())
+    optimizer = make({"p": p}, {"p": "matrix"}, machine, matrix=Rule("muon", 0.02))
+    g = torch.randn(12, 4, generator=generator)
+    p.grad = g.clone()
+    optimizer.reduce_gradients()
+    optimizer.step(0.5, momentum=0.9)
+    nesterov = g.lerp(0.1 * g, 0.9)
+    want = start - 0.5 * 0.02 * math.sqrt(3) * orthogonalize(nesterov)
+    torch.testing.assert_close(p.detach(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_cautious_decay_shrinks_only_weights_the_update_shrinks(machine):
+    start = torch.ones(2, 2)
+    p, q = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    g = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+    moved = []
+    for param, decay in ((p, 0.0), (q, 1.0)):
+        param.grad = g.clone()
+        rule = Rule("muon", 0.1, weight_decay=decay)
+        optimizer = make({"p": param}, {"p": "matrix"}, machine, matrix=rule)
+        optimizer.reduce_gradients()
+        optimizer.step(1.0)
+        moved.append(param.detach())
+    extra = moved[0] - moved[1]
+    shrinks = moved[0] < start  # all weights are positive
+    torch.testing.assert_close(extra, 0.1 * shrinks.float())
+    assert 0 < int(shrinks.sum()) < 4
+
+
+def test_equal_matrices_share_a_stack_and_get_the_update_of_each_alone(machine):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 6, 4, generator=generator)
+    grads = torch.randn(3, 6, 4, generator=generator)
+    together = {str(i): torch.nn.Parameter(values[i].clone()) for i in range(3)}
+    optimizer = make(together, dict.fromkeys(together, "matrix"), machine)
+    for i, p in enumerate(together.values()):
+        p.grad = grads[i].clone()
+    optimizer.reduce_gradients()
+    optimizer.step(1.0)
+    for i, p in enumerate(together.values()):
+        alone = torch.nn.Parameter(values[i].clone())
+        alone.grad = grads[i].clone()
+        single = make({"p": alone}, {"p": "matrix"}, machine)
+        single.reduce_gradients()
+        single.step(1.0)
+        torch.testing.assert_close(p, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_reduce_returns_the_global_gradient_norm_and_frees_the_gradients(machine, tiny_gpt):
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    tiny_gpt.loss(tokens, tokens).backward()
+    want = math.sqrt(sum(float(p.grad.square().sum()) for p in tiny_gpt.parameters()))
+    optimizer = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
+    assert optimizer.reduce_gradients() == pytest.approx(want, rel=1e-5)
+    assert all(p.grad is None for p in tiny_gpt.parameters())
+
+
+def test_dropped_gradients_leave_weights_and_state_alone(machine, tiny_gpt):
+    optimizer = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
+    before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    (tiny_gpt.loss(tokens, tokens) * math.nan).backward()
+    assert math.isnan(optimizer.reduce_gradients())
+    optimizer.drop_gradients()
+    assert all(torch.equal(p, before[n]) for n, p in tiny_gpt.named_parameters())
+    assert all((x == 0).all() for n, x in optimizer.state_dict().items())
+
+
+def test_state_survives_a_round_trip_and_names_what_is_missing(machine, tiny_gpt):
+    first = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    tiny_gpt.loss(tokens, tokens).backward()
+    first.reduce_gradients()
+    first.step(1.0)
+    saved = first.state_dict()
+    second = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
+    second.load_state_dict(saved)
+    for name, value in second.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    del saved["head.weight.first"]
+    with pytest.raises(ValueError, match="head.weight.first"):
+        second.load_state_dict(saved)

@@ -1,0 +1,199 @@
+"""Best-fit packing: conservation, form of the rows, independence of batching, bounded memory."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import packing
+from nanochat.packing import Packer, pack
+
+BOS = 0
+
+documents = st.lists(st.integers(0, 60), max_size=60)
+row_lengths = st.integers(2, 24)
+pools = st.integers(1, 12)
+
+
+def stream(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of these lengths in which no token occurs twice; none is BOS."""
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    return np.arange(1, offsets[-1] + 1, dtype=np.uint32), offsets
+
+
+def batches(ids: np.ndarray, offsets: np.ndarray, size: int):
+    """The same stream, `size` documents at a time."""
+    for i in range(0, len(offsets) - 1, size):
+        part = offsets[i : i + size + 1]
+        yield ids[part[0] : part[-1]], part - part[0]
+
+
+def packed(lengths, row_length, pool=8, size=1000, dtype=np.uint32) -> tuple[np.ndarray, Packer]:
+    packer = Packer(row_length, BOS, dtype, pool)
+    blocks = list(pack(batches(*stream(lengths), size), packer))
+    return np.concatenate([np.empty((0, row_length), dtype), *blocks]), packer
+
+
+def simple_rows(lengths: list[int], row_length: int, pool_pieces: int) -> list[list[int]]:
+    """The rule of packing, written for reading: lists of tokens, searched from end to end."""
+    ids, offsets = stream(lengths)
+    rows: list[list[int]] = []
+    pool: list[list[int]] = []
+
+    def fill_row() -> None:
+        row: list[int] = []
+        while len(row) < row_length and pool:
+            gap = row_length - len(row)
+            fitting = [piece for piece in pool if len(piece) <= gap]
+            if fitting:
+                longest = max(fitting, key=len)  # the first of them: the oldest
+                pool.remove(longest)
+                row += longest
+            elif gap == 1:
+                row.append(BOS)
+            else:
+                shortest = min(pool, key=len)
+                pool.remove(shortest)
+                row += shortest[:gap]
+                pool.append([BOS, *shortest[gap:]])
+        if len(row) == row_length - 1:
+            row.append(BOS)
+        if len(row) == row_length:
+            rows.append(row)
+
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        text = ids[start:end].tolist()
+        while len(text) > row_length - 1:
+            rows.append([BOS, *text[: row_length - 1]])
+            text = text[row_length - 1 :]
+        if text:
+            pool.append([BOS, *text])
+        while len(pool) > pool_pieces and sum(map(len, pool)) >= row_length:
+            fill_row()
+    while pool:
+        fill_row()
+    return rows
+
+
+@given(documents, row_lengths, pools)
+@settings(max_examples=300, deadline=None)
+def test_the_rows_are_those_of_the_simple_rule(lengths, row_length, pool):
+    rows, _ = packed(lengths, row_length, pool)
+    assert rows.tolist() == simple_rows(lengths, row_length, pool)
+
+
+@given(documents, row_lengths, pools)
+@settings(max_examples=300, deadline=None)
+def test_P7_every_row_starts_with_bos_and_no_token_is_lost_but_counted_ones(
+    lengths, row_length, pool
+):
+    rows, packer = packed(lengths, row_length, pool)
+    counts = packer.counts
+    assert (rows[:, 0] == BOS).all()
+    placed = rows[rows != BOS]
+    assert len(np.unique(placed)) == len(placed)  # no token twice
+    assert set(placed.tolist()) <= set(range(1, sum(lengths) + 1))
+    assert counts.tokens == len(placed)
+    assert counts.tokens + counts.dropped == sum(lengths)
+    assert counts.rows * row_length == rows.size == counts.tokens + counts.bos
+    assert counts.documents == sum(length > 0 for length in lengths)
+    assert counts.dropped < row_length  # less than one row, once, at the end
+
+
+@given(documents, row_lengths, pools)
+@settings(max_examples=200, deadline=None)
+def test_P7_pieces_keep_their_order_and_lie_within_one_document(lengths, row_length, pool):
+    rows, packer = packed(lengths, row_length, pool)
+    document = np.repeat(np.arange(len(lengths)), lengths)  # of token i + 1
+    pieces_of: dict[int, int] = {}
+    lone = 0
+    for row in rows:
+        for piece in np.split(row, np.flatnonzero(row == BOS))[1:]:
+            tokens = piece[1:].astype(np.int64)
+            lone += len(tokens) == 0
+            if len(tokens):
+                assert (np.diff(tokens) == 1).all()
+                assert len(set(document[tokens - 1].tolist())) == 1
+                origin = int(document[tokens[0] - 1])
+                pieces_of[origin] = pieces_of.get(origin, 0) + 1
+    if packer.counts.dropped == 0:
+        counts = packer.counts
+        assert counts.documents_cut == sum(n > 1 for n in pieces_of.values())
+        assert counts.extra_bos == sum(n - 1 for n in pieces_of.values()) + lone
+
+
+@given(documents, row_lengths, pools, st.integers(1, 7), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_R5_rows_do_not_depend_on_how_documents_are_batched(lengths, row_length, pool, size, tight):
+    whole, _ = packed(lengths, row_length, pool)
+    spare = packing.SPARE_TOKENS
+    try:
+        packing.SPARE_TOKENS = 0 if tight else spare  # compact the store after every batch
+        pieces, _ = packed(lengths, row_length, pool, size)
+    finally:
+        packing.SPARE_TOKENS = spare
+    assert whole.tobytes() == pieces.tobytes()
+
+
+def test_B2_a_document_of_many_rows_leaves_at_once_and_clogs_nothing():
+    packer = Packer(16, BOS, np.uint32, pool_pieces=4)
+    ids, offsets = stream([15 * 1000 + 3])
+    rows = packer.add(ids, offsets)
+    assert len(rows) == 1000
+    assert packer.pooled_tokens == 3
+    assert (rows[:, 1:].reshape(-1) == ids[: 15 * 1000]).all()
+    later = packer.add(*stream([7] * 50))
+    assert len(later) > 15
+
+
+@pytest.mark.parametrize("row_length", [513, 2049])
+def test_P7_hardly_more_documents_are_cut_than_must_be(row_length):
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6.2, 1.0, 30_000).astype(int) + 1  # like web text
+    rows, packer = packed(lengths.tolist(), row_length, packing.POOL_PIECES)
+    counts = packer.counts
+    too_long = int((lengths > row_length - 1).sum())
+    assert too_long <= counts.documents_cut < too_long + 0.06 * len(lengths)
+    assert counts.extra_bos < 0.002 * rows.size
+    assert counts.dropped < row_length
+
+
+def test_ids_above_65535_survive_in_rows_of_uint32():
+    ids = np.array([70_000, 3, 99_999], np.uint32)
+    packer = Packer(4, 65_536, np.uint32)
+    packer.add(ids, np.array([0, 3]))
+    assert packer.finish().tolist() == [[65_536, 70_000, 3, 99_999]]
+
+
+def test_a_row_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="1 in all"):
+        Packer(1, BOS)
+
+
+def test_a_pool_of_tiny_documents_smaller_than_a_row_is_not_dropped():
+    rows, packer = packed([1] * 100, row_length=20, pool=2)
+    assert packer.counts.dropped < 20
+    assert len(rows) == 10
+
+
+@pytest.mark.parametrize("mean, documents", [(6, 6000), (1500, 2000)])
+def test_memory_does_not_grow_with_the_length_of_the_stream(mean, documents, monkeypatch):
+    monkeypatch.setattr(packing, "SPARE_TOKENS", 10_000)  # or a short test never compacts
+    rng = np.random.default_rng(0)
+    packer = Packer(2049, BOS)
+    peaks = []
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            tracemalloc.reset_peak()
+            for _ in range(6):
+                lengths = rng.geometric(1 / mean, documents)
+                ids = np.ones(lengths.sum(), np.uint32)
+                packer.add(ids, np.concatenate([[0], np.cumsum(lengths)]))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    assert max(peaks) < 150 << 20  # rows of the batch and index arrays included
+    assert peaks[2] < 1.1 * peaks[1]  # the first third fills the pool

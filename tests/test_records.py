@@ -1,0 +1,196 @@
+"""Records: what a stage leaves behind, and when a stage counts as finished."""
+
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from nanochat import records
+from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
+
+SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
+INPUTS = {"tokenizer": "aaaa", "data": "bbbb"}
+
+
+def write(section="Base model training", values=None, run_id="run-1", outputs=None, **more):
+    origin = Provenance(run_id, 0, more.pop("inputs", INPUTS), outputs or {})
+    settings = more.pop("settings", SETTINGS)
+    return write_record(section, settings, values or {"loss": 1.0}, origin, Cost(60.0), **more)
+
+
+def test_a_record_keeps_order_and_says_whence_it_comes(base):
+    values = {"zeta": 1, "alpha": estimate(0.25, 100, 0.0433), "Model": "base (step 3)"}
+    path = write(values=values, metrics=base / "base" / "metrics.jsonl")
+    record = json.loads(path.read_text())
+    assert path == base / "report" / "base-model-training.json"
+    assert list(record["settings"]) == list(SETTINGS)
+    assert list(record["values"]) == ["zeta", "alpha", "Model"]
+    assert record["values"]["alpha"] == {"value": 0.25, "n": 100, "se": 0.0433}
+    assert record["metrics"] == "base/metrics.jsonl"
+    assert record["provenance"]["inputs"] == INPUTS
+    assert set(record["provenance"]) >= {"run_id", "seed", "commit", "dirty", "outputs"}
+    assert record["cost"]["device_seconds"] == 60.0
+
+
+def test_device_seconds_count_every_device():
+    origin = Provenance("run", 0)
+    path = write_record("A", {}, {}, origin, Cost(10.0, devices=8, device="H100"))
+    assert json.loads(path.read_text())["cost"]["device_seconds"] == 80.0
+
+
+def test_a_record_is_valid_json_whatever_was_measured():
+    values = {"nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.5), "ids": np.int64(7)}
+    text = write(values=values).read_text()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(text, parse_constant=refuse)["values"]
+    assert found == {"nan": "nan", "inf": "-inf", "numpy": 0.5, "ids": 7}
+    with pytest.raises(TypeError, match="not object"):
+        write(values={"x": object()})
+
+
+def test_a_repeated_stage_replaces_its_record_and_the_history_keeps_both():
+    write(values={"loss": 2.0})
+    write(values={"loss": 1.0})
+    assert [record["values"]["loss"] for record in records.read_records()] == [1.0]
+    assert [record["values"]["loss"] for record in records.read_history()] == [2.0, 1.0]
+
+
+def test_a_report_dir_leaves_the_main_report_alone(base):
+    write(report_dir=base / "sweep" / "a")
+    assert records.read_records() == []
+    assert len(records.read_records(base / "sweep" / "a")) == 1
+
+
+def test_extending_keeps_what_the_same_model_scored_before():
+    write("Chat evaluation sft", {"GSM8K": 0.1}, inputs={"sft": "m1"})
+    write("Chat evaluation sft", {"AQUA": 0.2}, inputs={"sft": "m1"}, extend=True)
+    record = records.read_records()[0]
+    assert record["values"] == {"GSM8K": 0.1, "AQUA": 0.2}
+    assert record["cost"]["wall_seconds"] == 120.0
+    write("Chat evaluation sft", {"AQUA": 0.3}, inputs={"sft": "m2"}, extend=True)
+    assert records.read_records()[0]["values"] == {"AQUA": 0.3}
+
+
+def append_many(report_dir, section):
+    for i in range(20):
+        write(section, {"i": i, "padding": "x" * 20_000}, report_dir=report_dir)
+
+
+def test_two_processes_append_whole_lines(base):
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=append_many, args=(str(base / "both"), section))
+        for section in ("First", "Second")
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    lines = (base / "both" / "records.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 40
+    for section in ("First", "Second"):
+        order = [record["values"]["i"] for record in found if record["section"] == section]
+        assert order == list(range(20))
+
+
+def test_a_line_torn_by_a_killed_process_loses_only_itself(base):
+    write(values={"loss": 3.0})
+    with (base / "report" / "records.jsonl").open("a") as stream:
+        stream.write('{"section": "Base mo')
+    write(values={"loss": 2.0})
+    assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
+
+
+def test_run_ids_sort_by_time_and_differ():
+    ids = [records.new_run_id() for _ in range(50)]
+    assert len(set(ids)) == 50
+    assert sorted(i[:15] for i in ids) == [i[:15] for i in ids]
+
+
+def test_a_stage_inherits_the_run_of_what_it_reads():
+    write("Tokenizer training", run_id="run-1", inputs={}, outputs={"tokenizer": "t1"})
+    write("Base model training", run_id="run-2", inputs={}, outputs={"base": "b1"})
+    assert records.inherited_run_id({"tokenizer": "t1"}) == "run-1"
+    assert records.inherited_run_id({"base": "b1", "tokenizer": "t1"}) == "run-2"
+    assert records.inherited_run_id({"base": "unknown"}) not in ("run-1", "run-2")
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether a stage is finished
+
+
+def finish(base, **more):
+    """Write a checkpoint of two files and its record. Returns the stage's key."""
+    folder = base / "base_checkpoints" / "d4"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "state.json").write_text('{"step": 3}')
+    write(outputs={"base": "b1"}, files=[folder], **more)
+    return folder, stage_key(more.get("settings", SETTINGS), INPUTS)
+
+
+def test_R18_a_stage_is_finished_when_its_outputs_are_what_it_wrote(base):
+    _, key = finish(base)
+    record = records.finished("Base model training", key)
+    assert record is not None and record["values"] == {"loss": 1.0}
+    assert records.finished("Midtraining", key) is None
+
+
+def test_R18_an_output_that_merely_exists_does_not_count(base):
+    folder, key = finish(base)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[3] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert records.finished("Base model training", key) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_R18_a_missing_or_shortened_output_does_not_count(base, name):
+    folder, key = finish(base)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-1])
+    assert records.finished("Base model training", key) is None
+    (folder / name).unlink()
+    assert records.finished("Base model training", key) is None
+    (folder / name).write_bytes(whole)
+    assert records.finished("Base model training", key) is not None
+
+
+def test_R18_other_settings_or_inputs_are_another_stage(base):
+    _, key = finish(base)
+    assert stage_key({**SETTINGS, "depth": 8}, INPUTS) != key
+    assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != key
+    assert stage_key({**SETTINGS, "run": "named", "once": True}, INPUTS) == key
+    assert records.finished("Base model training", stage_key({"depth": 8}, INPUTS)) is None
+
+
+def test_R18_what_cannot_be_checked_is_not_finished():
+    write(outputs={"base": "b1"})
+    assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
+
+
+def test_R18_a_stage_that_only_measures_is_finished_by_its_key():
+    write("Base model loss")
+    assert records.finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
+
+
+def test_R18_a_base_directory_that_moved_is_still_finished(base, monkeypatch):
+    _, key = finish(base)
+    moved = base.parent / f"{base.name}-moved"
+    base.rename(moved)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
+    assert records.finished("Base model training", key) is not None
+
+
+def test_records_need_no_torch():
+    code = "import sys, nanochat.records; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

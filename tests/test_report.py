@@ -1,0 +1,650 @@
+"""
+The report card: the fixed sections byte for byte, what we add after them, and honest warnings.
+
+The expected text is that of a report of October 2025, whose names, order and formats are fixed.
+"""
+
+import os
+import random
+import re
+import shutil
+
+import pytest
+
+from nanochat import environment, report, summary
+from nanochat.common import MissingInput
+from nanochat.records import Cost, Provenance, estimate, read_history, read_records, write_record
+from nanochat.runlog import RunLog, RunLogConfig
+from scripts import report as script
+
+HEADER = {
+    "run_started": "2025-10-23 22:27:01",
+    "git": {
+        "branch": "main",
+        "commit": "f1e8954",
+        "dirty": True,
+        "message": "Document Hyperbolic setup and fix lite RL script",
+    },
+    "hardware": {
+        "platform": "Linux",
+        "cpu": "Some CPU",
+        "cores": 104,
+        "logical_cores": 104,
+        "memory_gib": 1007.44,
+        "gpus": ["NVIDIA H100 80GB HBM3"] * 8,
+        "gpu_memory_gib": 633.66,
+        "cuda": "12.8",
+    },
+    "software": {"python": "3.10.12", "torch": "2.8.0+cu128"},
+    "bloat": {
+        "characters": 474203,
+        "lines": 12350,
+        "files": 57,
+        "tokens": 118550,
+        "lock_lines": 2220,
+    },
+    "hourly_rate": 24.0,
+}
+HEADER_TEXT = """\
+# nanochat training report
+
+Generated: 2025-10-23 22:26:58
+
+## Environment
+
+### Git Information
+- Branch: main
+- Commit: f1e8954 (dirty)
+- Message: Document Hyperbolic setup and fix lite RL script
+
+### Hardware
+- Platform: Linux
+- CPUs: 104 cores (104 logical)
+- Memory: 1007.4 GB
+- GPUs: 8x NVIDIA H100 80GB HBM3
+- GPU Memory: 633.7 GB total
+- CUDA Version: 12.8
+- Hourly Rate: $24.00/hour
+- CPU Model: Some CPU
+
+### Software
+- Python: 3.10.12
+- PyTorch: 2.8.0+cu128
+
+
+### Bloat
+- Characters: 474,203
+- Lines: 12,350
+- Files: 57
+- Tokens (approx): 118,550
+- Dependencies (uv.lock lines): 2,220
+
+Run started: 2025-10-23 22:27:01
+
+---
+
+"""
+TOKENIZER_TEXT = """\
+## Tokenizer training
+timestamp: 2025-10-24 01:20:23
+
+- max_chars: 10,000,000,000
+- doc_cap: 10,000
+- vocab_size: 65,536
+- train_time: 167.3429
+- num_special_tokens: 9
+- token_bytes_min: 1
+- token_bytes_max: 32
+- token_bytes_mean: 6.9125
+- token_bytes_std: 2.8738
+"""
+TOKENIZER_EVALUATION_TEXT = """\
+## Tokenizer evaluation
+timestamp: 2025-10-24 01:20:28
+
+### Comparison with GPT-2
+
+| Text Type | Bytes | GPT-2 Tokens | GPT-2 Ratio | Ours Tokens | Ours Ratio | Relative Diff % |
+|-----------|-------|--------------|--------------|-------------|------------|-----------------|
+| news | 1819 | 404 | 4.50 | 371 | 4.90 | +8.2% |
+| fwe-val | 5028883 | 1083776 | 4.64 | 1033017 | 4.87 | +4.7% |
+
+### Comparison with GPT-4
+
+| Text Type | Bytes | GPT-4 Tokens | GPT-4 Ratio | Ours Tokens | Ours Ratio | Relative Diff % |
+|-----------|-------|--------------|--------------|-------------|------------|-----------------|
+| korean | 893 | 364 | 2.45 | 723 | 1.24 | -98.6% |
+
+"""
+BASE_TEXT = """\
+## Base model training
+timestamp: 2025-10-23 22:28:41
+
+- run: aquarat-20251023-222655
+- device_type: 
+- depth: 8
+- max_seq_len: 2048
+- num_iterations: 200
+- target_flops: -1.0000
+- target_param_data_ratio: 20
+- device_batch_size: 32
+- total_batch_size: 524,288
+- embedding_lr: 0.2000
+- unembedding_lr: 0.0040
+- weight_decay: 0.0000
+- matrix_lr: 0.0200
+- grad_clip: 1.0000
+- eval_every: 250
+- eval_tokens: 10,485,760
+- core_metric_every: 2000
+- core_metric_max_per_task: 500
+- sample_every: 2000
+- model_tag: 
+- Number of parameters: 92,274,688
+- Number of FLOPs per token: 4.529848e+08
+- Calculated number of iterations: 200
+- Number of training tokens: 104,857,600
+- Tokens : Params ratio: 1.1364
+- DDP world size: 8
+- warmup_ratio: 0.0000
+- warmdown_ratio: 0.2000
+- final_lr_frac: 0.0000
+- Minimum validation bpb: 1.2992
+- Final validation bpb: 1.2992
+- CORE metric estimate: 0.0135
+- MFU %: 21.07%
+- Total training flops: 4.749890e+16
+- Total training time: 0.39m
+- Peak memory usage: 19176.26MiB
+"""  # noqa: W291
+CHAT_TEXT = """\
+## Chat evaluation mid
+timestamp: 2025-10-24 01:52:32
+
+- source: mid
+- task_name: GSM8K
+- dtype: bfloat16
+- temperature: 0.0000
+- max_new_tokens: 512
+- num_samples: 1
+- top_k: 50
+- batch_size: 8
+- model_tag: None
+- step: None
+- max_problems: None
+- device_type: 
+- GSM8K: 0.0023
+"""  # noqa: W291
+SUMMARY_TEXT = """\
+## Summary
+
+- Characters: 474,203
+- Lines: 12,350
+- Files: 57
+- Tokens (approx): 118,550
+- Dependencies (uv.lock lines): 2,220
+
+| Metric          | BASE     | MID      | SFT      | RL       |
+|-----------------|----------|----------|----------|----------|
+| CORE            | 0.0155   | -        | -        | -        |
+| GSM8K           | -        | 0.0023   | -        | -        |
+
+Total wall clock time: 3h25m
+"""
+ADDED = """\
+- provenance: run run-1, commit f1e8954 (dirty), seed 0
+- cost: 1.50m on 8x H100
+"""
+
+
+def record(section, timestamp="2025-10-24 01:00:00", settings=None, values=None, **more):
+    """A record as `write_record` makes it."""
+    origin = {"run_id": "run-1", "seed": 0, "inputs": {}, "outputs": {}}
+    origin |= {"commit": "f1e8954", "dirty": True} | more.pop("provenance", {})
+    cost = {"wall_seconds": 90.0, "device_seconds": 720.0, "devices": 8, "device": "H100"}
+    return {
+        "section": section,
+        "timestamp": timestamp,
+        "settings": settings or {},
+        "values": values or {},
+        "tables": more.pop("tables", []),
+        "series": {},
+        "metrics": None,
+        "provenance": origin,
+        "cost": {**cost, **more.pop("cost", {})},
+    }
+
+
+def section_of(text, name):
+    """One section of a rendered report, heading included."""
+    return re.findall(rf"^## {name}\n.*?(?=\n\n\n## |\Z)", text, re.S | re.M)[0]
+
+
+def seed_records():
+    """
+    Records with the figures of the expected text, oldest last and values in any order: what is
+    fixed must come from the report, not from whoever writes records.
+    """
+    tokenizer = {
+        "token_bytes_std": 2.8738,
+        "token_bytes_mean": 6.9125,
+        "token_bytes_max": 32,
+        "token_bytes_min": 1,
+        "num_special_tokens": 9,
+        "train_time": 167.34288,
+    }
+    limits = {"vocab_size": 65536, "doc_cap": 10000, "max_chars": 10_000_000_000}
+    columns = "Text Type,Bytes,{0} Tokens,{0} Ratio,Ours Tokens,Ours Ratio,Relative Diff %"
+    news = ["news", 1819, 404, "4.50", 371, "4.90", "+8.2%"]
+    valid = ["fwe-val", 5028883, 1083776, "4.64", 1033017, "4.87", "+4.7%"]
+    korean = ["korean", 893, 364, "2.45", 723, "1.24", "-98.6%"]
+    tables = [
+        {
+            "title": f"Comparison with {name}",
+            "columns": columns.format(name).split(","),
+            "rows": rows,
+        }
+        for name, rows in (("GPT-2", [news, valid]), ("GPT-4", [korean]))
+    ]
+    base = {
+        "run": "aquarat-20251023-222655",
+        "device_type": "",
+        "depth": 8,
+        "max_seq_len": 2048,
+        "num_iterations": 200,
+        "target_flops": -1.0,
+        "target_param_data_ratio": 20,
+        "device_batch_size": 32,
+        "total_batch_size": 524288,
+        "embedding_lr": 0.2,
+        "unembedding_lr": 0.004,
+        "weight_decay": 0.0,
+        "matrix_lr": 0.02,
+        "grad_clip": 1.0,
+        "eval_every": 250,
+        "eval_tokens": 10485760,
+        "core_metric_every": 2000,
+        "core_metric_max_per_task": 500,
+        "sample_every": 2000,
+        "model_tag": "",
+        "warmup_ratio": 0.0,
+        "warmdown_ratio": 0.2,
+        "final_lr_frac": 0.0,
+    }
+    trained = {
+        "Number of parameters": 92274688,
+        "Number of FLOPs per token": "4.529848e+08",
+        "Calculated number of iterations": 200,
+        "Number of training tokens": 104857600,
+        "Tokens : Params ratio": 1.13636,
+        "DDP world size": 8,
+        "Minimum validation bpb": 1.29921,
+        "Final validation bpb": 1.29921,
+        "CORE metric estimate": 0.0135,
+        "MFU %": "21.07%",
+        "Total training flops": "4.749890e+16",
+        "Total training time": "0.39m",
+        "Peak memory usage": "19176.26MiB",
+    }
+    chat = {
+        "source": "mid",
+        "task_name": "GSM8K",
+        "dtype": "bfloat16",
+        "temperature": 0.0,
+        "max_new_tokens": 512,
+        "num_samples": 1,
+        "top_k": 50,
+        "batch_size": 8,
+        "model_tag": None,
+        "step": None,
+        "max_problems": None,
+        "device_type": "",
+    }
+    rng = random.Random(0)
+    base, trained, chat = (
+        dict(rng.sample(list(part.items()), len(part))) for part in (base, trained, chat)
+    )
+    core = {"Model": "base_model (step 200)", "CORE metric": 0.0155}
+    late = "2025-10-24 01:52:40"
+    return [
+        record("Chat evaluation sft", late, {"source": "sft"}),
+        record("Chat evaluation mid", "2025-10-24 01:52:32", chat, {"GSM8K": 3 / 1319}),
+        record("Base model evaluation", "2025-10-24 01:32:41", {}, core),
+        record("Tokenizer evaluation", "2025-10-24 01:20:28", tables=tables),
+        record("Tokenizer training", "2025-10-24 01:20:23", limits, tokenizer),
+        record("Base model training", "2025-10-23 22:28:41", base, trained),
+    ]
+
+
+def test_the_fixed_part_of_a_report_is_reproduced_byte_for_byte():
+    text = report.render(seed_records(), HEADER, "2025-10-23 22:26:58")
+    start = HEADER_TEXT + TOKENIZER_TEXT + ADDED + "\n\n"
+    start += TOKENIZER_EVALUATION_TEXT + ADDED + "\n\n" + BASE_TEXT + ADDED + "\n\n"
+    assert text[: len(start)] == start
+    assert CHAT_TEXT + ADDED + "\n\n## Chat evaluation sft\n" in text
+    assert SUMMARY_TEXT in text
+    assert text.isascii() and text.endswith("\n") and not text.endswith("\n\n")
+
+
+def test_sections_come_in_their_fixed_order_and_others_after_them_by_age():
+    records = [
+        record("Sweep of seeds", "2025-01-01 00:00:02"),
+        record("Golf", "2025-01-01 00:00:01"),
+        *seed_records(),
+        record("Chat RL", "2020-01-01 00:00:00"),
+    ]
+    text = report.render(records, HEADER, "now")
+    assert re.findall("^## (.*)", text, re.M)[1:] == [
+        "Tokenizer training",
+        "Tokenizer evaluation",
+        "Base model training",
+        "Base model evaluation",
+        "Chat evaluation mid",
+        "Chat evaluation sft",
+        "Chat RL",
+        "Golf",
+        "Sweep of seeds",
+        "Summary",
+    ]
+
+
+def test_what_we_add_to_a_section_follows_its_fixed_keys():
+    origin = {"inputs": {"tokenizer": "t1", "data": "d1"}, "outputs": {"base": "b1"}}
+    found = record(
+        "Base model loss",
+        settings={"split_tokens": 1000000},
+        values={"document bpb": estimate(1.5, 12000, 0.01), "val bpb": 1.3, "train bpb": 1.29},
+        provenance=origin,
+    )
+    figures = {"Base model loss": [report.Figure("Loss", "dev/report/loss.svg")]}
+    text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
+    assert text.split("\n\n", 1)[1] == (
+        "- train bpb: 1.2900\n"
+        "- val bpb: 1.3000\n"
+        "- split_tokens: 1,000,000\n"
+        "- document bpb: 1.5000 +- 0.0100 (n=12,000)\n"
+        "- provenance: run run-1, commit f1e8954 (dirty), seed 0; "
+        "tokenizer t1, data d1 -> base b1\n"
+        "- cost: 1.50m on 8x H100\n"
+        "\n"
+        "![Loss](dev/report/loss.svg)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.0, "1.0000"),
+        (-0.00004, "-0.0000"),
+        (9999, "9999"),
+        (10000, "10,000"),
+        (-1, "-1"),
+        (True, "True"),
+        (None, "None"),
+        ("", ""),
+        ("21.07%", "21.07%"),
+        ([0.8, 0.95], "0.8000, 0.9500"),
+        (estimate(0.2756, 254, 0.02803), "0.2756 +- 0.0280 (n=254)"),
+        ({"value": 0.5}, "0.5000"),
+        ("two\nlines\r\nand\u2028three", "two\\nlines\\nand\\nthree"),
+    ],
+)
+def test_values_print_on_one_line_in_the_fixed_formats(value, text):
+    assert report.show(value) == text
+
+
+# ------------------------------------------------------------------------------------------------
+# Summary
+
+
+def test_the_summary_has_every_metric_of_every_stage_in_order():
+    records = [
+        record("Base model evaluation", values={"CORE metric": 0.2, "copa": 0.5}),
+        record("Chat evaluation mid", values={"MMLU": 0.3, "ChatCORE": 0.1}),
+        record("Chat evaluation sft", values={"Weather": estimate(0.5, 10, 0.1), "seconds": 12.0}),
+        record("Chat evaluation rl", values={"GSM8K": estimate(0.25, 100, 0.04)}),
+    ]
+    text = section_of(report.render(records, HEADER, "now"), "Summary")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][:6]
+    names = [row[0].strip("| ") for row in rows]
+    assert names == ["Metric", "CORE", "GSM8K", "MMLU", "Weather", "ChatCORE"]
+    assert [cell.strip(" |") for cell in rows[2][1:]] == ["-", "-", "-", "0.2500"]
+
+
+def test_a_difference_is_told_with_its_noise():
+    records = [
+        record("Chat evaluation mid", values={"ARC-Easy": estimate(0.30, 1000, 0.01)}),
+        record(
+            "Chat evaluation sft",
+            values={"AQUA": estimate(0.2756, 254, 0.0280), "ARC-Easy": estimate(0.40, 1000, 0.01)},
+        ),
+        record("Chat evaluation rl", values={"AQUA": estimate(0.2717, 254, 0.0279)}),
+        record("Base model evaluation", values={"CORE metric": 0.1}),
+    ]
+    table = summary.differences(summary.metrics(records))
+    assert table["rows"] == [
+        ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise"],
+        ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "beyond noise"],
+    ]
+    assert "| AQUA | SFT to RL | -0.0039 | 0.0395 | within noise |" in report.render(
+        records, HEADER, "now"
+    )
+
+
+def test_a_difference_without_errors_claims_nothing():
+    found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
+    assert summary.differences(found)["rows"] == [
+        ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown"]
+    ]
+
+
+def test_the_ledger_adds_up_time_and_money():
+    hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
+    records = [record("Base model training", cost=hour), record("Chat SFT")]
+    rows = summary.ledger(records, 24.0)["rows"]
+    assert rows == [
+        ["Base model training", "60.00m", "480.00m", "8x H100", "$24.00"],
+        ["Chat SFT", "1.50m", "12.00m", "8x H100", "$0.60"],
+        ["Total", "61.50m", "492.00m", "", "$24.60"],
+    ]
+
+
+def test_the_wall_clock_ends_before_rl_and_again_after_it():
+    records = [
+        record("Chat SFT", "2025-10-24 01:52:40"),
+        record("Chat evaluation rl", "2025-10-24 03:52:41"),
+        record("Golf", "2025-10-25 00:00:00"),
+    ]
+    text = report.render(records, HEADER, "now")
+    assert "Total wall clock time: 3h25m\n" in text
+    assert "Total wall clock time with RL: 5h25m\n" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "dollars"),
+    [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
+)
+def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
+    assert report.default_rate(gpus) == pytest.approx(dollars)
+
+
+# ------------------------------------------------------------------------------------------------
+# Provenance
+
+
+def chain(**changes):
+    """Three stages of one run, each reading what the one before made, but for `changes`."""
+    links = {
+        "Tokenizer training": {"inputs": {"data": "d1"}, "outputs": {"tokenizer": "t1"}},
+        "Base model training": {"inputs": {"tokenizer": "t1"}, "outputs": {"base": "b1"}},
+        "Midtraining": {"inputs": {"base": "b1", "tokenizer": "t1"}, "outputs": {"mid": "m1"}},
+    }
+    return [
+        record(name, provenance={**link, **changes.get(name, {})}) for name, link in links.items()
+    ]
+
+
+def test_a_report_of_one_run_has_no_warning():
+    text = report.render(chain(), HEADER, "now")
+    assert "WARNING" not in text
+    assert summary.find_faults(chain()) == []
+
+
+def test_a_retrained_tokenizer_is_told_plainly():
+    records = chain(**{"Tokenizer training": {"outputs": {"tokenizer": "t2"}}})
+    text = report.render(records, HEADER, "now")
+    assert (
+        "---\n\n> [!WARNING]\n> **Provenance: these sections do not belong together.**\n"
+        "> - Base model training read tokenizer t1, but Tokenizer training made t2.\n"
+        "> - Midtraining read tokenizer t1, but Tokenizer training made t2.\n"
+        "\n## Tokenizer training\n"
+    ) in text
+
+
+def test_sections_of_several_runs_or_commits_are_told_plainly():
+    records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
+    faults = summary.find_faults(records)
+    assert faults == [
+        "They come from 2 runs: run-1 (Tokenizer training, Base model training); "
+        "run-2 (Midtraining).",
+        "They come from 2 commits: f1e8954 (Tokenizer training, Base model training); "
+        "abcdef0 (Midtraining).",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch):
+    """A machine and a size of the code that are known, and found at once."""
+    monkeypatch.setattr(environment, "hardware", lambda: HEADER["hardware"])
+    monkeypatch.setattr(environment, "bloat", lambda: HEADER["bloat"])
+
+
+def finish_base_stage(base, report_dir=None):
+    """A short training run, recorded and reported as a script does it."""
+    folder = base / "base_checkpoints" / "d4"
+    with RunLog(RunLogConfig(log_every=0), folder, out=open(os.devnull, "w")) as log:
+        for step in range(20):
+            log.log(step, {"loss": 5 - step / 10, "lr": 1.0, "tokens_per_second": 1e6 + step})
+        log.log(20, {"val_bpb": 1.5})
+    write_record(
+        "Base model training",
+        {"depth": 4},
+        {"Minimum validation bpb": 1.5},
+        Provenance("run-1", 0, {"tokenizer": "t1"}, {"base": "b1"}),
+        Cost(12.0),
+        report_dir,
+        metrics=folder / "metrics.jsonl",
+    )
+    return report.update(report_dir)
+
+
+def links(path):
+    """The files a report's figures point to."""
+    return [path.parent / link for link in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())]
+
+
+def test_a_stage_leaves_a_report_with_its_figures(base):
+    path = finish_base_stage(base)
+    assert path == base / "report.md"
+    assert [link.name for link in links(path)] == [
+        "base-model-training-loss.svg",
+        "base-model-training-lr.svg",
+        "base-model-training-throughput.svg",
+    ]
+    assert all(link.read_bytes().startswith(b"<?xml") for link in links(path))
+
+
+def test_rendering_again_changes_nothing_but_the_time(base):
+    path = finish_base_stage(base)
+    first = {p: p.read_bytes() for p in [path, *links(path)]}
+    report.update()
+    for p, content in first.items():
+        again = re.sub(rb"Generated: .*", b"", p.read_bytes())
+        assert again == re.sub(rb"Generated: .*", b"", content), p.name
+
+
+def test_the_header_stays_that_of_the_machine_that_ran(base, monkeypatch):
+    finish_base_stage(base)
+    elsewhere = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
+    monkeypatch.setattr(environment, "hardware", lambda: elsewhere)
+    text = report.update().read_text()
+    assert "8x NVIDIA H100 80GB HBM3" in text and "A laptop" not in text
+
+
+def test_a_report_dir_has_a_report_of_its_own(base):
+    path = finish_base_stage(base, report_dir=base / "sweep" / "seed1")
+    assert path == base / "sweep" / "seed1" / "report.md"
+    assert all(link.exists() for link in links(path)) and len(links(path)) == 3
+    assert not (base / "report.md").exists()
+
+
+def test_a_run_whose_metrics_are_gone_is_reported_without_figures(base, capsys):
+    finish_base_stage(base)
+    shutil.rmtree(base / "base_checkpoints")
+    assert links(report.update()) == []
+    assert "metrics.jsonl is gone" in capsys.readouterr().out
+    assert list((base / "report" / "figures").iterdir()) == []
+
+
+def test_every_kind_of_figure_reaches_the_report(base):
+    origin = Provenance("run-1", 0)
+    scores = {"CORE metric": 0.1, "copa": 0.2, "Our suite": estimate(0.3, 10, 0.1), "seconds": 9.0}
+    write_record("Base model evaluation", {}, scores, origin, Cost(1.0))
+    with RunLog(RunLogConfig(log_every=0), base / "rl", out=open(os.devnull, "w")) as log:
+        for step in range(5):
+            log.log(step, {"reward": 0.1 * step, "pass_at_1": 0.2})
+    write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
+    curves = {"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]}
+    write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
+    assert [link.name for link in links(report.update())] == [
+        "base-model-evaluation-core.svg",
+        "chat-rl-reward.svg",
+        "sweep-series.svg",
+    ]
+
+
+def test_an_export_carries_its_figures_along(base, tmp_path_factory):
+    finish_base_stage(base)
+    out = tmp_path_factory.mktemp("repository")
+    (out / "dev" / "report").mkdir(parents=True)
+    (out / "dev" / "report" / "of-an-older-run.svg").write_text("")
+    script.main(script.Report(out=str(out)))
+    found = links(out / "report.md")
+    assert len(found) == 3 and all(link.parent == out / "dev" / "report" for link in found)
+    assert sorted((out / "dev" / "report").iterdir()) == sorted(found)
+    assert (base / "report.md").exists()
+
+
+def test_a_reset_archives_everything_and_deletes_nothing(base):
+    finish_base_stage(base)
+    old = sorted(p.name for p in (base / "report").iterdir() if not p.name.startswith("."))
+    archive = report.reset()
+    assert archive is not None and archive.parent == base / "report"
+    assert sorted(p.name for p in archive.iterdir()) == sorted([*old, "report.md"])
+    assert read_records() == [] and read_history() == []
+    assert not (base / "report.md").exists()
+    again = report.reset()
+    assert again is not None and again != archive and archive.exists()
+
+
+def test_the_hourly_rate_is_kept_for_later_stages(base):
+    script.main(script.Report(reset=True, hourly_rate=16.0))
+    path = finish_base_stage(base)
+    assert "- Hourly Rate: $16.00/hour" in path.read_text()
+    script.main(script.Report(hourly_rate=3600.0))
+    finish_base_stage(base)
+    assert "| Base model training | 0.20m | 0.20m | 1x cpu | $12.00 |" in path.read_text()
+
+
+def test_a_report_of_nothing_names_the_command_that_makes_records(base):
+    with pytest.raises(MissingInput, match="no stage has left a record.*\n.*speedrun"):
+        script.main(script.Report())
+
+
+def test_a_negative_rate_is_refused():
+    with pytest.raises(ValueError, match="-3"):
+        script.Report(hourly_rate=-3.0)

@@ -1,0 +1,74 @@
+"""Depth decides everything, and what is given explicitly wins."""
+
+import pytest
+
+from nanochat.optim import OptimConfig
+from nanochat.scaling import MIN_STEPS, Horizon, auto_batch, plan_horizon, scaled_optim
+from nanochat.scaling import shape_for_depth as shape
+
+D12 = 110_100_480  # matmul parameters of depth 12 at 32,768 ids
+
+
+def plan(**settings):
+    return plan_horizon(D12, 1e9, 2048, **settings)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "heads", "head_dim"),
+    [(1, 64, 1, 64), (4, 256, 4, 64), (8, 512, 4, 128), (12, 768, 6, 128), (20, 1280, 10, 128)],
+)
+def test_depth_decides_the_shape(depth, width, heads, head_dim):
+    cfg = shape(depth, 32_768, 2048)
+    assert (cfg.n_layer, cfg.d_model, cfg.n_head, cfg.head_dim) == (depth, width, heads, head_dim)
+
+
+def test_depth_zero_is_refused():
+    with pytest.raises(ValueError, match="got 0"):
+        shape(0, 100, 16)
+
+
+def test_the_reference_point_gets_its_batch():
+    assert auto_batch(1.32e9, 2048) == 2**19
+
+
+@pytest.mark.parametrize("tokens", [1e5, 4e6, 1e8, 1e10, 1e12])
+def test_batches_are_powers_of_two_rows_and_leave_short_runs_enough_steps(tokens):
+    batch = auto_batch(tokens, 512)
+    rows = batch // 512
+    assert rows & (rows - 1) == 0 and batch % 512 == 0
+    assert batch == 512 or tokens / batch >= MIN_STEPS / 2**0.5
+
+
+def test_longer_runs_never_get_smaller_batches():
+    batches = [auto_batch(10**e, 2048) for e in range(5, 13)]
+    assert batches == sorted(batches)
+
+
+def test_precedence_is_iterations_then_flops_then_ratio():
+    every = {"num_iterations": 7, "target_flops": 1e15, "target_param_data_ratio": 20.0}
+    assert plan(**every).num_steps == 7
+    del every["num_iterations"]
+    assert plan(**every).tokens == pytest.approx(1e15 / 1e9, rel=0.5)
+    assert plan(target_param_data_ratio=12.0).tokens == pytest.approx(12 * D12, rel=0.01)
+
+
+def test_the_batch_does_not_depend_on_the_number_of_ranks():
+    assert {plan(world_size=w).batch_tokens for w in (1, 2, 8)} == {2**19}
+
+
+def test_B16_a_batch_that_does_not_divide_names_one_that_does():
+    with pytest.raises(ValueError, match="--total_batch_size=16384"):
+        plan(total_batch_size=17_000, world_size=8)
+    assert plan(total_batch_size=16_384, world_size=8).batch_tokens == 16_384
+
+
+@pytest.mark.parametrize("name", ["num_iterations", "target_flops", "total_batch_size"])
+def test_settings_that_are_not_positive_are_named(name):
+    with pytest.raises(ValueError, match=name):
+        plan(**{name: 0})
+
+
+def test_decay_times_steps_is_the_same_for_every_horizon():
+    decays = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay * n for n in (100, 5000)]
+    assert decays[0] == pytest.approx(decays[1])
+    assert scaled_optim(OptimConfig(weight_decay=0.3), Horizon(9, 1)).weight_decay == 0.3

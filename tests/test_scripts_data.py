@@ -1,0 +1,96 @@
+"""scripts.data from the command line: a full run, a second one, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY
+from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.row_writer import open_rows
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+
+TEXTS = [f"The boat number {i} sails to the north wind and back. " * (i % 7 + 1) for i in range(90)]
+
+
+def data(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.data", *flags],
+        cwd=REPOSITORY,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for shard in range(3):
+        lines = [json.dumps({"text": text}) for text in TEXTS[shard::3]]
+        (folder / f"{shard}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def tokenizer(base) -> Tokenizer:
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    tokenizer.save(tokenizer_dir("main"))
+    return tokenizer
+
+
+def test_without_a_tokenizer_the_error_names_the_command_that_makes_one(folder):
+    done = data(f"--data_dir={folder}")
+    assert done.returncode == 2
+    assert "python -m scripts.tok_train" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_packs_everything_prints_a_table_and_keeps_what_is_there(folder, tokenizer):
+    first = data("--data-dir", str(folder), "--max_seq_len=32", "--workers=2")
+    assert first.returncode == 0, first.stderr
+    rows = open_rows(open_source(DataConfig(data_dir=str(folder))), tokenizer, 32)
+    assert all(rows.is_packed(f"{shard}.jsonl") for shard in range(3))
+    rows.verify()
+    counted = [line.split() for line in first.stdout.splitlines() if " rows " in line]
+    assert f"{rows.packed_train_rows:,}" in counted[-1]
+    assert "documents cut" in first.stdout and str(rows.folder) in first.stdout
+    assert "packed 0.jsonl: " in first.stdout  # plain lines where there is no terminal
+
+    written = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
+    assert remembered("main") == rows.recipe["source"]
+    second = data("--max_seq_len=32", "--verify")  # the text is remembered
+    assert second.returncode == 0, second.stderr
+    assert "packed 0.jsonl" not in second.stdout
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_a_shard_that_cannot_be_packed_stops_it_with_the_reason(folder, tokenizer):
+    (folder / "1.jsonl").write_text('{"text": "fine"}\nnot fine\n')
+    done = data(f"--data_dir={folder}", "--max_seq_len=32")
+    assert done.returncode != 0
+    assert "1.jsonl, line 2" in done.stderr
+
+
+def test_downloading_needs_no_tokenizer(folder):
+    done = data(f"--data_dir={folder}", "--download_only")
+    assert done.returncode == 0, done.stderr
+    assert "3 shards are there and verified" in done.stdout
+
+
+def test_help_reads_like_documentation():
+    done = data("--help")
+    assert done.returncode == 0
+    for words in (
+        "ahead of training",
+        "--dataset",
+        "--num-shards",
+        "--max-seq-len",
+        "(default: 2048",
+    ):
+        assert words in done.stdout

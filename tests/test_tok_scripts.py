@@ -1,0 +1,242 @@
+"""tok_train and tok_eval end to end; a vocabulary that cannot be fetched stops nothing."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import MissingInput, sha256_file
+from nanochat.config import parse
+from nanochat.dataset import DataConfig
+from nanochat.sample_texts import SAMPLE_TEXTS
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from scripts import tok_eval, tok_train
+from scripts.tok_eval import RIVALS, TokEval
+from scripts.tok_train import TokTrain
+
+SMALL = TokTrain(vocab_size=512, max_chars=200_000, data=DataConfig(dataset="embedded"))
+# What a section holds, name for name and in order: the first report card of this kind
+TRAINING_KEYS = (
+    "train_time num_special_tokens token_bytes_min token_bytes_max token_bytes_mean token_bytes_std"
+).split()
+KINDS = "news korean code math science fwe-train fwe-val".split()
+
+
+@pytest.fixture
+def listener():
+    """A server on loopback that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def no_way_out(monkeypatch, tmp_path: Path, port: int) -> None:
+    """Send what tiktoken downloads to a port of this machine, and give it an empty cache."""
+    for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+
+
+@pytest.fixture
+def unreachable(monkeypatch, tmp_path):
+    """No vocabulary can be fetched: the connection is refused."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    no_way_out(monkeypatch, tmp_path, port)
+
+
+def record(base: Path, name: str) -> dict:
+    return json.loads((base / "report" / f"{name}.json").read_text())
+
+
+def test_tok_train_leaves_a_tokenizer_its_origin_and_a_section(base):
+    tok_train.main(SMALL)
+    folder = base / "tokenizer" / "main"
+    tokenizer = Tokenizer.load()
+    assert tokenizer.vocab_size == 512
+    found = record(base, "tokenizer-training")
+    assert list(found["settings"])[:3] == ["max_chars", "doc_cap", "vocab_size"]
+    assert list(found["values"])[: len(TRAINING_KEYS)] == TRAINING_KEYS
+    lengths = tokenizer.token_bytes()[: -len(SPECIAL_TOKENS)]
+    assert found["values"]["num_special_tokens"] == 9
+    assert found["values"]["token_bytes_min"] == 1
+    assert found["values"]["token_bytes_max"] == lengths.max()
+    assert found["values"]["token_bytes_mean"] == pytest.approx(lengths.mean())
+    assert found["values"]["characters"] == 200_000
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["run_id"] == found["provenance"]["run_id"]
+    assert meta["sha256"] == sha256_file(folder / "tokenizer.json")
+    assert meta["source"]["dataset"] == "embedded"
+    assert meta["settings"]["vocab_size"] == 512
+    assert found["provenance"]["outputs"] == {"tokenizer": tokenizer.fingerprint}
+    assert found["provenance"]["inputs"] == {"data": meta["source"]["fingerprint"]}
+    assert "## Tokenizer training" in (base / "report.md").read_text()
+
+
+def test_P6_the_same_training_gives_the_same_file(base):
+    tok_train.main(SMALL)
+    tok_train.main(TokTrain(**{**vars(SMALL), "tokenizer_tag": "again"}))
+    files = [base / "tokenizer" / tag / "tokenizer.json" for tag in ("main", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_once_skips_a_finished_training_and_no_other(base, capsys):
+    def trains(**changes) -> bool:
+        tok_train.main(TokTrain(**{**vars(SMALL), "once": True, **changes}))
+        return "finished already" not in capsys.readouterr().out
+
+    assert trains()
+    assert not trains()
+    assert trains(vocab_size=600)
+    assert not trains(vocab_size=600)
+    (base / "tokenizer" / "main" / "tokenizer.json").write_text("{}")
+    assert trains(vocab_size=600)
+
+
+def corpus(folder: Path, **files: list[str]) -> DataConfig:
+    """A folder of jsonl files, the last of which is for validation."""
+    folder.mkdir()
+    for name, texts in files.items():
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return DataConfig(data_dir=str(folder))
+
+
+def test_long_documents_are_cut_and_reading_stops_at_max_chars(base, tmp_path):
+    data = corpus(tmp_path / "text", a=["x" * 50, "y" * 5], b=["z" * 10] * 9, c=["v"])
+    reading = tok_train.Reading(tok_train.open_source(data), max_chars=38, doc_cap=20)
+    assert list(reading) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
+    assert (reading.documents, reading.chars, reading.shards) == (4, 38, 2)
+
+
+def test_a_shard_that_is_not_needed_is_never_opened(base, tmp_path, monkeypatch):
+    data = corpus(tmp_path / "text", a=["word " * 40], b=["other " * 40], c=["v"])
+    source = tok_train.open_source(data)
+    opened = []
+    read = type(source).documents
+    monkeypatch.setattr(
+        type(source), "documents", lambda self, shard: opened.append(shard) or read(self, shard)
+    )
+    list(tok_train.Reading(source, max_chars=100, doc_cap=10_000))
+    assert opened == ["a.jsonl"]
+
+
+def test_the_validation_shard_never_reaches_the_tokenizer(base, tmp_path):
+    data = corpus(tmp_path / "text", a=["the cat sat on the mat "] * 50, b=["quokka " * 500])
+    tok_train.main(TokTrain(vocab_size=300, data=data))
+    tokenizer = Tokenizer.load()
+    assert not any("uo" in tokenizer.decode([i]) for i in range(tokenizer.vocab_size - 9))
+    assert len(tokenizer.encode(" the cat")) < len(" the cat")
+    assert record(base, "tokenizer-training")["values"]["documents"] == 50
+
+
+def test_tok_eval_fills_its_section_without_any_other_vocabulary(base, unreachable):
+    tok_train.main(SMALL)
+    tok_eval.main(TokEval())
+    found = record(base, "tokenizer-evaluation")
+    trained = record(base, "tokenizer-training")
+    assert found["provenance"]["run_id"] == trained["provenance"]["run_id"]
+    assert found["provenance"]["inputs"]["tokenizer"] == Tokenizer.load().fingerprint
+    assert found["tables"] == []
+    for rival in RIVALS:
+        assert found["values"][f"Comparison with {rival}"].startswith("left out")
+    tokenizer = Tokenizer.load()
+    for kind in KINDS:
+        assert found["values"][f"bytes per token, {kind}"] >= 1
+    news = SAMPLE_TEXTS["news"]
+    assert found["values"]["bytes per token, news"] == pytest.approx(
+        len(news.encode()) / len(tokenizer.encode(news))
+    )
+    assert "Comparison with GPT-2: left out" in (base / "report.md").read_text()
+
+
+def test_B17_a_vocabulary_that_never_comes_is_given_up_in_time(
+    base, listener, monkeypatch, tmp_path
+):
+    no_way_out(monkeypatch, tmp_path, listener)
+    monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
+    began = time.monotonic()
+    found = tok_eval.rival_counts(["a text"])
+    assert found == dict.fromkeys(RIVALS, "left out: its vocabulary did not come within 1 seconds")
+    assert time.monotonic() - began < 30  # most of it is starting two processes
+
+
+def die(*_):
+    os._exit(1)
+
+
+def test_B17_a_process_that_dies_is_no_reason_to_stop(monkeypatch):
+    monkeypatch.setattr(tok_eval, "count_in_child", die)
+    assert set(tok_eval.rival_counts([]).values()) == {"left out: its process ended early"}
+
+
+def test_the_comparison_is_that_of_the_report_card():
+    texts = {"news": "n" * 1819, "korean": "k" * 893}
+    table = tok_eval.compare("GPT-4", texts, [387, 364], {"news": 371, "korean": 723})
+    assert table == {
+        "title": "Comparison with GPT-4",
+        "columns": [
+            "Text Type",
+            "Bytes",
+            "GPT-4 Tokens",
+            "GPT-4 Ratio",
+            "Ours Tokens",
+            "Ours Ratio",
+            "Relative Diff %",
+        ],
+        "rows": [
+            ["news", 1819, 387, "4.70", 371, "4.90", "+4.1%"],
+            ["korean", 893, 364, "2.45", 723, "1.24", "-98.6%"],
+        ],
+    }
+
+
+def test_the_vocabularies_are_those_of_gpt2_and_gpt4():
+    names = (  # tiktoken's names for two files of gpt2 and one of cl100k_base
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+        "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
+    )
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or "/nowhere")
+    if not all((cache / name).exists() for name in names):
+        pytest.skip("TIKTOKEN_CACHE_DIR holds no vocabularies")
+    # " SolidGoldMagikarp" is one token of GPT-2, and famously none of GPT-4
+    assert tok_eval.rival_counts([" SolidGoldMagikarp"]) == {"GPT-2": [1], "GPT-4": [5]}
+
+
+def test_tokens_that_spell_another_text_are_an_error(base):
+    tok_train.main(SMALL)
+    tokenizer = Tokenizer.load()
+    tok_eval.count_tokens(tokenizer, "news", SAMPLE_TEXTS["news"])
+    tokenizer.decode = lambda ids: "something else"
+    with pytest.raises(AssertionError, match="news"):
+        tok_eval.count_tokens(tokenizer, "news", SAMPLE_TEXTS["news"])
+
+
+def test_tok_eval_names_the_command_that_makes_what_is_missing(base):
+    with pytest.raises(MissingInput, match="python -m scripts.tok_train"):
+        tok_eval.main(TokEval())
+
+
+def test_sample_texts_have_the_lengths_that_make_ratios_comparable():
+    sizes = {"news": 1819, "korean": 893, "code": 1259, "math": 1834, "science": 1112}
+    assert {kind: len(text.encode()) for kind, text in SAMPLE_TEXTS.items()} == {
+        kind: pytest.approx(size, rel=0.03) for kind, size in sizes.items()
+    }
+    compile(SAMPLE_TEXTS["code"], "sample", "exec")
+
+
+def test_flags_are_those_of_the_first_scripts_with_either_dash():
+    cfg = parse(TokTrain(), args=["--max-chars=1000", "--doc_cap", "10", "--vocab_size=300"])
+    assert (cfg.max_chars, cfg.doc_cap, cfg.vocab_size) == (1000, 10, 300)
+    assert (TokTrain().max_chars, TokTrain().doc_cap, TokTrain().vocab_size) == (
+        10_000_000_000,
+        10_000,
+        65_536,
+    )
+    with pytest.raises(ValueError, match="doc_cap"):
+        TokTrain(doc_cap=0)

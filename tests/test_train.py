@@ -1,0 +1,201 @@
+"""The loop's promises, on a tiny model and rows that need no disk."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.gpt import build_model
+from nanochat.loss import IGNORE
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.schedule import ScheduleConfig
+from nanochat.train import LoopConfig, Progress, Run, TooManyBadSteps, train, train_step
+from tests.conftest import TINY
+
+ROWS, T = 8, TINY.max_seq_len
+
+
+def rows_of(step, masked=False):
+    rng = np.random.default_rng(step)
+    ids = rng.integers(0, 32, (ROWS, 1)) + np.arange(T + 1)  # learnable: each token is the next id
+    tokens, targets = ids[:, :-1] % 64, ids[:, 1:] % 64
+    if masked:  # uneven: row i counts only its last i + 1 targets
+        for i in range(ROWS):
+            targets[i, : T - i - 1] = IGNORE
+    return tokens, targets
+
+
+def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, **changes):
+    model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
+    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    optimizer = MuonAdamW(
+        dict(model.named_parameters()), model.param_roles(), table, machine
+    )
+    saved, logged = [], []
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        machine=machine,
+        num_steps=num_steps,
+        batch_tokens=ROWS * T,
+        device_rows=device_rows,
+        flops_per_token=1.0,
+        rows=lambda step: rows_of(step, masked),
+        rows_name=lambda step: f"rows of {step}",
+        evaluate=lambda step: {"val_bpb": 5.0 - step},
+        save=lambda progress: saved.append(
+            (progress.step, {n: p.detach().clone() for n, p in model.named_parameters()})
+        ),
+        log=lambda step, values: logged.append((step, values)),
+        schedule=ScheduleConfig(warmup_steps=2),
+        loop=LoopConfig(eval_every=5),
+    )
+    return replace(run, **changes), saved, logged
+
+
+def test_training_learns_a_rule(machine):
+    run, _, logged = make_run(machine, num_steps=60)
+    assert train(run, Progress())
+    losses = [v["loss"] for _, v in logged if "loss" in v]
+    assert losses[0] == pytest.approx(math.log(64), rel=0.02)
+    assert np.mean(losses[-5:]) < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_R20_B4_gradients_do_not_depend_on_the_micro_batch(machine, masked):
+    def gradient(device_rows):
+        run, *_ = make_run(machine, device_rows=device_rows, masked=masked)
+        seen = {}
+        run.optimizer.update = lambda part, *rest: seen.update({part.names[0]: part.grad.clone()})
+        train_step(run, 0, False)
+        return torch.cat([g.flatten() for g in seen.values()])
+
+    reference = gradient(ROWS)
+    assert reference.norm() > 0
+    for device_rows in (1, 2, 4):
+        assert (gradient(device_rows) - reference).norm() < 1e-5 * reference.norm()
+
+
+def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
+    run, *_ = make_run(machine, masked=True, device_rows=3)
+    tokens, targets = (torch.from_numpy(x) for x in rows_of(0, masked=True))
+    want = run.model.loss(tokens, targets).item() / int((targets != IGNORE).sum())
+    assert train_step(run, 0, False)[0] == pytest.approx(want, rel=1e-5)
+
+
+def test_B1_a_step_in_which_nothing_counts_changes_nothing_but_the_decay(machine):
+    run, *_ = make_run(machine, rows=lambda s: (rows_of(s)[0], np.full((ROWS, T), IGNORE)))
+    before = run.model.embed.weight.detach().clone()
+    loss, norm, _ = train_step(run, 0, False)
+    assert (loss, norm) == (0.0, 0.0)
+    torch.testing.assert_close(run.model.embed.weight, before, rtol=1e-3, atol=1e-5)
+
+
+def poisoned(machine, bad, **changes):
+    """A run whose loss is NaN in the steps `bad`."""
+    run, saved, logged = make_run(machine, **changes)
+    plain_loss, step = run.model.loss, {"now": -1}
+
+    def rows(s):
+        step["now"] = s
+        return rows_of(s)
+
+    run.model.loss = lambda x, y: plain_loss(x, y) * (math.nan if step["now"] in bad else 1.0)
+    return replace(run, rows=rows), saved, logged
+
+
+def test_R13_a_step_that_is_not_finite_is_skipped_counted_and_named(machine, capsys):
+    run, saved, _ = poisoned(machine, {3, 7}, num_steps=12)
+    progress = Progress()
+    assert train(run, progress)
+    assert progress.bad_steps == 2
+    assert "step 3" in (out := capsys.readouterr().out) and "rows of 3" in out
+    assert math.isfinite(progress.smooth_loss)
+    assert all(p.isfinite().all() for _, weights in saved for p in weights.values())
+
+
+def test_R13_a_gradient_that_is_not_finite_is_skipped_too(machine):
+    run, *_ = make_run(machine, num_steps=1)
+    run.model.head.weight.register_hook(lambda g: g * math.inf)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    progress = Progress()
+    train(run, progress)
+    assert progress.bad_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_R13_several_bad_steps_in_a_row_stop_the_run_with_the_last_good_state_saved(machine):
+    run, saved, _ = poisoned(machine, {4, 5, 6}, num_steps=12, loop=LoopConfig(max_bad_steps=3))
+    with pytest.raises(TooManyBadSteps, match="step 6"):
+        train(run, Progress())
+    clean, _, _ = make_run(machine, num_steps=12)
+    for step in range(4):
+        train_step(clean, step, False)
+    for name, p in clean.model.named_parameters():
+        assert torch.equal(saved[-1][1][name], p), name
+
+
+def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
+    whole, *_ = make_run(machine, num_steps=240)
+    train(whole, Progress())
+    first, *_ = make_run(machine, num_steps=240)
+    progress = Progress()
+    for step in range(30):
+        train_step(first, step, False)
+        progress.step += 1
+    second, *_ = make_run(machine, num_steps=240)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    train(second, progress)
+    for (name, a), b in zip(
+        whole.model.named_parameters(), second.model.parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    for name, value in whole.optimizer.state_dict().items():
+        assert torch.equal(value, second.optimizer.state_dict()[name]), name
+
+
+def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
+    order = []
+    run, *_ = make_run(
+        machine,
+        num_steps=3,
+        save=lambda progress: order.append("save"),
+        evaluate=lambda step: order.append("evaluate") or {},
+    )
+    train(run, Progress())
+    assert order == ["save", "evaluate"]
+
+
+def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
+    run, saved, logged = make_run(machine, num_steps=1000)
+
+    def log(step, values):
+        logged.append(step)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    progress = Progress()
+    assert not train(replace(run, log=log), progress)
+    assert saved[-1][0] == progress.step <= 8
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handler went with the loop
+
+
+def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
+    run, _, logged = make_run(machine, num_steps=12)
+    progress = Progress()
+    train(run, progress)
+    assert (progress.min_val, progress.last_val) == (5.0 - 12, 5.0 - 12)
+    assert [s for s, v in logged if "val_bpb" in v] == [5, 10, 12]
+
+
+def test_clipping_bounds_the_gradient_that_is_applied(machine):
+    run, *_ = make_run(machine, grad_clip=1e-3)
+    scales = []
+    run.optimizer.step = lambda lr, momentum, decay, scale: scales.append(scale)
+    _, norm, _ = train_step(run, 0, False)
+    assert norm * scales[0] == pytest.approx(1e-3, rel=1e-4)
