@@ -35,7 +35,8 @@ def attend(
     """
     if window is not None and window >= q.size(1) - 1:
         window = None
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = float(q.size(-1) ** -0.5)
     if backend == "sdpa":
         return attend_sdpa(q, k, v, window, scale)
     if backend == "flex":

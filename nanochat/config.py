@@ -9,9 +9,15 @@ None, -1 means None ("decide for me"), as does leaving the flag out. A bare `--`
 flags is dropped. Flags that no longer exist are refused with the name of what replaced them.
 """
 
+import ast
+import atexit
 import dataclasses
 import difflib
+import functools
+import inspect
+import os
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +38,19 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     A `MissingInput` ends with its message and exit status 2; other errors keep their traceback.
     """
     cfg = parse(default, doc, retired=retired)
+    atexit.register(silence_teardown)  # registered first, so it runs last
     try:
         main(cfg)
     except MissingInput as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def silence_teardown() -> None:
+    """Spare the reader the pages of leak warnings that triton prints when a process ends."""
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def parse(
@@ -58,13 +72,59 @@ def parse(
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if arg.startswith("--") and name in retired:
             refuse(f"--{name} is gone: {retired[name]}")
-    return tyro.cli(
-        type(default),
-        default=default,
+    filled = tyro.cli(
+        with_help(type(default)),
+        default=copy_into(with_help(type(default)), default),
         args=normalize(args, field_types(type(default))),
-        description=doc,
+        prog=program(),
+        description=(doc or "").replace("\nWrites ", "\n\nWrites "),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
+    return copy_into(type(default), filled)
+
+
+def program() -> str | None:
+    """What a user types to start the running script."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec else None
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Name -> the string below a setting, its lines joined to one."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for setting, text in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if is_text and isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
+            docs[setting.target.id] = " ".join(str(text.value.value).split())  # type: ignore
+    return docs
+
+
+@functools.cache
+def with_help(cls: type) -> type:
+    """A twin of a config dataclass whose settings carry their help where tyro looks for it."""
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    fields = []
+    for f in dataclasses.fields(cls):
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            fields.append((f.name, with_help(typing.cast(type, hint))))
+        else:
+            hint_of_default = "" if f.default is None else None  # its help says what None means
+            shown = tyro.conf.arg(help=docs.get(f.name), help_behavior_hint=hint_of_default)
+            fields.append((f.name, typing.Annotated[hint, shown]))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def copy_into(cls: type[C], source: Any) -> C:
+    """An instance of `cls` with the values of `source`, which has the same settings."""
+    hints = typing.get_type_hints(cls)
+    values = {f.name: getattr(source, f.name) for f in dataclasses.fields(cls)}  # type: ignore
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = copy_into(hints[name], value)
+    return cls(**values)
 
 
 def field_types(cls: type) -> dict[str, Any]:

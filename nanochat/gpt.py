@@ -9,17 +9,19 @@ architecture; the default adds value embeddings, residual scalars and sharper at
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch._dynamo
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, attend
-from nanochat.loss import MAX_SOFTCAP, cap, softmax_slope, summed_loss, token_losses
+from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
 Role = Literal["matrix", "embedding", "value_embedding", "head", "residual", "skip", "gate"]
 GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
@@ -200,19 +202,19 @@ class GPT(nn.Module):
         self.cfg, self.dtype = cfg, dtype
         kv_width = cfg.n_kv_head * cfg.head_dim
         self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        self.value_embeds = nn.ModuleDict(
-            {
-                str(i): nn.Embedding(cfg.vocab_size, kv_width)
-                for i in range(cfg.n_layer)
-                if cfg.has_value_embedding(i)
-            }
-        )
-        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        tables = {
+            str(i): nn.Embedding(cfg.vocab_size, kv_width)
+            for i in range(cfg.n_layer)
+            if cfg.has_value_embedding(i)
+        }
+        self.value_embeds = nn.ModuleDict(tables)
+        blocks: Any = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.blocks: Sequence[Block] = blocks
         self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.residual_scalars:
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
-        self.loss_kernel = softmax_slope
+        self.loss_kernels = EAGER
         self.checkpoint_activations = False
 
     # ---- weights -----------------------------------------------------------------------------
@@ -240,8 +242,8 @@ class GPT(nn.Module):
             nn.init.zeros_(mlp.down.weight)
             if attention.gate is not None:
                 nn.init.zeros_(attention.gate.weight)
-        for table in self.value_embeds.values():
-            nn.init.uniform_(table.weight, -bound, bound, generator=generator)
+        for weight in self.value_embeds.parameters():
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
         if cfg.residual_scalars:
             depth = torch.linspace(0, 1, cfg.n_layer, device=self.residual.device)
             self.residual.copy_(1.15 - 0.10 * depth)
@@ -249,19 +251,18 @@ class GPT(nn.Module):
 
     def param_roles(self) -> dict[str, Role]:
         """The role of every parameter, by name, in the model's order."""
+        outside: dict[str, Role] = {
+            "embed": "embedding",
+            "value_embeds": "value_embedding",
+            "head": "head",
+            "residual": "residual",
+            "skip": "skip",
+        }
         roles: dict[str, Role] = {}
         for name, _ in self.named_parameters():
-            first, leaf = name.split(".")[0], name.split(".")[-2] if "." in name else name
-            if first == "blocks":
-                roles[name] = "gate" if leaf == "gate" else "matrix"
-            else:
-                roles[name] = {
-                    "embed": "embedding",
-                    "value_embeds": "value_embedding",
-                    "head": "head",
-                    "residual": "residual",
-                    "skip": "skip",
-                }[first]
+            first = name.split(".")[0]
+            inside: Role = "gate" if ".gate." in name else "matrix"
+            roles[name] = inside if first == "blocks" else outside[first]
         return roles
 
     def num_params(self) -> int:
@@ -318,21 +319,25 @@ class GPT(nn.Module):
         """Nats summed over the targets that are not IGNORE; tokens and targets (B, T)."""
         h = self.hidden(tokens).flatten(0, 1)
         return summed_loss(
-            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernel
+            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
         )
 
     @torch.no_grad()
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
         h = self.hidden(tokens).flatten(0, 1)
-        flat = token_losses(h, self.head.weight, targets.flatten(), self.cfg.softcap)
+        flat = token_losses(
+            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
+        )
         return flat.view_as(targets)
 
     def compile(self, **options: Any) -> None:
-        """Compile each block and the loss kernel: equal blocks share one compilation."""
+        """Compile each block and the loss kernels: equal blocks share one compilation."""
+        torch._dynamo.config.recompile_limit = 64  # kinds of block, times training and scoring
         for block in self.blocks:
             block.compile(dynamic=False, **options)
-        self.loss_kernel = torch.compile(softmax_slope, dynamic=False, **options)
+        kernels: Any = (torch.compile(f, dynamic=False, **options) for f in EAGER)
+        self.loss_kernels = LossKernels(*kernels)
 
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:

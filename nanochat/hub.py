@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import disable_progress_bars
 
 from nanochat.disk import require_free
 
@@ -128,3 +129,8 @@ def is_transient(error: BaseException) -> bool:
         or type(error).__module__.startswith("httpx")
         or "Consistency check failed" in str(error)
     )
+
+
+def hide_progress() -> None:
+    """Silence the library's own progress bars, one per file, where another one shows them all."""
+    disable_progress_bars()

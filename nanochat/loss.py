@@ -9,6 +9,7 @@ exponential, so no running maximum is needed. Knows nothing of the model above t
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +24,17 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits.float() / softcap)
 
 
+def log_total(logits: Tensor, softcap: float) -> Tensor:
+    """Log of the sum of exp(capped logits): (n, V) -> (n, 1) in float32. Compiles into one pass."""
+    r = torch.sigmoid(logits.float() * (-2.0 / softcap))  # capped = softcap - 2 softcap r
+    return torch.exp(r * (-2.0 * softcap)).sum(dim=1, keepdim=True).log() + softcap
+
+
 def softmax_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    The part of the loss that touches every logit, written to compile into two passes.
+    `log_total`, and the softmax times d capped / d logit, (n, V) in the logits' dtype.
 
-    logits (n, V) -> (log of the sum of exp(capped) (n, 1) in float32,
-                      d capped / d logit times the softmax (n, V) in the logits' dtype)
-    With r = sigmoid(-2 z / cap): capped = cap - 2 cap r, and its derivative is 4 r (1 - r).
+    The derivative of the cap is 4 r (1 - r). Compiles into two passes over the logits.
     """
     r = torch.sigmoid(logits.float() * (-2.0 / softcap))
     e = torch.exp(r * (-2.0 * softcap))
@@ -38,8 +43,23 @@ def softmax_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     return total.log() + softcap, slope.to(logits.dtype)
 
 
+class LossKernels(NamedTuple):
+    """The two functions that touch every logit, compiled or not."""
+
+    log_total: Callable[[Tensor, float], Tensor] = log_total
+    softmax_slope: Callable[[Tensor, float], tuple[Tensor, Tensor]] = softmax_slope
+
+
+EAGER = LossKernels()
+
+
+def target_logits(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    """The capped logit of each target, (n, 1) in float32; that of token 0 where it is IGNORE."""
+    return cap(logits.gather(1, targets.clamp(min=0)[:, None]), softcap)
+
+
 def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float, kernel: Callable = softmax_slope
+    logits: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
 ) -> tuple[Tensor, Tensor]:
     """
     logits (n, V), targets (n,) -> nats (n,) float32 and the slope (n, V) of their sum.
@@ -47,28 +67,27 @@ def chunk_loss(
     Where the target is IGNORE both are 0.
     """
     counted = (targets != IGNORE)[:, None]
-    column = targets.clamp(min=0)[:, None]
-    log_total, slope = kernel(logits, softcap)
-    capped = cap(logits.gather(1, column), softcap)  # (n, 1)
-    at_target = (torch.exp(capped - log_total) - 1.0) * (1.0 - (capped / softcap) ** 2)
-    slope.scatter_(1, column, at_target.to(slope.dtype))
+    total, slope = kernels.softmax_slope(logits, softcap)
+    capped = target_logits(logits, targets, softcap)  # (n, 1)
+    at_target = (torch.exp(capped - total) - 1.0) * (1.0 - (capped / softcap) ** 2)
+    slope.scatter_(1, targets.clamp(min=0)[:, None], at_target.to(slope.dtype))
     if not counted.all():
         slope *= counted
-    return ((log_total - capped) * counted).squeeze(1), slope
+    return ((total - capped) * counted).squeeze(1), slope
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of nats over the counted targets; its gradients are made in the same pass."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernel):
+    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernels):
         weight = head.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for i in range(0, len(hidden), rows := chunk_rows(len(head), hidden.device)):
             h = hidden[i : i + rows]
-            nats, slope = chunk_loss(h @ weight.mT, targets[i : i + rows], softcap, kernel)
+            nats, slope = chunk_loss(h @ weight.mT, targets[i : i + rows], softcap, kernels)
             total += nats.sum()
             torch.mm(slope, weight, out=d_hidden[i : i + rows])
             d_head += slope.mT @ h
@@ -82,28 +101,30 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def summed_loss(
-    hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernel: Callable = softmax_slope
+    hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
 ) -> Tensor:
     """
     Nats summed over counted targets, a float32 scalar with gradients to `hidden` and `head`.
 
     hidden (N, C) in the compute dtype, head (V, C) float32, targets (N,) with IGNORE where a
-    target does not count. `kernel` is `softmax_slope`, compiled or not. The backward pass may run
-    once: it scales the stored gradients in place.
+    target does not count. The backward pass may run once: it scales the stored gradients in place.
     """
-    return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, kernel)  # type: ignore
+    return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, kernels)  # type: ignore
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, softcap: float) -> Tensor:
+def token_losses(
+    hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
+) -> Tensor:
     """Nats of every target, (N,) float32, 0 where ignored; no gradients. Shapes as above."""
     weight = head.to(hidden.dtype)
     rows = chunk_rows(len(head), hidden.device)
-    pieces = [
-        chunk_loss(hidden[i : i + rows] @ weight.mT, targets[i : i + rows], softcap)[0]
-        for i in range(0, len(hidden), rows)
-    ]
-    return torch.cat(pieces)
+    nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    for i in range(0, len(hidden), rows):
+        logits = hidden[i : i + rows] @ weight.mT
+        capped = target_logits(logits, targets[i : i + rows], softcap)
+        nats[i : i + rows] = (kernels.log_total(logits, softcap) - capped).squeeze(1)
+    return nats * (targets != IGNORE)
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:

@@ -36,7 +36,8 @@ class OptimConfig:
     grad_clip: float = 0.0
     """Largest gradient norm; longer gradients are scaled down to it. 0 = off."""
     scalar_lr: float = 0.5
-    """Peak AdamW rate of the learned scalars; the residual ones get a hundredth."""
+    """Peak AdamW rate of the learned scalars at a batch of 524,288 tokens; falls with the root of
+    the batch. The residual ones get a hundredth."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "grad_clip"):

@@ -121,11 +121,16 @@ def plan_horizon(
 
 def scaled_optim(cfg: OptimConfig, horizon: Horizon) -> OptimConfig:
     """
-    The optimizer's settings for a horizon: weight decay where it was left open.
+    The optimizer's settings for a horizon: the scalars' rate, and the decay where it was left open.
 
-    Decay times steps is held constant, so weights forget over the same share of every run
-    (arXiv:2405.13698).
+    The few scalars see nothing but gradient noise in small batches, so their rate falls with the
+    root of the batch. Decay times steps is held constant, so weights forget over the same share of
+    every run (arXiv:2405.13698); runs shorter than MIN_STEPS decay no faster than that one.
     """
-    if cfg.weight_decay is not None:
-        return cfg
-    return replace(cfg, weight_decay=REFERENCE_DECAY_STEPS / horizon.num_steps)
+    quiet = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
+    decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
+    return replace(
+        cfg,
+        scalar_lr=cfg.scalar_lr * quiet,
+        weight_decay=decay if cfg.weight_decay is None else cfg.weight_decay,
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = 40
-    """Steps in which the rates rise linearly to their peak; at most a tenth of the run."""
+    """Steps in which the rates rise linearly to their peak; a short run never reaches it."""
     warmdown_ratio: float = 0.65
     """Share of the run, at its end, in which the rates fall linearly."""
     final_lr_frac: float = 0.05
@@ -29,12 +29,16 @@ class ScheduleConfig:
 
 
 def lr_factor(step: int, num_steps: int, cfg: ScheduleConfig) -> float:
-    """Trapezoid: up over the warmup, flat, down to the final fraction at the last step."""
-    warmup = min(cfg.warmup_steps, num_steps // 10)
-    if step < warmup:
-        return (step + 1) / warmup
+    """
+    Trapezoid: up over the warmup, flat, down to the final fraction at the last step.
+
+    Where a run is too short for both slopes the lower one counts: a run of 20 steps at its full
+    rate would diverge, and with it two runs that differ by rounding alone.
+    """
+    up = (step + 1) / max(1, cfg.warmup_steps)
     left = (num_steps - step) / max(1.0, cfg.warmdown_ratio * num_steps)
-    return cfg.final_lr_frac + (1 - cfg.final_lr_frac) * min(1.0, left)
+    down = cfg.final_lr_frac + (1 - cfg.final_lr_frac) * left
+    return min(up, down, 1.0)
 
 
 def muon_momentum(step: int, num_steps: int, cfg: ScheduleConfig) -> float:

@@ -24,6 +24,7 @@ import rustbpe
 from nanochat.common import MissingInput, base_dir, fingerprint, read_json, write_json
 
 FORMAT = 1
+PATTERN = rustbpe.DEFAULT_PATTERN  # GPT-4's, with numbers of at most two digits
 FILE_NAME = "tokenizer.json"
 SPECIAL_TOKENS = (
     "<|bos|>",  # starts every document and conversation
@@ -76,11 +77,13 @@ class Tokenizer:
         if vocab_size < smallest:
             raise ValueError(f"vocab_size is {vocab_size}; bytes and specials need {smallest}")
         bpe = rustbpe.Tokenizer()
-        bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), num_threads=num_threads)
+        bpe.train_from_iterator(
+            texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN, num_threads=num_threads
+        )
         tokenizer = cls(
             {
                 "format": FORMAT,
-                "pattern": bpe.get_pattern(),
+                "pattern": PATTERN,
                 "special_tokens": list(SPECIAL_TOKENS),
                 "tokens": [token.decode("latin-1") for token, _ in bpe.get_mergeable_ranks()],
             }

@@ -5,9 +5,7 @@ DEFAULT_PATTERN: str
 class Tokenizer:
     def __init__(self) -> None: ...
     @staticmethod
-    def from_ranks(
-        ranks: Sequence[tuple[bytes, int]], pattern: str | None = None
-    ) -> Tokenizer: ...
+    def from_ranks(ranks: Sequence[tuple[bytes, int]], pattern: str | None = None) -> Tokenizer: ...
     def train_from_iterator(
         self,
         iterator: Iterable[str],

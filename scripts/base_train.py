@@ -18,9 +18,8 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
-from nanochat.common import base_dir, read_json
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.dataset import DataConfig, Source, open_source, remembered
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import device_name, peak_memory_bytes, utilization
@@ -30,6 +29,7 @@ from nanochat.preflight import KernelConfig, Prepared, duration, prepare
 from nanochat.row_writer import open_rows, start_packing
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig
+from nanochat.samples import samples
 from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.schedule import ScheduleConfig
 from nanochat.tokenizer import Tokenizer
@@ -55,8 +55,11 @@ class BaseTrain:
     """Rows per forward pass on one device; never changes the result. Default: what fits."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: from the horizon."""
-    eval_tokens: int = 20 * 524_288
-    """Validation tokens per evaluation; at most the validation shard."""
+    eval_tokens: int | None = None
+    """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
+    CPU 131,072."""
+    sample_every: int = 0
+    """Steps between printing what the model makes of seven fixed prompts; 0 = never."""
     model_tag: str = ""
     """Name of the folder of checkpoints. Default: d<depth>."""
     arch: Literal["default", "classic"] = "default"
@@ -86,9 +89,10 @@ class BaseTrain:
     log: RunLogConfig = field(default_factory=RunLogConfig)
 
     def __post_init__(self) -> None:
-        for name in ("eval_tokens", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("eval_tokens", 1), ("keep", 1), ("sample_every", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class Text(NamedTuple):
@@ -190,7 +194,7 @@ def main(cfg: BaseTrain) -> None:
         flops_per_token=model.flops_per_token(),
         rows=training_rows(text.rows, horizon.batch_tokens // T, cfg.seed, machine),
         rows_name=lambda step: str(text.rows.row_ids(step, horizon.batch_tokens // T, cfg.seed)),
-        evaluate=validation(model, text, cfg.eval_tokens, ready.device_rows, machine),
+        evaluate=evaluation(cfg, model, text, ready.device_rows, machine),
         save=lambda now: checkpoints.save(model, optimizer, text.tokenizer, state, now),
         log=log.log,
         schedule=cfg.schedule,
@@ -211,8 +215,8 @@ def main(cfg: BaseTrain) -> None:
 def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     """Open tokenizer, source and rows; the main rank first, so that one process writes."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    meta = read_json(base_dir() / "tokenizer" / cfg.tokenizer_tag / "meta.json")
-    source = machine.broadcast(open_source(cfg.data, meta["source"]) if machine.is_main else None)
+    used = remembered(cfg.tokenizer_tag)
+    source = machine.broadcast(open_source(cfg.data, used) if machine.is_main else None)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     if machine.is_main:
@@ -239,16 +243,24 @@ def training_rows(rows: Rows, step_rows: int, seed: int, machine: Machine) -> Ro
     return of_step
 
 
-def validation(
-    model: GPT, text: Text, eval_tokens: int, device_rows: int, machine: Machine
+def eval_tokens(cfg: BaseTrain, machine: Machine) -> int:
+    """Validation tokens per evaluation, where nobody said how many."""
+    return cfg.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
+
+
+def evaluation(
+    cfg: BaseTrain, model: GPT, text: Text, device_rows: int, machine: Machine
 ) -> Callable[[int], dict[str, float]]:
-    """Bits per byte on the first `eval_tokens` tokens of the validation rows."""
+    """What the loop calls at its cadence: bits per byte on validation rows, and samples."""
     token_bytes = text.tokenizer.token_bytes()
-    num_rows = max(1, eval_tokens // text.rows.max_seq_len)
+    num_rows = max(1, eval_tokens(cfg, machine) // text.rows.max_seq_len)
 
     def evaluate(step: int) -> dict[str, float]:
         mine = text.rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
         batches = row_batches(mine, device_rows)
+        if cfg.sample_every and step % cfg.sample_every == 0 and machine.is_main:
+            for said in samples(model, text.tokenizer).values():
+                print(f"    {said!r}")
         return {"val_bpb": bits_per_byte(model, batches, token_bytes, machine).value}
 
     return evaluate
@@ -283,7 +295,7 @@ def write_section(
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
         "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
-        "Tokens per second": round(rate),
+        "Tokens per second": f"{rate:,.0f}",
         "Batch tokens": run.batch_tokens,
         "Rows per device pass": ready.device_rows,
         "Compute dtype": str(machine.dtype).removeprefix("torch."),
@@ -294,7 +306,7 @@ def write_section(
     device = device_name(machine.device)
     records.write_record(
         SECTION,
-        settings(cfg),
+        {**settings(cfg), "eval_tokens": eval_tokens(cfg, machine)},
         values,
         records.Provenance(text.run_id, cfg.seed, text.inputs, {"base": checkpoint.fingerprint}),
         records.Cost(time.perf_counter() - started, machine.world_size, device),

@@ -17,7 +17,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,6 +25,7 @@ from nanochat.common import base_dir
 from nanochat.config import start
 from nanochat.dataset import DataConfig, Source, open_source, remember, remembered
 from nanochat.disk import require_free
+from nanochat.hub import hide_progress
 from nanochat.records import inherited_run_id
 from nanochat.row_writer import open_rows, start_packing
 from nanochat.rows import Rows
@@ -89,7 +89,7 @@ def download(source: Source, workers: int, console: Console) -> None:
     """Fetch every shard, several at a time."""
     shards = source.shards()
     require_free(base_dir(), source.missing_bytes(shards), f"downloading {len(shards)} shards")
-    disable_progress_bars()  # huggingface_hub's own, one per file
+    hide_progress()
     with progress_bar(console) as progress, ThreadPoolExecutor(workers) as pool:
         task = progress.add_task("downloading", total=len(shards))
         try:

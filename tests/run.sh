@@ -9,7 +9,7 @@ source dev/setup.sh
 
 ruff check .
 ruff format --check .
-pyright --pythonpath .venv/bin/python
+pyright
 (cd rustbpe && cargo fmt --check && cargo clippy --quiet --all-targets --no-default-features -- -D warnings &&
     cargo test --quiet --release --no-default-features)
 

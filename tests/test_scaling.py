@@ -69,6 +69,8 @@ def test_settings_that_are_not_positive_are_named(name):
 
 
 def test_decay_times_steps_is_the_same_for_every_horizon():
-    decays = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay * n for n in (100, 5000)]
+    decays = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay * n for n in (1000, 5000)]
     assert decays[0] == pytest.approx(decays[1])
     assert scaled_optim(OptimConfig(weight_decay=0.3), Horizon(9, 1)).weight_decay == 0.3
+    short = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay for n in (2, MIN_STEPS)]
+    assert short[0] == short[1]

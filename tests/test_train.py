@@ -32,9 +32,7 @@ def rows_of(step, masked=False):
 def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, **changes):
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
-    optimizer = MuonAdamW(
-        dict(model.named_parameters()), model.param_roles(), table, machine
-    )
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     saved, logged = [], []
     run = Run(
         model=model,
@@ -151,9 +149,7 @@ def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     train(second, progress)
-    for (name, a), b in zip(
-        whole.model.named_parameters(), second.model.parameters(), strict=True
-    ):
+    for (name, a), b in zip(whole.model.named_parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b), name
     for name, value in whole.optimizer.state_dict().items():
         assert torch.equal(value, second.optimizer.state_dict()[name]), name

@@ -34,24 +34,21 @@ const NONE: u32 = u32::MAX;
 pub struct Words {
     symbols: Vec<u32>,
     counts: Vec<u64>,
-    total: Option<u64>, // bytes with repetitions, an upper bound of any pair's count; None: too many
+    total: u128, // bytes, repetitions included: no pair can count more
 }
 
 impl Default for Words {
     fn default() -> Self {
-        Words {
-            symbols: vec![NONE],
-            counts: Vec::new(),
-        }
+        Words { symbols: vec![NONE], counts: Vec::new(), total: 0 }
     }
 }
 
 impl Words {
     pub fn push(&mut self, word: &[u8], count: u64) {
-        self.symbols
-            .extend(word.iter().map(|&byte| u32::from(byte)));
+        self.symbols.extend(word.iter().map(|&byte| u32::from(byte)));
         self.symbols.push(NONE);
         self.counts.push(count);
+        self.total += word.len() as u128 * u128::from(count);
     }
 }
 
@@ -72,8 +69,8 @@ struct PairState {
 
 /// Learns merges until there are `vocab_size` tokens, the 256 bytes included, or no pair is left.
 ///
-/// `stop` is asked now and then whether to give up. Fails on a `vocab_size` below 256 and on words
-/// of more than 4 GB together.
+/// `stop` is asked now and then whether to give up. Fails on a `vocab_size` below 256, on distinct
+/// words of more than 4 GB together, and on counts beyond 64 bits.
 pub fn train(
     words: Words,
     vocab_size: u32,
@@ -81,15 +78,12 @@ pub fn train(
 ) -> Result<Vec<Pair>, Error> {
     check_vocab_size(vocab_size)?;
     if words.symbols.len() >= NONE as usize {
-        return Err(invalid!(
-            "the distinct words have {} bytes, over 4 GB",
-            words.symbols.len()
-        ));
+        return Err(invalid!("the distinct words have {} bytes, over 4 GB", words.symbols.len()));
     }
-    if words.total.is_none() {
+    if words.total > u128::from(u64::MAX) {
         return Err(invalid!("the counts of words times their lengths do not fit 64 bits"));
     }
-    let mut trainer = Trainer::new(words, vocab_size);
+    let mut trainer = Trainer::new(words);
     let mut merges = Vec::new();
     while trainer.lengths.len() < vocab_size as usize {
         if merges.len() % 64 == 0 && stop() {
@@ -105,9 +99,7 @@ pub fn train(
 /// Fails on a `vocab_size` that has no room for the 256 bytes.
 pub fn check_vocab_size(vocab_size: u32) -> Result<(), Error> {
     if vocab_size < 256 {
-        return Err(invalid!(
-            "vocab_size is {vocab_size}, but the 256 bytes need 256 ids"
-        ));
+        return Err(invalid!("vocab_size is {vocab_size}, but the 256 bytes need 256 ids"));
     }
     Ok(())
 }
@@ -124,15 +116,15 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn new(words: Words, vocab_size: u32) -> Self {
-        let Words { symbols, counts } = words;
+    fn new(words: Words) -> Self {
+        let Words { symbols, counts, .. } = words;
         let mut trainer = Trainer {
             lengths: vec![1; 256],
             pairs: FxHashMap::default(),
             queue: BinaryHeap::new(),
             arena: Vec::new(),
-            left: Neighbours::new(vocab_size),
-            right: Neighbours::new(vocab_size),
+            left: Neighbours::default(),
+            right: Neighbours::default(),
             symbols,
             counts,
         };
@@ -159,10 +151,7 @@ impl Trainer {
                 word += 1;
             } else if pair[0] != NONE {
                 let state = &mut states[index(pair)];
-                self.arena[state.first + state.num] = Place {
-                    cell: cell as u32,
-                    word,
-                };
+                self.arena[state.first + state.num] = Place { cell: cell as u32, word };
                 state.num += 1;
                 state.count += self.counts[word as usize];
             }
@@ -208,10 +197,9 @@ impl Trainer {
         let new = self.lengths.len() as u32;
         let (a_len, b_len) = (self.lengths[a as usize], self.lengths[b as usize]);
         self.lengths.push(a_len + b_len);
-        let state = self
-            .pairs
-            .remove(&pair)
-            .expect("the queue holds known pairs");
+        self.left.make_room(new);
+        self.right.make_room(new);
+        let state = self.pairs.remove(&pair).expect("the queue holds known pairs");
         for i in state.first..state.first + state.num {
             let Place { cell, word } = self.arena[i];
             let start = cell as usize;
@@ -272,12 +260,9 @@ struct NeighbourSum {
 }
 
 impl Neighbours {
-    fn new(vocab_size: u32) -> Self {
-        let sums = vec![NeighbourSum::default(); vocab_size as usize];
-        Neighbours {
-            sums,
-            ..Neighbours::default()
-        }
+    /// Lets the ids up to `last` be neighbours.
+    fn make_room(&mut self, last: u32) {
+        self.sums.resize(last as usize + 1, NeighbourSum::default());
     }
 
     #[inline]
@@ -323,15 +308,7 @@ impl Neighbours {
         let sums = &mut self.sums;
         self.seen.drain(..).map(|id| {
             let sum = std::mem::take(&mut sums[id as usize]);
-            (
-                id,
-                sum.lost,
-                PairState {
-                    count: sum.appeared,
-                    first: sum.first,
-                    num: sum.num,
-                },
-            )
+            (id, sum.lost, PairState { count: sum.appeared, first: sum.first, num: sum.num })
         })
     }
 }

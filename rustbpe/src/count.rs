@@ -24,9 +24,7 @@ pub struct WordCounter {
 
 impl WordCounter {
     pub fn new(num_threads: usize) -> Self {
-        WordCounter {
-            tables: (0..num_threads).map(|_| WordTable::default()).collect(),
-        }
+        WordCounter { tables: (0..num_threads).map(|_| WordTable::default()).collect() }
     }
 
     /// Adds the words of `texts`.
@@ -36,10 +34,7 @@ impl WordCounter {
         splitter: &Splitter,
         pool: &ThreadPool,
     ) -> Result<(), Error> {
-        let parts: Vec<&str> = texts
-            .iter()
-            .flat_map(|text| splitter.parts(text, PART))
-            .collect();
+        let parts: Vec<&str> = texts.iter().flat_map(|text| splitter.parts(text, PART)).collect();
         let taken = AtomicUsize::new(0);
         pool.install(|| {
             self.tables.par_iter_mut().try_for_each(|table| {

@@ -1,7 +1,7 @@
 //! The Python module `rustbpe`: converts types and errors, nothing else.
 //!
-//!     scan, regex: text -> words; count: words -> counts; bpe: counts -> merges;
-//!     encode: text <-> ids
+//!     training: scan, regex (text -> words), count, bpe (counts -> merges)
+//!     encoding: scan, regex, vocab (word -> ids), encode (texts -> ids)
 
 mod bpe;
 mod count;
@@ -12,6 +12,7 @@ mod random;
 mod regex;
 mod scan;
 mod table;
+mod vocab;
 
 use std::ffi::c_int;
 use std::sync::{Arc, RwLock};
@@ -24,9 +25,10 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use bpe::{Pair, Words};
 use count::WordCounter;
-use encode::Vocab;
+use encode::{Encoder, Flat};
 use error::Error;
 use regex::{Splitter, DEFAULT_PATTERN};
+use vocab::Vocab;
 
 /// Training counts this many bytes of text per thread before it looks for Ctrl-C again.
 const BUFFER_BYTES: usize = 1 << 22;
@@ -40,11 +42,21 @@ impl From<Error> for PyErr {
     }
 }
 
+/// A ValueError with a formatted message.
+macro_rules! value_error {
+    ($($words:tt)*) => { PyValueError::new_err(format!($($words)*)) };
+}
+
 /// What a trained tokenizer is. Replaced as a whole when it is trained again.
 struct State {
     pattern: String,
-    splitter: Splitter,
-    vocab: Vocab,
+    encoder: Encoder,
+}
+
+impl State {
+    fn new(pattern: String, splitter: Splitter, vocab: Vocab) -> Arc<Self> {
+        Arc::new(State { pattern, encoder: Encoder::new(vocab, splitter) })
+    }
 }
 
 /// A byte pair encoding: trains, encodes, decodes. Safe to use from several threads.
@@ -64,44 +76,17 @@ impl Tokenizer {
     /// An untrained tokenizer: the 256 bytes.
     #[new]
     fn new() -> PyResult<Self> {
-        let state = State {
-            pattern: DEFAULT_PATTERN.into(),
-            splitter: Splitter::new(DEFAULT_PATTERN)?,
-            vocab: Vocab::from_merges(&[])?,
-        };
-        Ok(Tokenizer {
-            state: RwLock::new(Arc::new(state)),
-        })
+        Self::from_ranks((0..=255).map(|byte| (vec![byte], i64::from(byte))).collect(), None)
     }
 
     /// A tokenizer from `(bytes, id)` pairs, as `get_mergeable_ranks` gives them, in any order.
     #[staticmethod]
     #[pyo3(signature = (ranks, pattern=None))]
     fn from_ranks(ranks: Vec<(Vec<u8>, i64)>, pattern: Option<String>) -> PyResult<Self> {
-        let mut tokens: Vec<Option<Vec<u8>>> = vec![None; ranks.len()];
-        for (token, id) in ranks {
-            let count = tokens.len();
-            match usize::try_from(id).ok().and_then(|id| tokens.get_mut(id)) {
-                Some(free @ None) => *free = Some(token),
-                Some(_) => return Err(PyValueError::new_err(format!("id {id} stands twice"))),
-                None => {
-                    return Err(PyValueError::new_err(format!(
-                        "id {id}: the ids of {count} tokens are 0 to {}",
-                        count as i64 - 1
-                    )))
-                }
-            }
-        }
-        let tokens: Vec<Vec<u8>> = tokens.into_iter().flatten().collect();
         let pattern = pattern.unwrap_or_else(|| DEFAULT_PATTERN.into());
-        let state = State {
-            splitter: Splitter::new(&pattern)?,
-            pattern,
-            vocab: Vocab::from_tokens(&tokens)?,
-        };
-        Ok(Tokenizer {
-            state: RwLock::new(Arc::new(state)),
-        })
+        let splitter = Splitter::new(&pattern)?;
+        let vocab = Vocab::from_ranks(ranks)?;
+        Ok(Tokenizer { state: RwLock::new(State::new(pattern, splitter, vocab)) })
     }
 
     /// Learns `vocab_size` tokens, the 256 bytes included, from an iterator of str.
@@ -121,22 +106,17 @@ impl Tokenizer {
     ) -> PyResult<()> {
         let vocab_size = checked_vocab_size(vocab_size)?;
         if buffer_size < 1 {
-            return Err(PyValueError::new_err(format!(
-                "buffer_size is {buffer_size}, below 1"
-            )));
+            return Err(value_error!("buffer_size is {buffer_size}, below 1"));
         }
         let pattern = pattern.unwrap_or_else(|| DEFAULT_PATTERN.into());
         let splitter = Splitter::new(&pattern)?;
-        let pool = pool(num_threads)?;
+        let pool = pool(checked_num_threads(num_threads)?)?;
         let mut counter = WordCounter::new(pool.current_num_threads());
         let mut texts = iterator.try_iter()?;
         let mut num_texts = 0;
         loop {
-            let buffer = take(
-                &mut texts,
-                buffer_size as usize,
-                BUFFER_BYTES * pool.current_num_threads(),
-            )?;
+            let buffer =
+                take(&mut texts, buffer_size as usize, BUFFER_BYTES * pool.current_num_threads())?;
             if buffer.is_empty() {
                 break;
             }
@@ -152,19 +132,16 @@ impl Tokenizer {
             }
             Vocab::from_merges(&bpe::train(words, vocab_size, stop)?)
         })?;
-        *self.state.write().expect("no one panics holding it") = Arc::new(State {
-            pattern,
-            splitter,
-            vocab,
-        });
+        *self.state.write().expect("no one panics holding it") =
+            State::new(pattern, splitter, vocab);
         Ok(())
     }
 
     /// `(bytes, id)` of every token, by id.
     fn get_mergeable_ranks<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, u32)> {
-        let state = self.state();
-        (0..state.vocab.len() as u32)
-            .filter_map(|id| Some((PyBytes::new(py, state.vocab.token(id)?), id)))
+        let vocab = &self.state().encoder.vocab;
+        (0..vocab.len() as u32)
+            .filter_map(|id| Some((PyBytes::new(py, vocab.token(id)?), id)))
             .collect()
     }
 
@@ -176,7 +153,7 @@ impl Tokenizer {
     /// The number of tokens.
     #[getter]
     fn vocab_size(&self) -> usize {
-        self.state().vocab.len()
+        self.state().encoder.vocab.len()
     }
 
     /// The ids of a text.
@@ -197,9 +174,7 @@ impl Tokenizer {
         let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, None)?;
         let rows = flat.offsets.windows(2);
-        Ok(rows
-            .map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec())
-            .collect())
+        Ok(rows.map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec()).collect())
     }
 
     /// The ids of many texts in one flat array, each text's after `prefix` where one is given.
@@ -213,8 +188,13 @@ impl Tokenizer {
         py: Python<'_>,
         texts: &Bound<'_, PyAny>,
         num_threads: Option<i64>,
-        prefix: Option<u32>,
+        prefix: Option<i64>,
     ) -> PyResult<(Numbers, Numbers)> {
+        let prefix = prefix
+            .map(|id| {
+                u32::try_from(id).map_err(|_| value_error!("prefix is {id}, not a 32-bit id"))
+            })
+            .transpose()?;
         let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, prefix)?;
         Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
@@ -222,48 +202,29 @@ impl Tokenizer {
 
     /// The text of `ids`; bytes that are not UTF-8 become U+FFFD.
     fn decode(&self, ids: Vec<i64>) -> PyResult<String> {
-        Ok(String::from_utf8_lossy(&self.bytes_of(ids)?).into_owned())
+        Ok(String::from_utf8_lossy(&self.state().encoder.vocab.decode(&ids)?).into_owned())
     }
 
     /// The bytes of `ids`.
     fn decode_bytes<'py>(&self, py: Python<'py>, ids: Vec<i64>) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.bytes_of(ids)?))
+        Ok(PyBytes::new(py, &self.state().encoder.vocab.decode(&ids)?))
     }
 }
 
 impl Tokenizer {
-    fn bytes_of(&self, ids: Vec<i64>) -> PyResult<Vec<u8>> {
-        // An id beyond u32 is as unknown as u32::MAX; the message should name it as it came.
-        let state = self.state();
-        let known = ids.iter().map(|&id| u32::try_from(id));
-        match known.collect::<Result<Vec<u32>, _>>() {
-            Ok(ids) => Ok(state.vocab.decode(&ids)?),
-            Err(_) => {
-                let id = ids.iter().find(|&&id| u32::try_from(id).is_err()).unwrap();
-                Err(PyValueError::new_err(format!("unknown token id {id}")))
-            }
-        }
-    }
-
     fn encode_texts(
         &self,
         py: Python<'_>,
         texts: &[&str],
         num_threads: Option<i64>,
         prefix: Option<u32>,
-    ) -> PyResult<encode::Flat> {
+    ) -> PyResult<Flat> {
         let state = self.state();
+        let num_threads = checked_num_threads(num_threads)?;
         let size: usize = texts.iter().map(|text| text.len()).sum();
-        let pool = if size < SERIAL_BYTES || num_threads == Some(1) {
-            None
-        } else {
-            Some(pool(num_threads)?)
-        };
-        interruptible(py, |stop| {
-            state
-                .vocab
-                .encode_many(texts, prefix, &state.splitter, pool.as_ref(), stop)
-        })
+        let serial = num_threads == 1 || size < SERIAL_BYTES;
+        let pool = (!serial).then(|| pool(num_threads)).transpose()?;
+        interruptible(py, |stop| state.encoder.encode_many(texts, prefix, pool.as_ref(), stop))
     }
 }
 
@@ -286,9 +247,7 @@ impl<T: Copy + Send + Sync> Storage for Vec<T> {
 
 impl Numbers {
     fn new<T: Copy + Send + Sync + 'static>(numbers: Vec<T>) -> Self {
-        Numbers {
-            storage: Box::new(numbers),
-        }
+        Numbers { storage: Box::new(numbers) }
     }
 }
 
@@ -318,9 +277,7 @@ fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> P
     let vocab_size = checked_vocab_size(vocab_size)?;
     interruptible(py, |stop| {
         let mut laid_out = Words::default();
-        words
-            .iter()
-            .for_each(|(word, count)| laid_out.push(word, *count));
+        words.iter().for_each(|(word, count)| laid_out.push(word, *count));
         bpe::train(laid_out, vocab_size, stop)
     })
 }
@@ -330,11 +287,7 @@ fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> P
 #[pyo3(signature = (text, pattern=None, engine=false))]
 fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyResult<Vec<String>> {
     let pattern = pattern.unwrap_or(DEFAULT_PATTERN);
-    let splitter = if engine {
-        Splitter::engine(pattern)
-    } else {
-        Splitter::new(pattern)
-    }?;
+    let splitter = if engine { Splitter::engine(pattern) } else { Splitter::new(pattern) }?;
     let text = as_str(text, 0)?;
     let mut words = Vec::new();
     splitter.split(text, |start, end| words.push(text[start..end].to_owned()))?;
@@ -343,28 +296,27 @@ fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyR
 
 /// Fails as `bpe::train` would, before any text is read.
 fn checked_vocab_size(vocab_size: i64) -> PyResult<u32> {
-    let size = u32::try_from(vocab_size).map_err(|_| {
-        PyValueError::new_err(format!("vocab_size is {vocab_size}, not a 32-bit size"))
-    })?;
+    let size = u32::try_from(vocab_size)
+        .map_err(|_| value_error!("vocab_size is {vocab_size}, not a 32-bit size"))?;
     bpe::check_vocab_size(size)?;
     Ok(size)
 }
 
 /// Threads for one call: a pool that outlives the call would not survive a fork of the process.
-fn pool(num_threads: Option<i64>) -> PyResult<ThreadPool> {
-    let num_threads = match num_threads {
-        None => 0, // RAYON_NUM_THREADS, or as many as there are cores
-        Some(num @ 1..=1024) => num as usize,
-        Some(num) => {
-            return Err(PyValueError::new_err(format!(
-                "num_threads is {num}, not 1 to 1024"
-            )))
-        }
-    };
+fn pool(num_threads: usize) -> PyResult<ThreadPool> {
     ThreadPoolBuilder::new()
         .num_threads(num_threads)
         .build()
-        .map_err(|e| PyValueError::new_err(format!("cannot start {num_threads} threads: {e}")))
+        .map_err(|e| value_error!("cannot start {num_threads} threads: {e}"))
+}
+
+/// Nothing asked for is 0: RAYON_NUM_THREADS, or as many as there are cores.
+fn checked_num_threads(num_threads: Option<i64>) -> PyResult<usize> {
+    match num_threads {
+        None => Ok(0),
+        Some(num @ 1..=1024) => Ok(num as usize),
+        Some(num) => Err(value_error!("num_threads is {num}, not 1 to 1024")),
+    }
 }
 
 /// Takes texts from an iterator up to a number of texts or bytes.
@@ -378,10 +330,7 @@ fn take<'py>(
     while taken.len() < max_texts && bytes < max_bytes {
         let Some(text) = texts.next() else { break };
         let text = text?.cast_into::<PyString>().map_err(|e| {
-            PyTypeError::new_err(format!(
-                "a text must be str, not {}",
-                e.into_inner().get_type()
-            ))
+            PyTypeError::new_err(format!("a text must be str, not {}", e.into_inner().get_type()))
         })?;
         bytes += text.len()?;
         taken.push(text);
@@ -392,17 +341,12 @@ fn take<'py>(
 /// The UTF-8 of each text, as the interpreter keeps it: nothing is copied. `first` is the number
 /// of the first text, for the message.
 fn as_strs<'t>(texts: &'t [Bound<'_, PyString>], first: usize) -> PyResult<Vec<&'t str>> {
-    texts
-        .iter()
-        .enumerate()
-        .map(|(i, text)| as_str(text, first + i))
-        .collect()
+    texts.iter().enumerate().map(|(i, text)| as_str(text, first + i)).collect()
 }
 
 /// Fails on a lone surrogate, which has no UTF-8.
 fn as_str<'t>(text: &'t Bound<'_, PyString>, number: usize) -> PyResult<&'t str> {
-    text.to_str()
-        .map_err(|e| PyValueError::new_err(format!("text {number} is not valid Unicode: {e}")))
+    text.to_str().map_err(|e| value_error!("text {number} is not valid Unicode: {e}"))
 }
 
 /// Runs `work` without the GIL. Its `stop` looks for signals; a raised one becomes the result.

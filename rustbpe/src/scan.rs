@@ -38,12 +38,9 @@ const BLOCK: usize = 128;
 
 static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     let mut flat = vec![Other; 0x11_0000];
-    for (pattern, class) in [
-        (r"\p{L}", Letter),
-        (r"\p{N}", Number),
-        (r"\s", Space),
-        (r"[\r\n]", Newline),
-    ] {
+    for (pattern, class) in
+        [(r"\p{L}", Letter), (r"\p{N}", Number), (r"\s", Space), (r"[\r\n]", Newline)]
+    {
         let hir = regex_syntax::parse(pattern).expect("a class the engine knows");
         let HirKind::Class(HirClass::Unicode(ranges)) = hir.into_kind() else {
             unreachable!("{pattern} is a class of code points")
@@ -63,11 +60,7 @@ static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     }
     let mut ascii = [Other; 256];
     ascii[..BLOCK].copy_from_slice(&flat[..BLOCK]);
-    Classes {
-        ascii,
-        block_of,
-        blocks,
-    }
+    Classes { ascii, block_of, blocks }
 });
 
 /// Which of the patterns.
@@ -90,10 +83,7 @@ pub struct Scanner {
 
 impl Scanner {
     pub fn new(rule: Rule) -> Self {
-        Scanner {
-            rule,
-            classes: &CLASSES,
-        }
+        Scanner { rule, classes: &CLASSES }
     }
 
     /// Calls `word(start, end)` for the words of `text` in order; together they are the text.
@@ -254,10 +244,7 @@ impl Scanner {
         let (code, width) = match lead {
             0..0xe0 => ((lead & 0x1f) << 6 | tail(1), 2),
             0xe0..0xf0 => ((lead & 0x0f) << 12 | tail(1) << 6 | tail(2), 3),
-            _ => (
-                (lead & 0x07) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3),
-                4,
-            ),
+            _ => ((lead & 0x07) << 18 | tail(1) << 12 | tail(2) << 6 | tail(3), 4),
         };
         let block = &self.classes.blocks[usize::from(self.classes.block_of[code / BLOCK])];
         (block[code % BLOCK], at + width)
@@ -350,7 +337,11 @@ mod tests {
                 let at = safe_cut(&text, random.below(20));
                 let (left, right) = text.split_at(at);
                 cuts += usize::from(!right.is_empty());
-                assert_eq!([words(left, 0), words(right, at)].concat(), words(&text, 0), "{text:?}");
+                assert_eq!(
+                    [words(left, 0), words(right, at)].concat(),
+                    words(&text, 0),
+                    "{text:?}"
+                );
             }
             assert!(cuts > 300, "only {cuts} texts were cut");
         }

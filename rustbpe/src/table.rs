@@ -81,10 +81,7 @@ struct ShortTable<V> {
 
 impl<V: Copy + Default> ShortTable<V> {
     fn with_size(size: usize) -> Self {
-        ShortTable {
-            slots: vec![Slot::default(); size],
-            len: 0,
-        }
+        ShortTable { slots: vec![Slot::default(); size], len: 0 }
     }
 
     /// The slot of a hash: its low bits.
@@ -154,10 +151,7 @@ impl<V: Copy + Default> WordTable<V> {
     /// in a table that grows on the way, such words heap up.
     pub fn with_capacity(num: usize) -> Self {
         let size = (num + num / 2).next_power_of_two().max(16);
-        WordTable {
-            short: ShortTable::with_size(size),
-            long: FxHashMap::default(),
-        }
+        WordTable { short: ShortTable::with_size(size), long: FxHashMap::default() }
     }
 
     /// The number of words.

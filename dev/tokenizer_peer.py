@@ -1,0 +1,124 @@
+"""
+One measurement of one tokenizer library, in a process of its own.
+
+    python dev/tokenizer_peer.py job.json    # prints {"seconds", "version", "digest"} as JSON
+
+Run by scripts/bench.py, for our own crate and, in environments of their own, for its peers: two of
+them share the import name rustbpe. So this file imports nothing but the library it measures. Each
+measurement is a first pass: nothing was trained or encoded before, and the clock starts when the
+texts are in memory and the vocabulary is loaded. `digest` names the result (the tokens of a
+vocabulary, the ids of all texts), so that equal results can be seen to be equal.
+"""
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Job = dict[str, Any]
+Work = Callable[[], Any]
+Pieces = Callable[[Any], Iterable[bytes]] | None
+
+
+def train_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
+    """Ours and the PyPI package of that name: the same interface."""
+    import rustbpe
+
+    tokenizer = rustbpe.Tokenizer()
+
+    def work() -> Any:
+        tokenizer.train_from_iterator(iter(texts), job["vocab_size"], pattern=job["pattern"])
+
+    return work, lambda _: [token for token, _ in tokenizer.get_mergeable_ranks()]
+
+
+def train_tokenizers(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
+    """Hugging Face's library; it breaks ties in its own way, so its result is not compared."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(job["pattern"]), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    trainer = trainers.BpeTrainer(
+        vocab_size=job["vocab_size"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return lambda: tokenizer.train_from_iterator(iter(texts), trainer, len(texts)), None
+
+
+def encode_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
+    """Ours: all texts into one flat array."""
+    import rustbpe
+
+    tokenizer = rustbpe.Tokenizer.from_ranks(ranks(job), job["pattern"])
+    return lambda: tokenizer.encode_flat(texts), lambda flat: [flat[0]]
+
+
+def encode_tiktoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
+    import tiktoken
+
+    tokenizer = tiktoken.Encoding(
+        "bench", pat_str=job["pattern"], mergeable_ranks=dict(ranks(job)), special_tokens={}
+    )
+
+    def work() -> Any:
+        return tokenizer.encode_ordinary_batch(texts, num_threads=job["threads"])
+
+    return work, lambda rows: (array("I", row).tobytes() for row in rows)
+
+
+def encode_gigatoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
+    """Takes a vocabulary in tiktoken's file format and GPT-4's pattern by its name only."""
+    import gigatoken
+    import numpy as np
+
+    tokenizer = gigatoken.Tokenizer.from_tiktoken(job["ranks"], "gpt4")
+
+    def work() -> Any:
+        return tokenizer.encode_batch(texts, parallel=job["threads"] > 1)
+
+    return work, lambda rows: (np.asarray(row, np.uint32).tobytes() for row in rows)
+
+
+WORK = {
+    ("train", "ours"): train_rustbpe,
+    ("train", "rustbpe"): train_rustbpe,
+    ("train", "tokenizers"): train_tokenizers,
+    ("encode", "ours"): encode_rustbpe,
+    ("encode", "tiktoken"): encode_tiktoken,
+    ("encode", "gigatoken"): encode_gigatoken,
+}
+
+
+def ranks(job: Job) -> list[tuple[bytes, int]]:
+    """A vocabulary in tiktoken's file format: a token in base64 and its id on each line."""
+    lines = [line.split() for line in Path(job["ranks"]).read_text().splitlines()]
+    return [(base64.b64decode(token), int(i)) for token, i in lines]
+
+
+def main(job: Job) -> None:
+    os.environ["RAYON_NUM_THREADS"] = str(job["threads"])  # all but tiktoken go by this
+    texts = json.loads(Path(job["texts"]).read_text())
+    work, pieces = WORK[job["what"], job["library"]](job, texts)
+    start = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    digest = None
+    if pieces is not None:
+        digest = hashlib.sha256(b"".join(pieces(result))).hexdigest()
+    package = "rustbpe" if job["library"] == "ours" else job["library"]
+    version = importlib.metadata.version(package)
+    print(json.dumps({"seconds": seconds, "version": version, "digest": digest}))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

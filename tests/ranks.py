@@ -1,0 +1,79 @@
+"""
+Run by test_distributed.py under torchrun: what must hold between the ranks of one run.
+
+Trains a tiny model on uneven masks while the allocator is churned, and prints one JSON line per
+rank: learning rates, parameter digests, losses, and the gradient of the first step.
+"""
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+import torch
+
+from nanochat.gpt import build_model
+from nanochat.loss import IGNORE
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.schedule import ScheduleConfig, lr_factor
+from nanochat.train import LoopConfig, Progress, Run, train
+from tests.conftest import TINY
+
+ROWS, T, STEPS = 8, TINY.max_seq_len, 6
+
+
+def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose counted targets differ wildly: row i counts its last 2 i."""
+    ids = np.random.default_rng(step).integers(0, 64, (ROWS, T + 1))
+    tokens, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+    for i in range(ROWS):
+        targets[i, : T - 2 * i] = IGNORE
+    return tokens, targets
+
+
+def main() -> None:
+    machine = init_machine(MachineConfig("cpu", "float32"))
+    share = ROWS // machine.world_size
+    mine = slice(machine.rank * share, (machine.rank + 1) * share)
+    model = build_model(TINY, machine.device, machine.dtype, seed=0)
+    named = dict(model.named_parameters())
+    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    rates, losses, norms = [], [], []
+
+    def rows(step: int) -> tuple[np.ndarray, np.ndarray]:
+        churn = [torch.empty(int(n)) for n in np.random.default_rng(step).integers(1, 1 << 20, 50)]
+        del churn[:: 1 + machine.rank]  # each rank's allocator lives another life
+        return tuple(x[mine] for x in all_rows(step))  # type: ignore
+
+    def log(step: int, values: dict) -> None:
+        if "loss" in values:
+            rates.append(lr_factor(step, STEPS, schedule))
+            losses.append(values["loss"])
+            norms.append(values["grad_norm"])
+
+    schedule = ScheduleConfig(warmup_steps=2)
+    run = Run(
+        model, optimizer, machine, STEPS, ROWS * T, 2, 1.0, rows, str, lambda step: {},
+        lambda progress: None, log, schedule, LoopConfig(),
+    )  # fmt: skip
+    train(run, Progress())
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().numpy().tobytes())
+    result = {
+        "rank": machine.rank,
+        "rates": rates,
+        "losses": losses,
+        "norms": norms,
+        "digest": digest.hexdigest(),
+    }
+    results = machine.gather(result)
+    if machine.is_main:
+        print("RESULT " + json.dumps(results))
+    machine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

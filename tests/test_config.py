@@ -1,0 +1,130 @@
+"""The one vocabulary of flags: its forms, its refusals, and the report's view of it."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from nanochat.common import REPOSITORY
+from nanochat.config import field_docs, parse, settings
+
+
+@dataclass(frozen=True)
+class Rates:
+    matrix_lr: float | None = None
+    """How fast
+    matrices move."""
+    cautious: bool = True
+
+
+@dataclass(frozen=True)
+class Script:
+    depth: int = 20
+    """The dial."""
+    device_batch_size: int | None = None
+    target_flops: float | None = None
+    device_type: Literal["cpu", "cuda"] | None = None
+    tag: str = ""
+    once: bool = False
+    rates: Rates = field(default_factory=Rates)
+
+
+def read(*args, **kwargs):
+    return parse(Script(), "A script.", args, **kwargs)
+
+
+def test_without_flags_the_defaults_come_back():
+    assert read() == Script()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--device_batch_size=8", "--matrix_lr=0.5"],
+        ["--device-batch-size", "8", "--matrix-lr", "0.5"],
+        ["--", "--device-batch-size=8", "--matrix_lr", "5e-1"],
+    ],
+)
+def test_dashes_underscores_spaces_and_a_bare_double_dash_are_the_same(args):
+    cfg = read(*args)
+    assert (cfg.device_batch_size, cfg.rates.matrix_lr) == (8, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "want"),
+    [("--cautious", True), ("--no-cautious", False), ("--cautious=0", False),
+     ("--cautious=1", True), ("--cautious=false", False), ("--no_cautious", False)],
+)  # fmt: skip
+def test_booleans_have_every_usual_form(flag, want):
+    assert read(flag).rates.cautious is want
+    assert read(flag.replace("cautious", "once")).once is want
+
+
+@pytest.mark.parametrize("form", [["--device_batch_size=-1"], ["--device_batch_size", "-1"], []])
+def test_minus_one_and_nothing_both_leave_the_choice_to_us(form):
+    assert read(*form, "--target_flops=-1").device_batch_size is None
+    assert read("--target_flops=-1.0").target_flops is None
+
+
+def test_minus_one_stays_a_number_where_none_is_no_choice():
+    assert read("--depth=-1").depth == -1
+
+
+def refused(capsys, *args, **kwargs):
+    with pytest.raises(SystemExit) as stopped:
+        read(*args, **kwargs)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys):
+    message = refused(capsys, "--detph=3")
+    assert "--detph" in message and "--depth" in message
+
+
+def test_a_retired_flag_is_refused_with_what_replaced_it(capsys):
+    message = refused(capsys, "--dry-run=1", retired={"dry_run": "use --num_iterations=1"})
+    assert "--num_iterations=1" in message
+
+
+def test_a_value_of_the_wrong_type_is_named(capsys):
+    assert "yes or no" in refused(capsys, "--once=maybe")
+    assert "depth" in refused(capsys, "--depth=deep")
+
+
+def test_help_joins_the_lines_below_a_setting(capsys):
+    assert field_docs(Rates)["matrix_lr"] == "How fast matrices move."
+    with pytest.raises(SystemExit):
+        read("--help")
+    out = capsys.readouterr().out
+    assert "A script." in out and "The dial." in out and "How fast matrices move." in out
+
+
+def test_settings_print_open_choices_as_the_seed_report_does():
+    assert settings(Script()) == {
+        "depth": 20,
+        "device_batch_size": -1,
+        "target_flops": -1.0,
+        "device_type": "",
+        "tag": "",
+        "once": False,
+        "matrix_lr": -1.0,
+        "cautious": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "script", ["data", "tok_train", "tok_eval", "base_train", "base_loss", "bench", "report"]
+)
+def test_help_answers_fast_and_names_its_two_commands(script):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", f"scripts.{script}", "--help"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"python -m scripts.{script}" in done.stdout
+    assert "Writes " in done.stdout
+    assert time.monotonic() - began < 20  # 5 on a quiet machine; the suite shares its cores

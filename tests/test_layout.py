@@ -1,0 +1,109 @@
+"""The order of the floors, the owners of outside things, and that every import is declared."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY
+
+# Reading order: a module imports only from modules above it.
+FLOORS = """
+    common config environment machine hardware
+    tokenizer tokenizer_bench world_tables world_facts world_drills world_stories world sample_texts
+    disk hub text_files dataset packing rows row_writer
+    attention loss gpt optim schedule scaling
+    records runlog preflight train checkpoint samples
+    eval_bpb
+    plots sections summary figures report
+""".split()
+# An outside package, and the only modules that import it.
+OWNERS = {
+    "rustbpe": {"nanochat/tokenizer.py"},
+    "tiktoken": {"nanochat/tokenizer.py", "scripts/tok_eval.py"},
+    "wandb": {"nanochat/runlog.py"},
+    "matplotlib": {"nanochat/plots.py"},
+    "huggingface_hub": {"nanochat/hub.py"},
+    "tyro": {"nanochat/config.py"},
+    "safetensors": {"nanochat/checkpoint.py"},
+    "torch.distributed": {"nanochat/machine.py", "nanochat/optim.py"},
+}
+NO_TORCH = ("common", "config", "records", "dataset", "packing", "rows", "row_writer", "world")
+FILES = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for folder in ("nanochat", "scripts", "tasks")
+    for path in (REPOSITORY / folder).glob("*.py")
+)
+
+
+def imports_of(name: str) -> set[str]:
+    """Dotted names of all imports of a file, wherever they stand; `from a import b` gives a.b."""
+    found = set()
+    for node in ast.walk(ast.parse((REPOSITORY / name).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(name: str, package: str) -> set[str]:
+    """Which modules of one of our packages a file imports."""
+    return {i.split(".")[1] for i in imports_of(name) if i.startswith(f"{package}.")}
+
+
+def test_every_module_stands_on_a_floor():
+    modules = {Path(f).stem for f in FILES if f.startswith("nanochat/")} - {"__init__"}
+    assert modules == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", FLOORS)
+def test_a_module_imports_only_from_above(module):
+    above = set(FLOORS[: FLOORS.index(module)])
+    assert own_imports(f"nanochat/{module}.py", "nanochat") <= above
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_packages_keep_their_direction(name):
+    for package in {"nanochat": ("tasks", "scripts"), "tasks": ("scripts",)}.get(
+        name.split("/")[0], ("scripts",)
+    ):
+        assert not own_imports(name, package)
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_an_outside_thing_has_one_owner(package):
+    users = {f for f in FILES if any(f"{i}.".startswith(f"{package}.") for i in imports_of(f))}
+    assert users <= OWNERS[package]
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_the_data_floor_needs_no_torch(module):
+    assert not any(i.split(".")[0] == "torch" for i in imports_of(f"nanochat/{module}.py"))
+
+
+def test_train_knows_no_model_tokenizer_or_evaluation():
+    known = own_imports("nanochat/train.py", "nanochat")
+    assert not known & {"gpt", "tokenizer", "dataset", "rows", "eval_bpb", "checkpoint"}
+
+
+def test_B18_every_import_is_a_declared_dependency():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    declared = {
+        re.split(r"[<>=\[; ]", d)[0].replace("-", "_") for d in project["project"]["dependencies"]
+    }
+    optional = {"flash_attn_interface"}  # used where it is installed, see attention.py
+    ours = {"nanochat", "scripts", "tasks"}
+    used = {i.split(".")[0] for f in FILES for i in imports_of(f)} - set(sys.stdlib_module_names)
+    assert used - ours - optional <= declared
+    assert declared <= used | {"tiktoken"}, "declared but never imported"
+
+
+def test_no_module_reads_the_environment_but_the_two_that_may():
+    for name in FILES:
+        text = (REPOSITORY / name).read_text()
+        if name not in ("nanochat/common.py", "nanochat/machine.py"):
+            assert "os.environ.get" not in text and "os.getenv" not in text, name

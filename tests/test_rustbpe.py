@@ -1,0 +1,451 @@
+"""The crate: its trainer against a naive one, its encoder against tiktoken, its scanner against
+a regex engine, its errors, and what it promises about time, threads and signals."""
+
+import collections
+import itertools
+import multiprocessing
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rustbpe
+
+GPT4_BY_TIKTOKEN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SCANNED = [
+    rustbpe.DEFAULT_PATTERN,
+    rustbpe.DEFAULT_PATTERN.replace("{1,2}", "{1,3}"),
+    GPT4_BY_TIKTOKEN,
+    GPT2,
+]
+
+# Characters that sit on the edges of the pattern's classes, and any others
+EDGES = "aSsTdlLvVeErR''  \n\r\t\v\x00019._!\u017f\u00e9\u0416\u4e2d\u0301\u0663\u2167\u00bd"
+EDGES += "\u00a0\u0085\u2028\u3000\u200d\U0001f600\U0001d400\U0010ffff"
+TEXTS = st.text(st.sampled_from(EDGES) | st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def naive_train(words: dict[bytes, int], vocab_size: int) -> list[bytes]:
+    """The tokens of a vocabulary by the definition: count all pairs, merge the first, repeat."""
+    tokens = [bytes([b]) for b in range(256)]
+    parts = {word: list(word) for word in words}
+    while len(tokens) < vocab_size:
+        counts: collections.Counter = collections.Counter()
+        for word, ids in parts.items():
+            for pair in itertools.pairwise(ids):
+                counts[pair] += words[word]
+        if not counts:
+            break
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        for ids in parts.values():
+            i = 0
+            while i + 1 < len(ids):
+                if (ids[i], ids[i + 1]) == best:
+                    ids[i : i + 2] = [len(tokens)]
+                i += 1
+        tokens.append(tokens[best[0]] + tokens[best[1]])
+    return tokens
+
+
+def trained(texts, vocab_size=400, **options) -> rustbpe.Tokenizer:
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size, **options)
+    return tokenizer
+
+
+def ranks_of(tokens: list[bytes]) -> list[tuple[bytes, int]]:
+    return [(token, i) for i, token in enumerate(tokens)]
+
+
+def reference(tokenizer: rustbpe.Tokenizer) -> tiktoken.Encoding:
+    return tiktoken.Encoding(
+        "reference",
+        pat_str=tokenizer.get_pattern(),
+        mergeable_ranks=dict(tokenizer.get_mergeable_ranks()),
+        special_tokens={},
+    )
+
+
+def flat(tokenizer: rustbpe.Tokenizer, texts, **options) -> list[list[int]]:
+    """`encode_flat`, cut up again."""
+    ids, offsets = tokenizer.encode_flat(texts, **options)
+    ids, offsets = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def random_text(rng: random.Random, alphabet: str, words: int) -> str:
+    return " ".join("".join(rng.choices(alphabet, k=rng.randrange(9))) for _ in range(words))
+
+
+def hub_texts(hub: Path, every: int) -> list[str]:
+    """Every n-th document of all of mini-pretrain."""
+    shards = sorted((hub / "datasets/local/mini-pretrain").glob("*.parquet"))
+    columns = [pyarrow.parquet.read_table(s, columns=["text"])["text"] for s in shards]
+    return [text.as_py() for column in columns for text in column[::every]]
+
+
+@pytest.fixture(scope="module")
+def mixed() -> rustbpe.Tokenizer:
+    """Trained on words of many scripts, on code and on white space."""
+    rng = random.Random(0)
+    scripts = [
+        "etaoinshr",
+        "ETAOIN",
+        "\u0430\u0431\u0432\u0433",
+        "\u4e2d\u6587\u5b57",
+        "0123456789",
+    ]
+    scripts += ["\u00e9\u00e8\u00fc\u0301", ".,!?'-", "\U0001f600\U0001f601\u200d", " \t\n", "'s't"]
+    texts = [random_text(rng, rng.choice(scripts), 200) for _ in range(300)]
+    return trained(texts, 2000)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_P2_merges_equal_a_naive_trainer_for_any_threads_and_chunking(seed):
+    rng = random.Random(seed)
+    alphabet = ["ab", "abc", "abcdefgh", "aA'1 \n.", "\u00e9\u4e2d\U0001f600x"][seed % 5]
+    texts = [random_text(rng, alphabet, rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
+    words = collections.Counter(w.encode() for t in texts for w in rustbpe.split(t, engine=True))
+    expected = ranks_of(naive_train(words, 330))
+    for num_threads, buffer_size in [(1, 8192), (2, 1), (5, 3)]:
+        rng.shuffle(texts)
+        tokenizer = trained(texts, 330, num_threads=num_threads, buffer_size=buffer_size)
+        assert tokenizer.get_mergeable_ranks() == expected
+        assert tokenizer.vocab_size == len(expected)
+
+
+def test_P2_ties_go_to_the_lowest_ids():
+    words = [(b"zy", 5), (b"ab", 5), (b"ac", 5), (b"bb", 6)]
+    assert rustbpe.train_words(words, 260) == [(98, 98), (97, 98), (97, 99), (122, 121)]
+
+
+def test_P2_explicit_words_merge_like_the_naive_trainer():
+    rng = random.Random(0)
+    words = {bytes(rng.choices(range(256), k=9)): rng.randrange(9) for _ in range(200)}
+    words |= {b"a" * n: 1 + n % 3 for n in range(1, 30)}
+    tokens = [bytes([b]) for b in range(256)]
+    for left, right in rustbpe.train_words(list(words.items()), 600):
+        tokens.append(tokens[left] + tokens[right])
+    assert tokens == naive_train({w: n for w, n in words.items() if n}, 600)
+
+
+@settings(max_examples=500, deadline=None)
+@given(TEXTS, st.sampled_from(SCANNED))
+def test_the_scanner_splits_like_the_regex_engine(text, pattern):
+    words = rustbpe.split(text, pattern)
+    assert words == rustbpe.split(text, pattern, engine=True)
+    assert "".join(words) == text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=20_000, deadline=None)
+@given(TEXTS, st.sampled_from(SCANNED))
+def test_the_scanner_splits_like_the_regex_engine_on_many_texts(text, pattern):
+    assert rustbpe.split(text, pattern) == rustbpe.split(text, pattern, engine=True)
+
+
+def test_the_scanner_splits_real_text_like_the_regex_engine(hub):
+    for text in hub_texts(hub, 200):
+        assert rustbpe.split(text) == rustbpe.split(text, engine=True)
+
+
+def check_round_trip(tokenizer: rustbpe.Tokenizer, text: str):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+@settings(max_examples=1000, deadline=None)
+@given(text=TEXTS, data=st.binary(max_size=40))
+def test_P1_text_and_bytes_survive_a_round_trip(mixed, text, data):
+    check_round_trip(mixed, text)
+    ids = list(data)  # the first 256 ids are the bytes, so any bytes have ids
+    assert mixed.decode_bytes(ids) == data
+    assert mixed.decode(ids) == data.decode(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=100_000, deadline=None)
+@given(text=st.text(max_size=200) | TEXTS, data=st.binary(max_size=200))
+def test_P1_text_and_bytes_survive_a_hundred_thousand_round_trips(mixed, text, data):
+    check_round_trip(mixed, text)
+    assert mixed.decode_bytes(list(data)) == data
+    assert mixed.decode(list(data)) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("unit", ["a", "\0", "\u4e2d", "e\u0301", "\U0001f600", "\x7f\x80"])
+def test_P1_a_megabyte_without_spaces_survives_a_round_trip(mixed, unit):
+    check_round_trip(mixed, unit * (1_000_000 // len(unit.encode())))
+
+
+def test_P1_a_lone_surrogate_is_a_value_error(mixed):
+    for attempt in [
+        lambda: mixed.encode("a\ud800b"),
+        lambda: mixed.batch_encode(["fine", "\udfff"]),
+        lambda: mixed.encode_flat(["fine", "\udfff"]),
+        lambda: trained(["fine", "\udc80"]),
+        lambda: rustbpe.split("\ud800"),
+    ]:
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            attempt()
+    with pytest.raises(ValueError, match="text 70 "):
+        trained(["fine"] * 70 + ["\ud800"], buffer_size=8)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=TEXTS)
+def test_P3_ids_equal_tiktoken_on_any_text(mixed, text):
+    assert mixed.encode(text) == reference_of_mixed(mixed).encode_ordinary(text)
+
+
+REFERENCES: dict[int, tiktoken.Encoding] = {}
+
+
+def reference_of_mixed(tokenizer: rustbpe.Tokenizer) -> tiktoken.Encoding:
+    """`reference`, made once: hypothesis calls a test hundreds of times."""
+    return REFERENCES.setdefault(id(tokenizer), reference(tokenizer))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_P3_ids_equal_tiktoken_with_a_vocabulary_that_was_never_trained(seed):
+    rng = random.Random(seed)
+    source = "".join(rng.choices("abcde", k=500))
+    tokens = {source[i : i + rng.randrange(2, 7)].encode() for i in range(0, 400, 3)}
+    tokens = [*tokens, *(bytes([b]) for b in range(256))]
+    rng.shuffle(tokens)
+    tokenizer = rustbpe.Tokenizer.from_ranks(ranks_of(tokens), SCANNED[seed % len(SCANNED)])
+    expected = reference(tokenizer)
+    for length in [5, 20, 90, 110, 2000]:
+        for _ in range(20):
+            text = "".join(rng.choices("abcdef", k=length))
+            assert tokenizer.encode(text) == expected.encode_ordinary(text)
+
+
+def check_real_text(texts: list[str]):
+    tokenizer = trained(texts, 8192 - 9)
+    expected = reference(tokenizer).encode_ordinary_batch(texts, num_threads=2)
+    assert flat(tokenizer, texts, num_threads=2) == expected
+
+
+def test_P3_ids_equal_tiktoken_on_a_sample_of_real_text(hub):
+    check_real_text(hub_texts(hub, 60))
+
+
+@pytest.mark.slow
+def test_P3_ids_equal_tiktoken_on_all_of_mini_pretrain(hub):
+    check_real_text(hub_texts(hub, 1))
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "\n", "-", "'", "\u4e2d", "ab", " \n", "1", "x\u0301"])
+def test_P4_a_megabyte_of_one_character_takes_less_than_a_second(unit):
+    text = unit * (1_000_000 // len(unit.encode()))
+    tokenizer = trained([text], 300)
+    start = time.process_time()
+    ids = tokenizer.encode(text)
+    assert time.process_time() - start < 1.0
+    assert tokenizer.decode_bytes(ids) == text.encode()
+
+
+def test_P4_training_is_not_quadratic_in_the_length_of_a_word():
+    start = time.process_time()
+    tokenizer = trained(["abc" * 700_000], 1000)
+    assert time.process_time() - start < 2.0
+    assert max(len(token) for token, _ in tokenizer.get_mergeable_ranks()) > 1_000_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=8), num_threads=st.sampled_from([None, 1, 3]))
+def test_all_ways_to_encode_give_the_same_ids(mixed, texts, num_threads):
+    expected = [mixed.encode(text) for text in texts]
+    assert mixed.batch_encode(texts) == expected
+    assert flat(mixed, texts, num_threads=num_threads) == expected
+    assert flat(mixed, iter(texts), prefix=70_000) == [[70_000, *ids] for ids in expected]
+
+
+def test_long_texts_are_shared_among_threads_exactly(mixed):
+    rng = random.Random(0)
+    texts = [random_text(rng, "etao'1 \n\u00e9", n) for n in [300_000, 0, 5, 120_000]]
+    assert flat(mixed, texts, num_threads=4) == flat(mixed, texts, num_threads=1)
+
+
+def test_flat_ids_are_wrapped_without_a_copy(mixed):
+    buffer, offsets = mixed.encode_flat(["some text", "more"])
+    ids = np.frombuffer(buffer, np.uint32)
+    assert ids.ctypes.data == np.frombuffer(buffer, np.uint8).ctypes.data
+    assert not ids.flags.writeable
+    expected = mixed.encode("some text") + mixed.encode("more")
+    del buffer, offsets  # the array keeps them
+    assert ids.tolist() == expected
+
+
+def test_any_pattern_works_and_text_it_does_not_match_is_left_out():
+    tokenizer = trained(["one two three " * 5], 300, pattern=r"[a-z]+")
+    assert tokenizer.get_pattern() == r"[a-z]+"
+    assert rustbpe.split("one, two", r"[a-z]+|x*") == ["one", "two"]
+    text = "three two 1 one"
+    assert tokenizer.decode(tokenizer.encode(text)) == "threetwoone"
+    assert tokenizer.encode(text) == reference(tokenizer).encode_ordinary(text)
+
+
+def test_a_tokenizer_is_rebuilt_from_its_ranks(mixed):
+    ranks = mixed.get_mergeable_ranks()
+    again = rustbpe.Tokenizer.from_ranks(ranks[::-1], mixed.get_pattern())
+    assert again.get_mergeable_ranks() == ranks
+    assert again.get_pattern() == mixed.get_pattern()
+    assert again.encode("It's 2026, isn't it?") == mixed.encode("It's 2026, isn't it?")
+
+
+def test_an_untrained_tokenizer_is_the_bytes():
+    tokenizer = rustbpe.Tokenizer()
+    assert tokenizer.vocab_size == 256
+    assert tokenizer.get_pattern() == rustbpe.DEFAULT_PATTERN
+    assert tokenizer.encode("h\u00e9") == list("h\u00e9".encode())
+
+
+def test_training_on_nothing_leaves_the_bytes():
+    for texts in [[], [""], ["a", "b"]]:
+        assert trained(texts, 300).vocab_size == 256
+
+
+BYTES = [bytes([b]) for b in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "named"),
+    [
+        (lambda: trained(["a"], 255), "255"),
+        (lambda: trained(["a"], -1), "-1"),
+        (lambda: trained(["a"], 1 << 40), str(1 << 40)),
+        (lambda: trained(["a"], buffer_size=0), "0"),
+        (lambda: trained(["a"], num_threads=0), "num_threads is 0"),
+        (lambda: trained(["a"], pattern="a(b"), r"a\(b"),
+        (lambda: rustbpe.train_words([(b"ab", 1)], 100), "100"),
+        (lambda: rustbpe.train_words([(b"abc", (1 << 64) - 1)], 300), "64 bits"),
+        (lambda: rustbpe.split("a", "["), r"\["),
+        (lambda: rustbpe.Tokenizer().decode([97, 256]), "256"),
+        (lambda: rustbpe.Tokenizer().decode_bytes([-1]), "-1"),
+        (lambda: rustbpe.Tokenizer().decode([1 << 40]), str(1 << 40)),
+        (lambda: rustbpe.Tokenizer().encode_flat(["a"], num_threads=-2), "-2"),
+        (lambda: rustbpe.Tokenizer.from_ranks([]), "byte 0"),
+        (lambda: rustbpe.Tokenizer.from_ranks(ranks_of(BYTES[:-1])), "byte 255"),
+        (lambda: rustbpe.Tokenizer.from_ranks([*ranks_of(BYTES), (b"ab", 257)]), "257"),
+        (lambda: rustbpe.Tokenizer.from_ranks([*ranks_of(BYTES), (b"ab", 7)]), "7"),
+        (lambda: rustbpe.Tokenizer.from_ranks([*ranks_of(BYTES), (b"", 256)]), "256"),
+        (lambda: rustbpe.Tokenizer.from_ranks(ranks_of([*BYTES, b"ab", b"ab"])), "256"),
+        (lambda: rustbpe.Tokenizer.from_ranks(ranks_of(BYTES), "("), r"\("),
+    ],
+)
+def test_a_wrong_value_is_a_value_error_that_names_it(attempt, named):
+    with pytest.raises(ValueError, match=named):
+        attempt()
+
+
+def test_what_is_not_text_is_a_type_error(mixed):
+    for attempt in [
+        lambda: trained([b"bytes"]),
+        lambda: mixed.encode_flat(["a", None]),
+        lambda: mixed.encode(3),
+    ]:
+        with pytest.raises(TypeError):
+            attempt()
+
+
+def test_an_error_of_the_iterator_passes_through_and_leaves_the_tokenizer_as_it_was():
+    def texts():
+        yield "some text " * 100
+        raise KeyError("the source broke")
+
+    tokenizer = rustbpe.Tokenizer()
+    with pytest.raises(KeyError, match="the source broke"):
+        tokenizer.train_from_iterator(texts(), 300, buffer_size=1)
+    assert tokenizer.vocab_size == 256
+
+
+FOREVER = {
+    "counting": "rustbpe.Tokenizer().train_from_iterator(itertools.repeat('some text '), 300)",
+    "merging": "rustbpe.train_words([(random.Random(0).randbytes(20_000_000), 1)], 1_000_000)",
+    "encoding": "rustbpe.Tokenizer().encode_flat(['some text ' * 1000] * 1_000_000)",
+}
+
+
+@pytest.mark.parametrize("work", FOREVER)
+def test_ctrl_c_interrupts(work):
+    code = f"import itertools, random, rustbpe; print('ready', flush=True); {FOREVER[work]}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        child.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, errors = child.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert time.monotonic() - start < 20
+
+
+def test_the_interpreter_runs_on_while_the_crate_works(mixed):
+    rng = random.Random(0)
+    words = [(rng.randbytes(3_000_000), 1)]
+    texts = [random_text(rng, "abcdefgh", 200_000)]
+    for work in [
+        lambda: rustbpe.train_words(words, 3000),
+        lambda: trained(texts * 20, 300, num_threads=1),
+        lambda: mixed.encode_flat(texts * 20, num_threads=1),
+    ]:
+        done = threading.Event()
+        thread = threading.Thread(target=lambda work=work, done=done: (work(), done.set()))
+        thread.start()
+        ticks = 0
+        while not done.is_set():
+            time.sleep(0.001)
+            ticks += 1
+        thread.join()
+        assert ticks > 5
+
+
+def test_training_holds_words_and_not_text():
+    words = random_text(random.Random(0), "abcdefgh", 30_000).split(" ")
+
+    def texts():
+        rng = random.Random(1)
+        for _ in range(400):
+            yield " ".join(rng.choices(words, k=40_000))
+
+    trained(itertools.islice(texts(), 40), 1000, num_threads=2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trained(texts(), 1000, num_threads=2)  # 90 MB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
+
+
+def encode_in_child(tokenizer: rustbpe.Tokenizer, text: str, results) -> None:
+    results.put(flat(tokenizer, [text], num_threads=2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_encodes_with_its_own_threads(mixed):
+    text = random_text(random.Random(0), "abcdefgh", 100_000)
+    expected = flat(mixed, [text], num_threads=2)
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=encode_in_child, args=(mixed, text, results))
+    child.start()
+    assert results.get() == expected
+    child.join()

@@ -1,0 +1,57 @@
+"""speedrun.sh end to end in its smallest profile: a report, safe to run again."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from nanochat.common import REPOSITORY, read_json
+
+STAGES = ("Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss")
+
+
+def speedrun(base: Path, **extra: str) -> subprocess.CompletedProcess:
+    environment = {
+        **os.environ,
+        "NANOCHAT_BASE_DIR": str(base),
+        "REPORT_OUT": str(base / "copy"),
+        "PROFILE": "smoke",
+        **extra,
+    }
+    return subprocess.run(
+        ["bash", "speedrun.sh"],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def values(base: Path, section: str) -> dict:
+    record = read_json(base / "report" / f"{section.lower().replace(' ', '-')}.json")
+    return {k: v for k, v in record["values"].items() if "time" not in k and "second" not in k}
+
+
+def test_R18_a_second_run_skips_what_is_there_and_redoes_what_was_damaged(tmp_path):
+    base = tmp_path / "base"
+    first = speedrun(base)
+    assert first.returncode == 0, first.stdout + first.stderr
+    report = (base / "copy" / "report.md").read_text()
+    assert all(f"## {stage}" in report for stage in STAGES)
+    figures = {stage: values(base, stage) for stage in STAGES}
+
+    again = speedrun(base)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("finished already, skipped") == len(STAGES), again.stdout
+
+    # The tokenizer's file is still there, but no longer what was recorded: content decides
+    tokenizer = base / "tokenizer" / "main" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    redone = speedrun(base)
+    assert redone.returncode == 0, redone.stdout + redone.stderr
+    assert redone.stdout.count("finished already, skipped") == 3
+    for stage in STAGES:
+        assert {k: v for k, v in values(base, stage).items() if k != "Peak memory usage"} == {
+            k: v for k, v in figures[stage].items() if k != "Peak memory usage"
+        }
+
+
+def test_an_unknown_profile_is_refused_by_name(tmp_path):
+    done = speedrun(tmp_path, PROFILE="tpu")
+    assert done.returncode == 2 and "'tpu'" in done.stderr

@@ -1,0 +1,202 @@
+"""The tokenizer: its file, its special tokens, its bytes per token."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.common import MissingInput
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+SMALLEST = 256 + len(SPECIAL_TOKENS)
+
+
+def sample_texts() -> list[str]:
+    """Words over letters of one to four bytes, so that merges cut through characters too."""
+    rng = random.Random(0)
+    alphabets = [
+        "etaoin",
+        "\u00e9\u00e8\u00ea",
+        "\u4e2d\u4e2e\u4e2f",
+        "\U0001f600\U0001f601",
+        "019.!",
+    ]
+    return [
+        " ".join("".join(rng.choices(rng.choice(alphabets), k=4)) for _ in range(100))
+        for _ in range(50)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(sample_texts(), 600)
+
+
+def test_ids_are_bytes_then_merges_then_special_tokens(tokenizer):
+    assert tokenizer.vocab_size == 600
+    assert [tokenizer.special(name) for name in SPECIAL_TOKENS] == list(range(591, 600))
+    assert tokenizer.bos_id == 591
+    assert [tokenizer.decode_bytes([i]) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert tokenizer.decode([591, 104, 105]) == "<|bos|>hi"
+
+
+def test_the_smallest_tokenizer_is_the_bytes_and_the_special_tokens():
+    tokenizer = Tokenizer.train(["any text"], SMALLEST)
+    assert tokenizer.vocab_size == SMALLEST
+    assert tokenizer.encode("any") == [97, 110, 121]
+
+
+def test_too_little_text_gives_a_smaller_tokenizer_and_says_so(capsys):
+    tokenizer = Tokenizer.train(["abab"], 5000)
+    assert tokenizer.vocab_size == SMALLEST + 2
+    assert str(tokenizer.vocab_size) in (said := capsys.readouterr().out) and "5000" in said
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", " ", "bos", "\n"]) | st.text()))
+def test_P5_user_text_never_becomes_a_special_token(tokenizer, pieces):
+    text = "".join(pieces)
+    ids = tokenizer.encode(text)
+    assert all(i < tokenizer.bos_id for i in ids)
+    assert tokenizer.decode(ids) == text
+    flat, _ = tokenizer.encode_flat([text])
+    assert flat.tolist() == ids
+
+
+def test_P5_not_even_when_the_training_text_is_full_of_their_names():
+    tokenizer = Tokenizer.train(["<|assistant_start|> " * 100], 320)
+    assert all(i < tokenizer.bos_id for i in tokenizer.encode("<|assistant_start|>"))
+
+
+def test_P6_the_same_training_gives_the_same_bytes(tmp_path, tokenizer):
+    texts = sample_texts()
+    path = tokenizer.save(tmp_path / "a")
+    for num_threads in [1, 3]:
+        texts.reverse()
+        again = Tokenizer.train(iter(texts), 600, num_threads=num_threads)
+        assert again.save(tmp_path / "b").read_bytes() == path.read_bytes()
+        assert again.fingerprint == tokenizer.fingerprint
+    content = json.loads(path.read_text())
+    assert list(content) == sorted(content)
+
+
+def test_P6_the_fingerprint_names_the_content(tokenizer):
+    assert len(tokenizer.fingerprint) == 16
+    assert Tokenizer.train(sample_texts(), 599).fingerprint != tokenizer.fingerprint
+    assert Tokenizer.train(sample_texts()[1:], 600).fingerprint != tokenizer.fingerprint
+
+
+def test_a_saved_tokenizer_reads_back_the_same(tmp_path, tokenizer):
+    again = Tokenizer.read(tokenizer.save(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.vocab_size == tokenizer.vocab_size
+    text = "\u4e2d\u4e2d eat \U0001f601 9.1"
+    assert again.encode(text) == tokenizer.encode(text)
+    np.testing.assert_array_equal(again.token_bytes(), tokenizer.token_bytes())
+
+
+def test_load_finds_the_tag_or_names_the_command(base, tokenizer):
+    with pytest.raises(MissingInput, match="scripts.tok_train$"):
+        Tokenizer.load()
+    with pytest.raises(MissingInput, match="tok_train --tokenizer_tag=small"):
+        Tokenizer.load("small")
+    tokenizer.save(base / "tokenizer" / "small")
+    assert Tokenizer.load("small").fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda content: content.update(format=2), "format"),
+        (lambda content: content.pop("tokens"), "tokens"),
+        (lambda content: content["special_tokens"].append("<|new|>"), "new"),
+        (lambda content: content["tokens"].append(content["tokens"][300]), "300"),
+        (lambda content: content["tokens"].pop(65), "65"),
+        (lambda content: content["tokens"].append("\u4e2d"), "latin-1"),
+        (lambda content: content["tokens"].append(7), "int"),
+        (lambda content: content.update(pattern="("), r"\("),
+    ],
+)
+def test_a_damaged_file_is_a_value_error_that_names_it(tmp_path, tokenizer, change, named):
+    path = tokenizer.save(tmp_path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=named) as caught:
+        Tokenizer.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_json_is_a_value_error_that_names_it(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        Tokenizer.read(tmp_path / "tokenizer.json")
+
+
+def test_wrong_values_are_value_errors_that_name_them(tokenizer):
+    for attempt, named in [
+        (lambda: Tokenizer.train([], SMALLEST - 1), str(SMALLEST - 1)),
+        (lambda: Tokenizer.train(["\ud800"], SMALLEST), "surrogates"),
+        (lambda: tokenizer.encode("\ud800"), "surrogates"),
+        (lambda: tokenizer.encode_flat(["a", "\ud800"]), "text 1"),
+        (lambda: tokenizer.special("<|nobody|>"), "nobody"),
+        (lambda: tokenizer.decode([600]), "600"),
+        (lambda: tokenizer.decode_bytes([-1]), "-1"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            attempt()
+
+
+def test_flat_arrays_hold_the_texts_one_after_the_other(tokenizer):
+    texts = ["", "eat", "\u4e2d\u4e2d", ""]
+    ids, offsets = tokenizer.encode_flat(texts, bos=True)
+    assert ids.dtype == np.uint32 and offsets.dtype == np.int64
+    rows = [ids[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+    assert rows == [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+    ids, offsets = tokenizer.encode_flat([])
+    assert ids.tolist() == [] and offsets.tolist() == [0]
+
+
+def test_R25_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
+    lengths = tokenizer.token_bytes()
+    assert lengths.dtype == np.int32 and lengths.shape == (tokenizer.vocab_size,)
+    assert lengths[: tokenizer.bos_id].min() == 1
+    assert lengths[tokenizer.bos_id :].tolist() == [0] * len(SPECIAL_TOKENS)
+    rng = random.Random(0)
+    for i in range(1000):
+        if i % 2:  # any ids: mostly not UTF-8
+            ids = [rng.randrange(tokenizer.bos_id) for _ in range(50)]
+            expected = len(tokenizer.decode_bytes(ids))
+        else:
+            text = "".join(chr(rng.randrange(0xD800)) for _ in range(rng.randrange(50)))
+            ids = tokenizer.encode(text)
+            expected = len(text.encode())
+        assert lengths[ids].sum() == expected
+        assert lengths[[tokenizer.bos_id, *ids]].sum() == expected
+
+
+def test_B8_bytes_of_a_token_that_is_part_of_a_character_are_counted_raw(tokenizer):
+    lengths = tokenizer.token_bytes()
+    partial = [
+        i
+        for i in range(256, tokenizer.bos_id)
+        if "\ufffd" in tokenizer.decode([i]) and len(tokenizer.decode_bytes([i])) == 2
+    ]
+    assert partial, "the sample must give tokens that cut through characters"
+    assert all(lengths[i] == 2 for i in partial)  # their decoded text, re-encoded, would have 3
+    for text in sample_texts():
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+def test_P3_the_tiktoken_export_agrees(tokenizer):
+    export = tokenizer.to_tiktoken()
+    assert export.n_vocab == tokenizer.vocab_size
+    for name in SPECIAL_TOKENS:
+        assert export.encode_single_token(name) == tokenizer.special(name)
+    for text in [*sample_texts(), "<|bos|>it's 12345\n\n  x", "\u0130\u017f's"]:
+        assert export.encode_ordinary(text) == tokenizer.encode(text)
+        assert export.encode(text, disallowed_special=()) == tokenizer.encode(text)
+        assert export.decode_bytes(tokenizer.encode(text)) == text.encode()
