@@ -39,12 +39,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
 
 FORMAT = 1
-STAGES = {
-    "base": "base_checkpoints",
-    "mid": "mid_checkpoints",
-    "sft": "chatsft_checkpoints",
-    "rl": "chatrl_checkpoints",
-}
+FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
@@ -87,9 +82,9 @@ class Checkpoint:
 
 def stage_folder(stage: str) -> Path:
     """Where the checkpoints of a stage (base, mid, sft, rl) live. Raises ValueError for others."""
-    if stage not in STAGES:
-        raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
-    return base_dir() / STAGES[stage]
+    if stage not in FOLDERS:
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(FOLDERS)}")
+    return base_dir() / f"{FOLDERS[stage]}_checkpoints"
 
 
 class Checkpoints:

@@ -12,14 +12,10 @@ from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
 PROMPTS = (
-    "The capital of France is",
-    "The chemical symbol of gold is",
-    "If yesterday was Friday, then tomorrow will be",
-    "The opposite of hot is",
-    "The planets of the solar system are:",
-    "My favorite color is",
-    "If 5*x + 3 = 13, then x is",
-)
+    "The capital of France is | The chemical symbol of gold is | If yesterday was Friday, then "
+    "tomorrow will be | The opposite of hot is | The planets of the solar system are: | My "
+    "favorite color is | If 5*x + 3 = 13, then x is"
+).split(" | ")
 NEW_TOKENS = 16
 
 

@@ -26,17 +26,10 @@ from nanochat.common import MissingInput, base_dir, fingerprint, read_json, writ
 FORMAT = 1
 PATTERN = rustbpe.DEFAULT_PATTERN  # GPT-4's, with numbers of at most two digits
 FILE_NAME = "tokenizer.json"
-SPECIAL_TOKENS = (
-    "<|bos|>",  # starts every document and conversation
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|python_start|>",  # the assistant calls a tool ...
-    "<|python_end|>",
-    "<|output_start|>",  # ... and the tool answers
-    "<|output_end|>",
-)
+# bos starts every document and conversation; in the other pairs, what stands between start and end
+# is a turn of the user, one of the assistant, its call of a tool, and the tool's answer.
+TURNS = ("user", "assistant", "python", "output")
+SPECIAL_TOKENS = ("<|bos|>", *(f"<|{t}_{edge}|>" for t in TURNS for edge in ("start", "end")))
 
 
 class Tokenizer:

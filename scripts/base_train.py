@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
@@ -114,7 +115,7 @@ class Text(NamedTuple):
 
 
 def main(cfg: BaseTrain) -> None:
-    started = time.perf_counter()
+    started, at_start = time.perf_counter(), peak_memory_bytes(torch.device("cpu"))
     machine = init_machine(cfg.machine, cfg.seed)
     text = open_text(cfg, machine)
     key = records.stage_key(settings(cfg), text.inputs)
@@ -208,7 +209,7 @@ def main(cfg: BaseTrain) -> None:
         raise SystemExit(PREEMPTED)
     if machine.is_main:
         assert checkpoints.saved is not None
-        write_section(cfg, text, run, ready, progress, checkpoints.saved, started)
+        write_section(cfg, text, run, ready, progress, checkpoints.saved, started, at_start)
     machine.close()
 
 
@@ -274,6 +275,7 @@ def write_section(
     progress: Progress,
     checkpoint: Checkpoint,
     started: float,
+    memory_at_start: int,
 ) -> None:
     """The record and the report."""
     model, machine = run.model, run.machine
@@ -301,6 +303,7 @@ def write_section(
         "Compute dtype": str(machine.dtype).removeprefix("torch."),
         "Compiled": ready.compiled,
         "Stated memory": f"{ready.memory.total / 2**20:.2f}MiB",
+        "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
         "Skipped steps": progress.bad_steps,
     }
     device = device_name(machine.device)

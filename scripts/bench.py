@@ -1,14 +1,15 @@
 """
-Measure speed against others, in one run on one machine.
+Measure speed against others and against the machine's own limits, in one run.
 
+    python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=tokenizer --dataset=embedded --num_shards=8
-    python -m scripts.bench --what=tokenizer --data_dir=<folder of parquet files>
 
+train       a training step: forward, backward, update; tokens/s; share of the measured ceiling
 tokenizer   training with our crate against the PyPI package rustbpe and Hugging Face tokenizers;
             encoding with it against tiktoken and gigatoken, one vocabulary for all, first pass
 
-Reads   training shards of the text
-Writes  nothing: it prints tables of median, range and ratio
+Reads   for the tokenizer, training shards of the text
+Writes  nothing: it prints tables
 """
 
 from collections.abc import Callable
@@ -17,33 +18,58 @@ from typing import Literal
 
 from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.preflight import KernelConfig
+from nanochat.scaling import shape_for_depth
 from nanochat.tokenizer_bench import bench_tokenizer
+from nanochat.train_bench import bench_training
 
 
 @dataclass(frozen=True)
 class Bench:
-    what: Literal["tokenizer"] = "tokenizer"
+    what: Literal["train", "tokenizer"] = "train"
     """What to measure."""
+    depth: int = 4
+    """train: depth of the model."""
+    max_seq_len: int = 512
+    """train: tokens in a row."""
+    rows: int = 8
+    """train: rows per step on this device."""
+    vocab_size: int = 8192
+    """train: size of the vocabulary."""
+    steps: int = 10
+    """train: steps to time."""
     repeats: int = 3
-    """Measurements of each thing; they take turns, so that a slow minute hits all alike."""
+    """tokenizer: measurements of each thing, in turn, so that a slow minute hits all alike."""
     max_megabytes: float = 110.0
-    """Text to measure on, from the first training shards."""
+    """tokenizer: text to measure on, from the first training shards."""
     vocab_sizes: tuple[int, ...] = (8192, 32768)
-    """Sizes of vocabulary to train. Encoding uses the last."""
+    """tokenizer: sizes of vocabulary to train. Encoding uses the last."""
     threads: tuple[int, ...] = (1, 2)
-    """Numbers of threads to encode with. Training uses the last."""
+    """tokenizer: numbers of threads to encode with. Training uses the last."""
     data: DataConfig = field(default_factory=DataConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"--repeats is at least 1, not {self.repeats}")
+        for name in ("repeats", "rows", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is at least 1, not {getattr(self, name)}")
         if not self.vocab_sizes or not self.threads:
             raise ValueError("give --vocab_sizes and --threads at least one number each")
 
 
 def main(cfg: Bench) -> None:
-    benches: dict[str, Callable[[Bench], None]] = {"tokenizer": tokenizer}
+    benches: dict[str, Callable[[Bench], None]] = {"train": train, "tokenizer": tokenizer}
     benches[cfg.what](cfg)
+
+
+def train(cfg: Bench) -> None:
+    """Steps of one model, on noise."""
+    machine = init_machine(cfg.machine)
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len)
+    bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps)
+    machine.close()
 
 
 def tokenizer(cfg: Bench) -> None:

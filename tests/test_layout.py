@@ -16,7 +16,7 @@ FLOORS = """
     tokenizer tokenizer_bench world_tables world_facts world_drills world_stories world sample_texts
     disk hub text_files dataset packing rows row_writer
     attention loss gpt optim schedule scaling
-    records runlog preflight train checkpoint samples
+    records runlog preflight train_bench train checkpoint samples
     eval_bpb
     plots sections summary figures report
 """.split()

@@ -45,156 +45,129 @@ HEADER = {
     },
     "hourly_rate": 24.0,
 }
-HEADER_TEXT = """\
-# nanochat training report
-
-Generated: 2025-10-23 22:26:58
-
-## Environment
-
-### Git Information
-- Branch: main
-- Commit: f1e8954 (dirty)
-- Message: Document Hyperbolic setup and fix lite RL script
-
-### Hardware
-- Platform: Linux
-- CPUs: 104 cores (104 logical)
-- Memory: 1007.4 GB
-- GPUs: 8x NVIDIA H100 80GB HBM3
-- GPU Memory: 633.7 GB total
-- CUDA Version: 12.8
-- Hourly Rate: $24.00/hour
-- CPU Model: Some CPU
-
-### Software
-- Python: 3.10.12
-- PyTorch: 2.8.0+cu128
 
 
-### Bloat
-- Characters: 474,203
-- Lines: 12,350
-- Files: 57
-- Tokens (approx): 118,550
-- Dependencies (uv.lock lines): 2,220
+def listing(entries: str) -> str:
+    """The lines of a list in the report, from its entries between bars."""
+    return "".join(f"- {entry}\n" for entry in entries.split(" | "))
 
-Run started: 2025-10-23 22:27:01
 
----
-
-"""
-TOKENIZER_TEXT = """\
-## Tokenizer training
-timestamp: 2025-10-24 01:20:23
-
-- max_chars: 10,000,000,000
-- doc_cap: 10,000
-- vocab_size: 65,536
-- train_time: 167.3429
-- num_special_tokens: 9
-- token_bytes_min: 1
-- token_bytes_max: 32
-- token_bytes_mean: 6.9125
-- token_bytes_std: 2.8738
-"""
-TOKENIZER_EVALUATION_TEXT = """\
-## Tokenizer evaluation
-timestamp: 2025-10-24 01:20:28
-
-### Comparison with GPT-2
-
-| Text Type | Bytes | GPT-2 Tokens | GPT-2 Ratio | Ours Tokens | Ours Ratio | Relative Diff % |
-|-----------|-------|--------------|--------------|-------------|------------|-----------------|
-| news | 1819 | 404 | 4.50 | 371 | 4.90 | +8.2% |
-| fwe-val | 5028883 | 1083776 | 4.64 | 1033017 | 4.87 | +4.7% |
-
-### Comparison with GPT-4
-
-| Text Type | Bytes | GPT-4 Tokens | GPT-4 Ratio | Ours Tokens | Ours Ratio | Relative Diff % |
-|-----------|-------|--------------|--------------|-------------|------------|-----------------|
-| korean | 893 | 364 | 2.45 | 723 | 1.24 | -98.6% |
-
-"""
-BASE_TEXT = """\
-## Base model training
-timestamp: 2025-10-23 22:28:41
-
-- run: aquarat-20251023-222655
-- device_type: 
-- depth: 8
-- max_seq_len: 2048
-- num_iterations: 200
-- target_flops: -1.0000
-- target_param_data_ratio: 20
-- device_batch_size: 32
-- total_batch_size: 524,288
-- embedding_lr: 0.2000
-- unembedding_lr: 0.0040
-- weight_decay: 0.0000
-- matrix_lr: 0.0200
-- grad_clip: 1.0000
-- eval_every: 250
-- eval_tokens: 10,485,760
-- core_metric_every: 2000
-- core_metric_max_per_task: 500
-- sample_every: 2000
-- model_tag: 
-- Number of parameters: 92,274,688
-- Number of FLOPs per token: 4.529848e+08
-- Calculated number of iterations: 200
-- Number of training tokens: 104,857,600
-- Tokens : Params ratio: 1.1364
-- DDP world size: 8
-- warmup_ratio: 0.0000
-- warmdown_ratio: 0.2000
-- final_lr_frac: 0.0000
-- Minimum validation bpb: 1.2992
-- Final validation bpb: 1.2992
-- CORE metric estimate: 0.0135
-- MFU %: 21.07%
-- Total training flops: 4.749890e+16
-- Total training time: 0.39m
-- Peak memory usage: 19176.26MiB
-"""  # noqa: W291
-CHAT_TEXT = """\
-## Chat evaluation mid
-timestamp: 2025-10-24 01:52:32
-
-- source: mid
-- task_name: GSM8K
-- dtype: bfloat16
-- temperature: 0.0000
-- max_new_tokens: 512
-- num_samples: 1
-- top_k: 50
-- batch_size: 8
-- model_tag: None
-- step: None
-- max_problems: None
-- device_type: 
-- GSM8K: 0.0023
-"""  # noqa: W291
-SUMMARY_TEXT = """\
-## Summary
-
-- Characters: 474,203
-- Lines: 12,350
-- Files: 57
-- Tokens (approx): 118,550
-- Dependencies (uv.lock lines): 2,220
-
-| Metric          | BASE     | MID      | SFT      | RL       |
-|-----------------|----------|----------|----------|----------|
-| CORE            | 0.0155   | -        | -        | -        |
-| GSM8K           | -        | 0.0023   | -        | -        |
-
-Total wall clock time: 3h25m
-"""
-ADDED = """\
-- provenance: run run-1, commit f1e8954 (dirty), seed 0
-- cost: 1.50m on 8x H100
-"""
+HEADER_TEXT = (
+    "# nanochat training report\n"
+    + "\n"
+    + "Generated: 2025-10-23 22:26:58\n"
+    + "\n"
+    + "## Environment\n"
+    + "\n"
+    + "### Git Information\n"
+    + listing(
+        "Branch: main | Commit: f1e8954 (dirty) | "
+        "Message: Document Hyperbolic setup and fix lite RL script"
+    )
+    + "\n"
+    + "### Hardware\n"
+    + listing(
+        "Platform: Linux | CPUs: 104 cores (104 logical) | Memory: 1007.4 GB | "
+        "GPUs: 8x NVIDIA H100 80GB HBM3 | GPU Memory: 633.7 GB total | "
+        "CUDA Version: 12.8 | Hourly Rate: $24.00/hour | CPU Model: Some CPU"
+    )
+    + "\n"
+    + "### Software\n"
+    + listing("Python: 3.10.12 | PyTorch: 2.8.0+cu128")
+    + "\n"
+    + "\n"
+    + "### Bloat\n"
+    + listing(
+        "Characters: 474,203 | Lines: 12,350 | Files: 57 | Tokens (approx): 118,550 | "
+        "Dependencies (uv.lock lines): 2,220"
+    )
+    + "\n"
+    + "Run started: 2025-10-23 22:27:01\n"
+    + "\n"
+    + "---\n"
+    + "\n"
+)
+TOKENIZER_TEXT = (
+    "## Tokenizer training\n"
+    + "timestamp: 2025-10-24 01:20:23\n"
+    + "\n"
+    + listing(
+        "max_chars: 10,000,000,000 | doc_cap: 10,000 | vocab_size: 65,536 | "
+        "train_time: 167.3429 | num_special_tokens: 9 | token_bytes_min: 1 | "
+        "token_bytes_max: 32 | token_bytes_mean: 6.9125 | token_bytes_std: 2.8738"
+    )
+)
+TOKENIZER_EVALUATION_TEXT = (
+    "## Tokenizer evaluation\n"
+    + "timestamp: 2025-10-24 01:20:28\n"
+    + "\n"
+    + "### Comparison with GPT-2\n"
+    + "\n"
+    + "| Text Type | Bytes | GPT-2 Tokens | GPT-2 Ratio "
+    "| Ours Tokens | Ours Ratio | Relative Diff % |\n"
+    + "|-----------|-------|--------------|--------------"
+    "|-------------|------------|-----------------|\n"
+    + "| news | 1819 | 404 | 4.50 | 371 | 4.90 | +8.2% |\n"
+    + "| fwe-val | 5028883 | 1083776 | 4.64 | 1033017 | 4.87 | +4.7% |\n"
+    + "\n"
+    + "### Comparison with GPT-4\n"
+    + "\n"
+    + "| Text Type | Bytes | GPT-4 Tokens | GPT-4 Ratio "
+    "| Ours Tokens | Ours Ratio | Relative Diff % |\n"
+    + "|-----------|-------|--------------|--------------"
+    "|-------------|------------|-----------------|\n"
+    + "| korean | 893 | 364 | 2.45 | 723 | 1.24 | -98.6% |\n"
+    + "\n"
+)
+BASE_TEXT = (
+    "## Base model training\n"
+    + "timestamp: 2025-10-23 22:28:41\n"
+    + "\n"
+    + listing(
+        "run: aquarat-20251023-222655 | device_type:  | depth: 8 | max_seq_len: 2048 | "
+        "num_iterations: 200 | target_flops: -1.0000 | target_param_data_ratio: 20 | "
+        "device_batch_size: 32 | total_batch_size: 524,288 | embedding_lr: 0.2000 | "
+        "unembedding_lr: 0.0040 | weight_decay: 0.0000 | matrix_lr: 0.0200 | "
+        "grad_clip: 1.0000 | eval_every: 250 | eval_tokens: 10,485,760 | "
+        "core_metric_every: 2000 | core_metric_max_per_task: 500 | sample_every: 2000 | "
+        "model_tag:  | Number of parameters: 92,274,688 | "
+        "Number of FLOPs per token: 4.529848e+08 | "
+        "Calculated number of iterations: 200 | Number of training tokens: 104,857,600 | "
+        "Tokens : Params ratio: 1.1364 | DDP world size: 8 | warmup_ratio: 0.0000 | "
+        "warmdown_ratio: 0.2000 | final_lr_frac: 0.0000 | "
+        "Minimum validation bpb: 1.2992 | Final validation bpb: 1.2992 | "
+        "CORE metric estimate: 0.0135 | MFU %: 21.07% | "
+        "Total training flops: 4.749890e+16 | Total training time: 0.39m | "
+        "Peak memory usage: 19176.26MiB"
+    )
+)
+CHAT_TEXT = (
+    "## Chat evaluation mid\n"
+    + "timestamp: 2025-10-24 01:52:32\n"
+    + "\n"
+    + listing(
+        "source: mid | task_name: GSM8K | dtype: bfloat16 | temperature: 0.0000 | "
+        "max_new_tokens: 512 | num_samples: 1 | top_k: 50 | batch_size: 8 | "
+        "model_tag: None | step: None | max_problems: None | device_type:  | "
+        "GSM8K: 0.0023"
+    )
+)
+SUMMARY_TEXT = (
+    "## Summary\n"
+    + "\n"
+    + listing(
+        "Characters: 474,203 | Lines: 12,350 | Files: 57 | Tokens (approx): 118,550 | "
+        "Dependencies (uv.lock lines): 2,220"
+    )
+    + "\n"
+    + "| Metric          | BASE     | MID      | SFT      | RL       |\n"
+    + "|-----------------|----------|----------|----------|----------|\n"
+    + "| CORE            | 0.0155   | -        | -        | -        |\n"
+    + "| GSM8K           | -        | 0.0023   | -        | -        |\n"
+    + "\n"
+    + "Total wall clock time: 3h25m\n"
+)
+ADDED = listing("provenance: run run-1, commit f1e8954 (dirty), seed 0 | cost: 1.50m on 8x H100")
 
 
 def record(section, timestamp="2025-10-24 01:00:00", settings=None, values=None, **more):

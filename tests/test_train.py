@@ -13,7 +13,7 @@ from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.schedule import ScheduleConfig
-from nanochat.train import LoopConfig, Progress, Run, TooManyBadSteps, train, train_step
+from nanochat.train import LoopConfig, Progress, Run, TooManyBadSteps, to_device, train, train_step
 from tests.conftest import TINY
 
 ROWS, T = 8, TINY.max_seq_len
@@ -195,3 +195,18 @@ def test_clipping_bounds_the_gradient_that_is_applied(machine):
     run.optimizer.step = lambda lr, momentum, decay, scale: scales.append(scale)
     _, norm, _ = train_step(run, 0, False)
     assert norm * scales[0] == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_B7_a_batch_stays_itself_while_the_cpu_runs_ahead_of_the_copy():
+    device = torch.device("cuda")
+    busy = torch.randn(8192, 8192, device=device)
+    for _ in range(20):
+        busy = busy @ busy / 100  # keeps the queue full, so that copies wait in it
+    copies = []
+    for step in range(50):
+        copies.append(to_device(np.full((64, 1024), step), device))
+    torch.cuda.synchronize()
+    for step, copy in enumerate(copies):
+        assert (copy == step).all()
