@@ -42,7 +42,7 @@ cpu)
     depth=${DEPTH:-4} processes=1 gigabytes=7 rate=0
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    shape=(--max_seq_len=256 --num_iterations=600 --total_batch_size=2048 --eval_tokens=131072)
+    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100)
     minutes=(1 1 5 1)
     ;;
 smoke)

@@ -18,7 +18,7 @@ need uv "See https://docs.astral.sh/uv/ or run: python3 -m pip install uv"
 
 if ! command -v cargo >/dev/null; then
     echo "setup: installing the Rust toolchain"
-    { curl -LsSf https://sh.rustup.rs | sh -s -- -y --profile minimal; } >/dev/null 2>&1 || true
+    { curl -LsSf https://sh.rustup.rs | sh -s -- -y --profile minimal -c clippy -c rustfmt; } >/dev/null 2>&1 || true
 fi
 need cargo "See https://rustup.rs"
 

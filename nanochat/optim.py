@@ -233,15 +233,13 @@ class MuonAdamW:
                 waiting.append(dist.all_reduce(whole, async_op=True))
         for work in waiting:
             work.wait()
-        squares = [part.grad.float().square().sum() for part in self.parts]  # type: ignore
-        mine = torch.stack(
-            [s for s, p in zip(squares, self.parts, strict=True) if p.spread] or [squares[0] * 0]
-        ).sum()
-        shared = torch.stack(
-            [s for s, p in zip(squares, self.parts, strict=True) if not p.spread]
-            or [squares[0] * 0]
-        ).sum()
-        return (self.machine.sum(float(mine))[0] + float(shared)) ** 0.5
+        spread = self.machine.sum(self.squared_norm(spread=True))[0]
+        return (spread + self.squared_norm(spread=False)) ** 0.5
+
+    def squared_norm(self, spread: bool) -> float:
+        """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
+        grads = [p.grad for p in self.parts if p.spread is spread and p.grad is not None]
+        return float(torch.stack([g.square().sum() for g in grads]).sum()) if grads else 0.0
 
     @torch.no_grad()
     def step(

@@ -253,10 +253,11 @@ def prepare(
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 45 s, 12 min, 3.4 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    """A time for people: 45 s, 12 min, 3.4 h, 5.1 days."""
+    for unit, size, limit in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 172_800)):
+        if seconds < limit:
+            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
+    return f"{seconds / 86_400:.1f} days"
 
 
 def describe(model: GPT, machine: Machine, memory: Memory, compiled: bool) -> list[str]:

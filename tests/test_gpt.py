@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanochat import loss as loss_module
 from nanochat.gpt import GPT, GPTConfig, build_model, rotary, rotate
 from nanochat.loss import IGNORE
 from tests.conftest import TINY, lively
@@ -93,6 +95,31 @@ def test_compiled_and_eager_agree(tiny_gpt):
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-4)
     for name, p in tiny_gpt.named_parameters():
         torch.testing.assert_close(p.grad, plain[name], rtol=1e-3, atol=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation produced."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
+    cfg = replace(TINY, vocab_size=1000, max_seq_len=64)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 1 << 15)
+    model = build_model(cfg, CPU, torch.float32, seed=0)
+    tokens = torch.randint(1000, (4, 64), generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as training:
+        model.loss(tokens, tokens).backward()
+    with LargestTensor() as scoring:
+        model.token_losses(tokens, tokens)
+    assert scoring.elements <= training.elements < 4 * 64 * 1000 / 4
 
 
 def test_rotation_makes_scores_depend_on_distance_only():
