@@ -36,8 +36,9 @@ GPU_ROWS = 32  # rows per forward pass on a GPU
 class BaseLoss:
     device_batch_size: int | None = None
     """Rows per forward pass on one device; never changes the result."""
-    split_tokens: int = 20 * 524_288
-    """Tokens to score of the training rows and of the validation rows; at most all of them."""
+    split_tokens: int | None = None
+    """Tokens to score of the training rows and of the validation rows; at most all of them.
+    Default: 10,485,760, on a CPU 262,144."""
     max_documents: int | None = None
     """Validation documents to score one by one. Default: all."""
     sliding_stride: int | None = None
@@ -73,11 +74,12 @@ def main(cfg: BaseLoss) -> None:
     source = open_source(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, model.cfg.max_seq_len)
     step_rows = cfg.device_batch_size or default_rows(model, machine)
-    seconds = estimate_seconds(model, 3 * cfg.split_tokens, machine) / 3  # no backward pass
+    split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu(machine) else 20 * 524_288)
+    seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
     # Rows: what training saw, and what it did not
-    num_rows = max(1, cfg.split_tokens // model.cfg.max_seq_len)
+    num_rows = max(1, split_tokens // model.cfg.max_seq_len)
     if machine.local_rank == 0:
         ensure(rows, source, tokenizer, num_rows)
     machine.barrier()
@@ -121,8 +123,12 @@ def main(cfg: BaseLoss) -> None:
 
 def default_rows(model: GPT, machine: Machine) -> int:
     """Rows per forward pass where nobody says."""
-    cpu = machine.device.type == "cpu"
-    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if cpu else GPU_ROWS
+    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu(machine) else GPU_ROWS
+
+
+def on_cpu(machine: Machine) -> bool:
+    """Whether there is no accelerator: everything is then scored on less."""
+    return machine.device.type == "cpu"
 
 
 def train_batches(
