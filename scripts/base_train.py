@@ -118,7 +118,7 @@ def main(cfg: BaseTrain) -> None:
     started, at_start = time.perf_counter(), peak_memory_bytes(torch.device("cpu"))
     machine = init_machine(cfg.machine, cfg.seed)
     text = open_text(cfg, machine)
-    key = records.stage_key(settings(cfg), text.inputs)
+    key = records.stage_key(asked(cfg, machine), text.inputs)
     if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
@@ -249,6 +249,11 @@ def eval_tokens(cfg: BaseTrain, machine: Machine) -> int:
     return cfg.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
 
 
+def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
+    """The settings as the record has them."""
+    return {**settings(cfg), "eval_tokens": eval_tokens(cfg, machine)}
+
+
 def evaluation(
     cfg: BaseTrain, model: GPT, text: Text, device_rows: int, machine: Machine
 ) -> Callable[[int], dict[str, float]]:
@@ -309,7 +314,7 @@ def write_section(
     device = device_name(machine.device)
     records.write_record(
         SECTION,
-        {**settings(cfg), "eval_tokens": eval_tokens(cfg, machine)},
+        asked(cfg, machine),
         values,
         records.Provenance(text.run_id, cfg.seed, text.inputs, {"base": checkpoint.fingerprint}),
         records.Cost(time.perf_counter() - started, machine.world_size, device),
