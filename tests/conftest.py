@@ -1,13 +1,17 @@
 """Fixtures of the whole suite: a private base directory, a tiny model, one rank."""
 
+import atexit
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from nanochat.config import silence_teardown
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.machine import Machine
+
+atexit.register(silence_teardown)
 
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
