@@ -147,6 +147,11 @@ def may_be_none(annotation: Any) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
+def is_boolean(annotation: Any) -> bool:
+    """True for `bool` and `bool | None`."""
+    return annotation is bool or annotation == bool | None
+
+
 def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """
     Translate the forms of a boolean to `--flag True`, and drop `-1` for settings that may be None.
@@ -162,12 +167,12 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
         negated = name.removeprefix("no_")
         if not flag.startswith("--") or name == "help":
             result.append(arg)
-        elif known.get(negated) is bool and not equals:
+        elif is_boolean(known.get(negated)) and not equals and rest[:1] != ["-1"]:
             result += [f"--{negated}", str(negated == name)]
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             refuse(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
-        elif known[name] is bool:
+        elif is_boolean(known[name]) and value not in ("", "-1"):
             if value.lower() not in BOOLEAN_WORDS:
                 refuse(f"{flag} is yes or no (1 or 0), not {value!r}")
             result += [flag, str(BOOLEAN_WORDS[value.lower()])]

@@ -29,6 +29,7 @@ class Script:
     device_type: Literal["cpu", "cuda"] | None = None
     tag: str = ""
     once: bool = False
+    compile: bool | None = None
     rates: Rates = field(default_factory=Rates)
 
 
@@ -67,6 +68,15 @@ def test_booleans_have_every_usual_form(flag, want):
 def test_minus_one_and_nothing_both_leave_the_choice_to_us(form):
     assert read(*form, "--target_flops=-1").device_batch_size is None
     assert read("--target_flops=-1.0").target_flops is None
+
+
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [([], None), (["--compile=-1"], None), (["--compile", "-1"], None), (["--compile"], True),
+     (["--no-compile"], False), (["--compile=0"], False), (["--compile=1"], True)],
+)  # fmt: skip
+def test_a_boolean_may_be_left_open(args, want):
+    assert read(*args).compile is want
 
 
 def test_minus_one_stays_a_number_where_none_is_no_choice():
@@ -111,6 +121,7 @@ def test_settings_print_open_choices_as_the_seed_report_does():
         "device_type": "",
         "tag": "",
         "once": False,
+        "compile": "",
         "matrix_lr": -1.0,
         "cautious": True,
     }
