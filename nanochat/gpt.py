@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
