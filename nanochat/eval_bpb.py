@@ -7,7 +7,7 @@ Bytes come from the raw bytes of each token; special tokens have none and are ou
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,18 +43,30 @@ class Bpb:
 Batch = tuple[np.ndarray, np.ndarray]
 
 
+class Interrupted(Exception):
+    """The evaluation was asked to stop before its end: there is no figure."""
+
+
 def bits_per_byte(
-    model: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray, machine: Machine
+    model: Scorer,
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    machine: Machine,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Bpb:
     """
     Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
 
     token_bytes (V,) is the length in bytes of every token, 0 for specials. The sums are kept in
-    float64, so the result does not depend on how rows are batched or spread over ranks.
+    float64, so the result does not depend on how rows are batched or spread over ranks. Raises
+    Interrupted, on every rank, when `stopping` said on one of them to end early.
     """
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
     nats, num_bytes, num_tokens = 0.0, 0, 0
+    stopped = False
     for tokens, targets in batches:
+        if stopped := stopping():
+            break
         x = torch.from_numpy(tokens).to(machine.device)
         y = torch.from_numpy(targets).to(machine.device)
         length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
@@ -62,7 +74,9 @@ def bits_per_byte(
         nats += float(torch.where(length > 0, losses, 0.0).cpu().double().sum())
         num_bytes += int(length.sum())
         num_tokens += int((length > 0).sum())
-    total = machine.sum(nats, num_bytes, num_tokens)
+    total = machine.sum(nats, num_bytes, num_tokens, float(stopped))
+    if total[3]:
+        raise Interrupted
     return Bpb(total[0], round(total[1]), round(total[2]))
 
 

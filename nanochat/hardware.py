@@ -64,6 +64,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return getattr(memory, "peak_wset", 0) or resident_peak() or memory.rss
 
 
+def used_memory_bytes(device: torch.device) -> int:
+    """The memory in use now: of the GPU by this process's tensors, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
 def resident_peak() -> int:
     """Peak resident set of this process in bytes, 0 where the system does not tell (not POSIX)."""
     try:

@@ -4,7 +4,8 @@ Before a long run: what works here, what fits, and how long it will take.
     model, machine -> kernels that passed a real probe, rows per device, seconds, bytes -> printed
 
 Every optional kernel is run once, forward and backward, against the plain definition; one that
-fails is left out with a printed line. Changes nothing about the result of a run.
+fails is left out with a printed line. Memory and time are measured on real micro-batches, which
+also compile what is compiled. Changes nothing about the result of a run.
 """
 
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_plain
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import device_name, known_peak
+from nanochat.hardware import device_name, known_peak, peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 
@@ -133,7 +134,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
 
 def activation_bytes(model: GPT, machine: Machine) -> int:
     """
-    What one row keeps for the backward pass, measured on one real row.
+    What one row keeps for the backward pass, measured on one real row: a first guess of what fits.
 
     An upper bound where the model is compiled later: compiled blocks keep less.
     """
@@ -153,6 +154,34 @@ def activation_bytes(model: GPT, machine: Machine) -> int:
     return max(1, sum(seen.values()) - head)
 
 
+class Rehearsal(NamedTuple):
+    """What a micro-batch takes: the most bytes in use during it, and its seconds."""
+
+    peak_bytes: int
+    seconds: float
+
+
+def rehearse(model: GPT, machine: Machine, rows: int) -> Rehearsal:
+    """
+    Run a micro-batch of `rows` rows forward and backward, as training will; changes no weight.
+
+    The first of three passes compiles; memory settles with the second. On a CPU the bytes are those
+    of the whole process.
+    """
+    ids = torch.arange(rows * model.cfg.max_seq_len, device=machine.device) % model.cfg.vocab_size
+    ids = ids.view(rows, model.cfg.max_seq_len)
+    seconds = 0.0
+    for _ in range(3):
+        machine.synchronize()
+        started = time.perf_counter()
+        (model.loss(ids, ids) / ids.numel()).backward()
+        machine.synchronize()
+        seconds = time.perf_counter() - started
+        for p in model.parameters():
+            p.grad = None
+    return Rehearsal(peak_memory_bytes(machine.device), seconds)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes a training process needs on its device, by what they are for."""
@@ -161,18 +190,18 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    """All else that a micro-batch takes. On a CPU what kernels, compiler and allocator hold too."""
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def plan_memory(model: GPT, optimizer: MuonAdamW, row_bytes: int, device_rows: int) -> Memory:
-    """The stated memory of a run; activations for `device_rows` rows of `row_bytes` each."""
+def plan_memory(model: GPT, optimizer: MuonAdamW, pass_bytes: int) -> Memory:
+    """The stated memory of a run whose micro-batch takes `pass_bytes`, gradients included."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     state = sum(x.numel() * 4 for part in optimizer.parts for x in part.state.values())
-    head = model.head.weight.numel() * 4
-    return Memory(weights, weights, state, row_bytes * device_rows + head)
+    return Memory(weights, weights, state, max(0, pass_bytes - weights))
 
 
 def choose_device_rows(
@@ -225,7 +254,7 @@ class Prepared(NamedTuple):
     compiled: bool
     memory: Memory
     train_seconds: float
-    """A rough estimate, from before the first step."""
+    """From before the first step: micro-batches as they were measured."""
 
 
 def prepare(
@@ -237,19 +266,46 @@ def prepare(
     tokens_left: int,
     device_batch_size: int | None,
 ) -> Prepared:
-    """Choose kernels and micro-batch, set the model up for them, and print what was found."""
+    """
+    Choose kernels and micro-batch, set the model up for them, and print what was found.
+
+    A micro-batch nobody asked for is made smaller until it fits. Raises torch.OutOfMemoryError
+    where not even one row does.
+    """
     T = model.cfg.max_seq_len
+    used = used_memory_bytes(machine.device)
     model.checkpoint_activations = cfg.checkpoint_activations
-    row_bytes = activation_bytes(model, machine)
-    fixed = plan_memory(model, optimizer, row_bytes, 0).total
+    row_bytes = activation_bytes(model, machine) if machine.device.type == "cuda" else 1
+    fixed = plan_memory(model, optimizer, 0).total
     rows = batch_tokens // T // machine.world_size
     device_rows = choose_device_rows(device_batch_size, rows, T, row_bytes, fixed, machine)
-    memory = plan_memory(model, optimizer, row_bytes, device_rows)
-    seconds = estimate_seconds(model, tokens_left, machine)
-    compiled = set_kernels(cfg, model, machine, seconds, optimizer)
-    for line in describe(model, machine, memory, compiled):
+    guess = estimate_seconds(model, tokens_left, machine)
+    compiled = set_kernels(cfg, model, machine, guess, optimizer)
+    for line in describe(model, machine, compiled):
         machine.print0(line)
-    return Prepared(device_rows, compiled, memory, seconds)
+    machine.print0(f"estimate   {duration(guess)} of training; measuring {device_rows} rows ...")
+    while True:
+        try:
+            rehearsal = rehearse(model, machine, device_rows)
+        except torch.OutOfMemoryError:
+            if device_batch_size is not None or device_rows == 1:
+                raise
+            rehearsal = None
+        if not machine.any(rehearsal is None):
+            break
+        torch.cuda.empty_cache()
+        device_rows = max(d for d in range(1, device_rows) if rows % d == 0)
+        machine.print0(f"memory     too small for that; trying {device_rows} rows at a time")
+    assert rehearsal is not None
+    memory = plan_memory(model, optimizer, rehearsal.peak_bytes - used)
+    machine.print0(
+        f"memory     {memory.total / 2**20:,.0f} MiB a device: weights "
+        f"{memory.weights / 2**20:,.0f}, gradients {memory.gradients / 2**20:,.0f}, optimizer "
+        f"{memory.optimizer / 2**20:,.0f}, activations {memory.activations / 2**20:,.0f} "
+        f"({device_rows} rows at a time)"
+    )
+    passes = tokens_left / (device_rows * T * machine.world_size)
+    return Prepared(device_rows, compiled, memory, passes * rehearsal.seconds)
 
 
 def duration(seconds: float) -> str:
@@ -260,7 +316,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days"
 
 
-def describe(model: GPT, machine: Machine, memory: Memory, compiled: bool) -> list[str]:
+def describe(model: GPT, machine: Machine, compiled: bool) -> list[str]:
     """The lines a run prints about where it runs."""
     cfg = model.cfg
     return [
@@ -269,7 +325,4 @@ def describe(model: GPT, machine: Machine, memory: Memory, compiled: bool) -> li
         f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
         f"model      {model.num_params():,} parameters: {cfg.n_layer} layers, width {cfg.d_model}, "
         f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
-        f"memory     {memory.total / 2**20:,.0f} MiB a device: weights "
-        f"{memory.weights / 2**20:,.0f}, gradients {memory.gradients / 2**20:,.0f}, optimizer "
-        f"{memory.optimizer / 2**20:,.0f}, activations {memory.activations / 2**20:,.0f}",
     ]

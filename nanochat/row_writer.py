@@ -39,10 +39,11 @@ from nanochat.common import (
     write_atomic,
     write_json,
 )
-from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.dataset import open_source
 from nanochat.disk import claimed, locked, require_free
 from nanochat.packing import PACKING_RULE, Packer, pack
 from nanochat.rows import Rows, flat
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import Tokenizer
 
 # Bytes of rows per stored byte, until the first packed shard tells. A token of two bytes stands for

@@ -121,8 +121,9 @@ class Run:
     """
     What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
     with IGNORE among the targets where one does not count; `rows_name(step)` says which they
-    are, for messages. `evaluate(step)` returns figures to log and the one to be smallest under
-    "val_bpb"; `save(progress)` writes a checkpoint. Both are called on every rank.
+    are, for messages. `evaluate(step, stopping)` returns figures to log and the one to be smallest
+    under "val_bpb", or None when `stopping()` cut it short; `save(progress)` writes a checkpoint.
+    Both are called on every rank.
     """
 
     model: Trainable
@@ -136,7 +137,7 @@ class Run:
     flops_per_token: float
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
     rows_name: Callable[[int], str]
-    evaluate: Callable[[int], dict[str, float]]
+    evaluate: Callable[[int, Callable[[], bool]], dict[str, float] | None]
     save: Callable[[Progress], None]
     log: Callable[[int, dict[str, Any]], None]
     schedule: ScheduleConfig
@@ -148,15 +149,16 @@ def train(run: Run, progress: Progress) -> bool:
     """
     Train from `progress.step` to the end. Returns False when the run was asked to stop early.
 
-    The last thing before the final evaluation is a checkpoint. Raises TooManyBadSteps after
-    saving the last good state.
+    The last thing before the final evaluation is a checkpoint. Asked to stop within an evaluation,
+    it leaves that and saves after the step at hand. Raises TooManyBadSteps after saving the last
+    good state.
     """
     bad_in_a_row = 0
     with StopRequest() as stop:
         while progress.step < run.num_steps:
             step = progress.step
             if step and run.loop.eval_every and step % run.loop.eval_every == 0:
-                evaluate(run, progress, step)
+                evaluate(run, progress, step, stop)
             started = time.perf_counter()
             loss, norm, stopping = train_step(run, step, stop.asked)
             finite = math.isfinite(loss) and math.isfinite(norm)
@@ -196,8 +198,7 @@ def train(run: Run, progress: Progress) -> bool:
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
         run.save(progress)
-    evaluate(run, progress, progress.step)
-    return True
+        return evaluate(run, progress, progress.step, stop)
 
 
 def train_step(run: Run, step: int, asked_to_stop: bool) -> tuple[float, float, bool]:
@@ -242,14 +243,18 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def evaluate(run: Run, progress: Progress, step: int) -> None:
-    """Measure, remember the smallest validation value, log."""
-    figures = run.evaluate(step)
+def evaluate(run: Run, progress: Progress, step: int, stop: StopRequest) -> bool:
+    """Measure, remember the smallest validation value, log. False when asked to stop instead."""
+    figures = run.evaluate(step, lambda: stop.asked)
+    if figures is None:
+        run.machine.print0(f"asked to stop: the evaluation at step {step} is left")
+        return False
     value = figures.get("val_bpb")
     if value is not None:
         progress.last_val = value
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
     run.log(step, figures)
+    return True
 
 
 def log_step(

@@ -17,7 +17,7 @@ import numpy as np
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.dataset import open_source
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_batches, row_batches
 from nanochat.gpt import GPT
 from nanochat.hardware import device_name
@@ -26,6 +26,7 @@ from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_k
 from nanochat.row_writer import ensure, open_rows
 from nanochat.rows import Rows
 from nanochat.samples import samples
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model loss"

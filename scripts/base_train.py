@@ -20,8 +20,8 @@ import torch
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source, remembered
-from nanochat.eval_bpb import bits_per_byte, row_batches
+from nanochat.dataset import open_source, remembered
+from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import device_name, peak_memory_bytes, utilization
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -33,6 +33,7 @@ from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig
 from nanochat.samples import samples
 from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.schedule import ScheduleConfig
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import PREEMPTED, LoopConfig, Progress, Run, median_rate, train
 
@@ -256,18 +257,22 @@ def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
 
 def evaluation(
     cfg: BaseTrain, model: GPT, text: Text, device_rows: int, machine: Machine
-) -> Callable[[int], dict[str, float]]:
+) -> Callable[[int, Callable[[], bool]], dict[str, float] | None]:
     """What the loop calls at its cadence: bits per byte on validation rows, and samples."""
     token_bytes = text.tokenizer.token_bytes()
     num_rows = max(1, eval_tokens(cfg, machine) // text.rows.max_seq_len)
 
-    def evaluate(step: int) -> dict[str, float]:
+    def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
         mine = text.rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
         batches = row_batches(mine, device_rows)
         if cfg.sample_every and step % cfg.sample_every == 0 and machine.is_main:
             for said in samples(model, text.tokenizer).values():
                 print(f"    {said!r}")
-        return {"val_bpb": bits_per_byte(model, batches, token_bytes, machine).value}
+        try:
+            scored = bits_per_byte(model, batches, token_bytes, machine, stopping)
+        except Interrupted:
+            return None
+        return {"val_bpb": scored.value}
 
     return evaluate
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nanochat.config import start
-from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.dataset import open_source, remembered
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
+from nanochat.source import DataConfig
 from nanochat.tokenizer_bench import bench_tokenizer
 from nanochat.train_bench import bench_training
 

@@ -23,12 +23,13 @@ from rich.table import Table
 
 from nanochat.common import base_dir
 from nanochat.config import start
-from nanochat.dataset import DataConfig, Source, open_source, remember, remembered
+from nanochat.dataset import open_source, remember, remembered
 from nanochat.disk import require_free
 from nanochat.hub import hide_progress
 from nanochat.records import inherited_run_id
 from nanochat.row_writer import open_rows, start_packing
 from nanochat.rows import Rows
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.2

@@ -22,8 +22,9 @@ import tiktoken
 
 from nanochat import records, report
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source, remembered
+from nanochat.dataset import open_source, remembered
 from nanochat.sample_texts import SAMPLE_TEXTS
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Tokenizer evaluation"

@@ -17,7 +17,8 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source, remember, remembered
+from nanochat.dataset import open_source, remember, remembered
+from nanochat.source import DataConfig, Source
 from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 
 SECTION = "Tokenizer training"

@@ -21,7 +21,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from nanochat import dataset, disk, text_files
 from nanochat import hub as hub_files
 from nanochat.common import REPOSITORY, read_json, sha256_file, write_json
-from nanochat.dataset import DataConfig, HubSource, open_source, remember, remembered
+from nanochat.dataset import open_source, remember, remembered
+from nanochat.hub_source import HubSource
+from nanochat.source import DataConfig
 
 MINI = "local/mini-pretrain"
 
@@ -472,7 +474,8 @@ def test_R12_two_processes_fetch_a_file_once(serve, base):
     server = serve(latency_ms=200)
     mini()
     program = (
-        "from nanochat.dataset import DataConfig, open_source\n"
+        "from nanochat.dataset import open_source\n"
+        "from nanochat.source import DataConfig\n"
         f"print(open_source(DataConfig(dataset={MINI!r})).fetch('shard_00005.parquet'))"
     )
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}

@@ -14,7 +14,7 @@ from nanochat.common import REPOSITORY
 FLOORS = """
     common config environment machine hardware
     tokenizer tokenizer_bench world_tables world_facts world_drills world_stories world sample_texts
-    disk hub text_files dataset packing rows row_writer
+    disk hub text_files source local_source hub_source dataset packing rows row_writer
     attention loss gpt optim schedule scaling
     records runlog preflight train_bench train checkpoint samples
     eval_bpb

@@ -17,9 +17,10 @@ import pytest
 
 from nanochat import disk, row_writer, rows, text_files
 from nanochat.common import REPOSITORY, MissingInput, read_json, sha256_file
-from nanochat.dataset import DataConfig, open_source
+from nanochat.dataset import open_source
 from nanochat.row_writer import ensure, open_rows, start_packing
 from nanochat.rows import Rows, differences
+from nanochat.source import DataConfig
 from nanochat.tokenizer import Tokenizer
 
 T = 32
@@ -459,7 +460,8 @@ def test_a_packing_process_dies_with_its_parent(folder, tokenizer, base):
     program = (
         "import time\n"
         "from pathlib import Path\n"
-        "from nanochat.dataset import DataConfig, open_source\n"
+        "from nanochat.dataset import open_source\n"
+        "from nanochat.source import DataConfig\n"
         "from nanochat.row_writer import open_rows, start_packing\n"
         "from nanochat.tokenizer import Tokenizer\n"
         f"source = open_source(DataConfig(data_dir={str(folder)!r}))\n"
@@ -501,7 +503,8 @@ def test_packing_a_gigabyte_stays_far_below_a_gigabyte_of_memory(tmp_path, token
     tokenizer.save(tmp_path)
     program = (
         "from pathlib import Path\n"
-        "from nanochat.dataset import DataConfig, open_source\n"
+        "from nanochat.dataset import open_source\n"
+        "from nanochat.source import DataConfig\n"
         "from nanochat.row_writer import ensure, open_rows\n"
         "from nanochat.tokenizer import Tokenizer\n"
         f"source = open_source(DataConfig(data_dir={str(folder)!r}))\n"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY
-from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.dataset import open_source, remembered
 from nanochat.row_writer import open_rows
+from nanochat.source import DataConfig
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 TEXTS = [f"The boat number {i} sails to the north wind and back. " * (i % 7 + 1) for i in range(90)]

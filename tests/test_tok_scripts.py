@@ -10,8 +10,8 @@ import pytest
 
 from nanochat.common import MissingInput, sha256_file
 from nanochat.config import parse
-from nanochat.dataset import DataConfig
 from nanochat.sample_texts import SAMPLE_TEXTS
+from nanochat.source import DataConfig
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import tok_eval, tok_train
 from scripts.tok_eval import RIVALS, TokEval

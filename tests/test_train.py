@@ -44,7 +44,7 @@ def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, **changes):
         flops_per_token=1.0,
         rows=lambda step: rows_of(step, masked),
         rows_name=lambda step: f"rows of {step}",
-        evaluate=lambda step: {"val_bpb": 5.0 - step},
+        evaluate=lambda step, stopping: {"val_bpb": 5.0 - step},
         save=lambda progress: saved.append(
             (progress.step, {n: p.detach().clone() for n, p in model.named_parameters()})
         ),
@@ -161,7 +161,7 @@ def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
         machine,
         num_steps=3,
         save=lambda progress: order.append("save"),
-        evaluate=lambda step: order.append("evaluate") or {},
+        evaluate=lambda step, stopping: order.append("evaluate") or {},
     )
     train(run, Progress())
     assert order == ["save", "evaluate"]
@@ -179,6 +179,19 @@ def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
     assert not train(replace(run, log=log), progress)
     assert saved[-1][0] == progress.step <= 8
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handler went with the loop
+
+
+@pytest.mark.parametrize(("when", "saved_step"), [(5, 6), (10, 10)])
+def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
+    def evaluate(step, stopping):
+        if step == when:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return None if stopping() else {"val_bpb": 1.0}
+
+    run, saved, logged = make_run(machine, num_steps=10, evaluate=evaluate)
+    assert not train(run, Progress())
+    assert saved[-1][0] == saved_step  # in the middle after the step at hand, at the end before
+    assert when not in [step for step, values in logged if "val_bpb" in values]
 
 
 def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
