@@ -307,9 +307,11 @@ class MuonAdamW:
             )
 
     def drop_gradients(self) -> None:
-        """Forget the reduced gradients: a step that must not reach the weights."""
+        """Forget all gradients, reduced or not: a step that must not reach the weights."""
         for part in self.parts:
             part.grad = None
+            for p in part.params:
+                p.grad = None
 
     def compile(self, **options: Any) -> None:
         """Fuse the update rules: one pass over weights and state."""

@@ -92,7 +92,7 @@ class TooManyBadSteps(RuntimeError):
 
 class StopRequest:
     """
-    Turns SIGTERM and SIGINT into a flag that the loop reads between steps.
+    Turns SIGTERM and SIGINT into a flag that the loop reads between micro-batches.
 
     A second SIGINT ends the process at once.
     """
@@ -149,9 +149,9 @@ def train(run: Run, progress: Progress) -> bool:
     """
     Train from `progress.step` to the end. Returns False when the run was asked to stop early.
 
-    The last thing before the final evaluation is a checkpoint. Asked to stop within an evaluation,
-    it leaves that and saves after the step at hand. Raises TooManyBadSteps after saving the last
-    good state.
+    The last thing before the final evaluation is a checkpoint. Asked to stop, it leaves the
+    evaluation or the step at hand and saves. Raises TooManyBadSteps after saving the last good
+    state.
     """
     bad_in_a_row = 0
     with StopRequest() as stop:
@@ -160,7 +160,11 @@ def train(run: Run, progress: Progress) -> bool:
             if step and run.loop.eval_every and step % run.loop.eval_every == 0:
                 evaluate(run, progress, step, stop)
             started = time.perf_counter()
-            loss, norm, stopping = train_step(run, step, stop.asked)
+            loss, norm, stopping = train_step(run, step, lambda: stop.asked)
+            if stopping:
+                run.save(progress)
+                run.machine.print0(f"asked to stop: saved step {progress.step}")
+                return False
             finite = math.isfinite(loss) and math.isfinite(norm)
             seconds = time.perf_counter() - started
             progress.step += 1
@@ -190,10 +194,6 @@ def train(run: Run, progress: Progress) -> bool:
                     f"{bad_in_a_row} steps in a row were not finite, the last one step {step}; "
                     "the weights before them are saved. Lower the rates, or look at those rows"
                 )
-            if stopping:
-                run.save(progress)
-                run.machine.print0(f"asked to stop: saved step {progress.step}")
-                return False
             every = run.loop.save_every
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
@@ -201,21 +201,29 @@ def train(run: Run, progress: Progress) -> bool:
         return evaluate(run, progress, progress.step, stop)
 
 
-def train_step(run: Run, step: int, asked_to_stop: bool) -> tuple[float, float, bool]:
+def train_step(
+    run: Run, step: int, stopping: Callable[[], bool] = lambda: False
+) -> tuple[float, float, bool]:
     """
-    One optimizer step. Returns (mean loss in nats per counted target, gradient norm, stop?), the
-    same on every rank. An update happens only when both numbers are finite on all of them.
+    One optimizer step. Returns (mean loss in nats per counted target, gradient norm, stopped?), the
+    same on every rank. An update happens only when both numbers are finite on all of them, and
+    when none was asked to stop meanwhile: then the step is as if it had not begun.
     """
     machine, optimizer = run.machine, run.optimizer
     tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
     local = torch.zeros((), device=machine.device)
     for i in range(0, len(tokens), run.device_rows):
+        if stopping():
+            break
         loss = run.model.loss(tokens[i : i + run.device_rows], targets[i : i + run.device_rows])
         # divided by what a full step counts, so that gradients have a fixed scale in bf16
         (loss / run.batch_tokens).backward()
         local += loss.detach()
     counted = (targets >= 0).sum()
-    nats, count, asked = machine.sum(float(local), float(counted), float(asked_to_stop))
+    nats, count, asked = machine.sum(float(local), float(counted), float(stopping()))
+    if asked:
+        optimizer.drop_gradients()
+        return math.nan, math.nan, True
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
     norm *= scale
@@ -232,7 +240,7 @@ def train_step(run: Run, step: int, asked_to_stop: bool) -> tuple[float, float, 
             scale,
         )
     machine.synchronize()
-    return loss_mean, norm, asked > 0
+    return loss_mean, norm, False
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ Measure speed against others and against the machine's own limits, in one run.
     python -m scripts.bench --what=tokenizer --dataset=embedded --num_shards=8
 
 train       a training step: forward, backward, update; tokens/s; share of the measured ceiling
+
 tokenizer   training with our crate against the PyPI package rustbpe and Hugging Face tokenizers;
             encoding with it against tiktoken and gigatoken, one vocabulary for all, first pass
 

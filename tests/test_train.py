@@ -69,7 +69,7 @@ def test_R20_B4_gradients_do_not_depend_on_the_micro_batch(machine, masked):
         run, *_ = make_run(machine, device_rows=device_rows, masked=masked)
         seen = {}
         run.optimizer.update = lambda part, *rest: seen.update({part.names[0]: part.grad.clone()})
-        train_step(run, 0, False)
+        train_step(run, 0)
         return torch.cat([g.flatten() for g in seen.values()])
 
     reference = gradient(ROWS)
@@ -82,13 +82,13 @@ def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
     run, *_ = make_run(machine, masked=True, device_rows=3)
     tokens, targets = (torch.from_numpy(x) for x in rows_of(0, masked=True))
     want = run.model.loss(tokens, targets).item() / int((targets != IGNORE).sum())
-    assert train_step(run, 0, False)[0] == pytest.approx(want, rel=1e-5)
+    assert train_step(run, 0)[0] == pytest.approx(want, rel=1e-5)
 
 
 def test_B1_a_step_in_which_nothing_counts_changes_nothing_but_the_decay(machine):
     run, *_ = make_run(machine, rows=lambda s: (rows_of(s)[0], np.full((ROWS, T), IGNORE)))
     before = run.model.embed.weight.detach().clone()
-    loss, norm, _ = train_step(run, 0, False)
+    loss, norm, _ = train_step(run, 0)
     assert (loss, norm) == (0.0, 0.0)
     torch.testing.assert_close(run.model.embed.weight, before, rtol=1e-3, atol=1e-5)
 
@@ -132,7 +132,7 @@ def test_R13_several_bad_steps_in_a_row_stop_the_run_with_the_last_good_state_sa
         train(run, Progress())
     clean, _, _ = make_run(machine, num_steps=12)
     for step in range(4):
-        train_step(clean, step, False)
+        train_step(clean, step)
     for name, p in clean.model.named_parameters():
         assert torch.equal(saved[-1][1][name], p), name
 
@@ -143,7 +143,7 @@ def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
     first, *_ = make_run(machine, num_steps=240)
     progress = Progress()
     for step in range(30):
-        train_step(first, step, False)
+        train_step(first, step)
         progress.step += 1
     second, *_ = make_run(machine, num_steps=240)
     second.model.load_state_dict(first.model.state_dict())
@@ -177,11 +177,11 @@ def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
 
     progress = Progress()
     assert not train(replace(run, log=log), progress)
-    assert saved[-1][0] == progress.step <= 8
+    assert saved[-1][0] == progress.step == 5  # the step at hand is left, to be done again
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handler went with the loop
 
 
-@pytest.mark.parametrize(("when", "saved_step"), [(5, 6), (10, 10)])
+@pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])
 def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
     def evaluate(step, stopping):
         if step == when:
@@ -190,7 +190,7 @@ def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
 
     run, saved, logged = make_run(machine, num_steps=10, evaluate=evaluate)
     assert not train(run, Progress())
-    assert saved[-1][0] == saved_step  # in the middle after the step at hand, at the end before
+    assert saved[-1][0] == saved_step
     assert when not in [step for step, values in logged if "val_bpb" in values]
 
 
@@ -206,7 +206,7 @@ def test_clipping_bounds_the_gradient_that_is_applied(machine):
     run, *_ = make_run(machine, grad_clip=1e-3)
     scales = []
     run.optimizer.step = lambda lr, momentum, decay, scale: scales.append(scale)
-    _, norm, _ = train_step(run, 0, False)
+    _, norm, _ = train_step(run, 0)
     assert norm * scales[0] == pytest.approx(1e-3, rel=1e-4)
 
 
