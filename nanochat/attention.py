@@ -68,6 +68,14 @@ def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: flo
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
     """PyTorch's fused kernel; a window needs an explicit mask here, which costs its speed."""
     mask = None if window is None else visible(q.size(1), window, q.device)
+    return attend_masked(q, k, v, mask, scale)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """
+    Attention under any mask: q (B, T, H, D), k and v (B, M, G, D), mask bool, True where a query
+    sees a key, broadcast to (B, H, T, M); None is causal, with M = T.
+    """
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

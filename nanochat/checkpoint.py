@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +299,14 @@ def maker(stage: str) -> str:
     return f"scripts.{scripts[stage]}"
 
 
-def load_model(checkpoint: Checkpoint, machine: Machine) -> GPT:
-    """Rebuild the model of a checkpoint on the machine's device, from its saved config."""
+def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
+    """
+    Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of
+    another length where `max_seq_len` says so.
+    """
+    cfg = GPTConfig(**checkpoint.state["model"])
     with torch.device("meta"):
-        model = GPT(GPTConfig(**checkpoint.state["model"]), machine.dtype)
+        model = GPT(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), machine.dtype)
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from nanochat.attention import Backend, attend
+from nanochat.attention import Backend, attend, attend_masked, visible
+from nanochat.kv_cache import CacheView
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
 Role = Literal["matrix", "embedding", "value_embedding", "head", "residual", "skip", "gate"]
@@ -101,17 +102,23 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def rotary(T: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, D/2) in float32. Source: RoFormer, arXiv:2104.09864."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angle = torch.arange(T, device=device).float()[:, None] * frequency  # (T, D/2)
-    return angle.cos()[:, None], angle.sin()[:, None]
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., 1, D/2) of positions (...), float32. RoFormer, arXiv:2104.09864."""
+    step = torch.arange(0, head_dim, 2, device=positions.device).float()
+    angle = positions.float()[..., None, None] * theta ** (-step / head_dim)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel pairs (i, i + D/2) of x (B, T, heads, D) by their position's angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+def segment_mask(segments: Tensor, window: int | None) -> Tensor:
+    """(B, T) numbers -> (B, 1, T, T) bool: a token sees its past within its own segment."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return (same & visible(segments.size(1), window, segments.device))[:, None]
 
 
 class Attention(nn.Module):
@@ -124,6 +131,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
+        self.layer = layer
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
         self.window = cfg.window(layer)
         self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
@@ -136,8 +144,20 @@ class Attention(nn.Module):
         if cfg.has_value_embedding(layer):
             self.gate = Linear(min(GATE_CHANNELS, cfg.d_model), cfg.n_kv_head)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, extra: Tensor | None) -> Tensor:
-        """x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        extra: Tensor | None,
+        mask: Tensor | None = None,
+        cache: CacheView | None = None,
+    ) -> Tensor:
+        """
+        x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C).
+
+        `mask` (B, 1, T, M) says what is seen where it is not simply the row's past.
+        """
         B, T, _ = x.shape
         H, G, D = self.shape
         q = self.q(x).view(B, T, H, D)
@@ -147,7 +167,12 @@ class Attention(nn.Module):
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
             v = v + gate[..., None] * extra.view(B, T, G, D)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
-        y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)  # (B, M, G, D)
+        if mask is None:
+            y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
+        else:
+            y = attend_masked(q, k, v, mask, self.scale)
         return self.out(y.flatten(2))
 
 
@@ -181,11 +206,13 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         extra: Tensor | None,
+        mask: Tensor | None = None,
+        cache: CacheView | None = None,
     ) -> Tensor:
         """x, x0 (B, T, C); mix (2,) scalars of x and x0, or None -> (B, T, C)."""
         if mix is not None:
             x = mix[0] * x + mix[1] * x0
-        x = x + self.attention(norm(x), cos, sin, extra)
+        x = x + self.attention(norm(x), cos, sin, extra, mask, cache)
         return x + self.mlp(norm(x))
 
 
@@ -290,11 +317,23 @@ class GPT(nn.Module):
 
     # ---- computation -------------------------------------------------------------------------
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) -> the normalised state in front of the head (B, T, C)."""
-        cfg = self.cfg
-        cos, sin = rotary(tokens.size(1), cfg.head_dim, cfg.rope_theta, tokens.device)
+    def hidden(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """
+        tokens (B, T) -> the normalised state in front of the head (B, T, C).
+
+        With a `cache` the tokens continue what it holds, and are added to it; with `segments`
+        (B, T), a token sees only those of its row that have the same number as itself.
+        """
+        cfg, T = self.cfg, tokens.size(1)
+        places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
+        cos, sin = rotary(places, cfg.head_dim, cfg.rope_theta)
         cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+        masks: dict[int | None, Tensor | None] = {}
+        for window in {cfg.window(i) for i in range(cfg.n_layer)}:
+            own = None if segments is None else segment_mask(segments, window)
+            masks[window] = own if cache is None else cache.mask(window)
         x = x0 = norm(self.embed(tokens).to(self.dtype))
         for i, block in enumerate(self.blocks):
             mix = None
@@ -302,29 +341,48 @@ class GPT(nn.Module):
                 mix = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
             table = self.value_embeds[str(i)] if cfg.has_value_embedding(i) else None
             extra = None if table is None else table(tokens).to(self.dtype)
+            mask = masks[cfg.window(i)]
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(
-                    block, x, x0, mix, cos, sin, extra, use_reentrant=False
+                    block, x, x0, mix, cos, sin, extra, mask, use_reentrant=False
                 )
+            elif cache is not None:  # never compiled: its shapes change from pass to pass
+                x = block.forward(x, x0, mix, cos, sin, extra, mask, cache)
             else:
-                x = block(x, x0, mix, cos, sin, extra)
+                x = block(x, x0, mix, cos, sin, extra, mask)
         return norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., C) -> capped logits (..., V) in float32."""
+        return cap(self.head(hidden), self.cfg.softcap)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
-        return cap(self.head(self.hidden(tokens)), self.cfg.softcap)
+        return self.logits(self.hidden(tokens))
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Nats summed over the targets that are not IGNORE; tokens and targets (B, T)."""
-        h = self.hidden(tokens).flatten(0, 1)
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        segments: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Nats summed over the targets that are not IGNORE, each times its weight where there are
+        `weights`; everything (B, T).
+        """
+        h = self.hidden(tokens, segments=segments).flatten(0, 1)
+        flat = None if weights is None else weights.flatten()
         return summed_loss(
-            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
+            h, self.head.weight, targets.flatten(), self.cfg.softcap, flat, self.loss_kernels
         )
 
     @torch.no_grad()
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(
+        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
+    ) -> Tensor:
         """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
-        h = self.hidden(tokens).flatten(0, 1)
+        h = self.hidden(tokens, segments=segments).flatten(0, 1)
         flat = token_losses(
             h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
         )
@@ -344,3 +402,17 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
     model = GPT(cfg, dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model.to(device)
+
+
+def for_inference(model: GPT) -> GPT:
+    """
+    The same model with its weights stored in the compute dtype: equal results, fewer bytes to read
+    for every token. Weights that have that dtype already are shared, others copied.
+    """
+    with torch.device("meta"):
+        twin = GPT(model.cfg, model.dtype)
+    weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
+    twin.load_state_dict(weights, assign=True)
+    for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
+        ours.attention.backend = theirs.attention.backend
+    return twin.requires_grad_(False)

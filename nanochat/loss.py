@@ -9,7 +9,7 @@ exponential, so no running maximum is needed. Knows nothing of the model above t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from torch import Tensor
 IGNORE = -1  # a target that does not count
 MAX_SOFTCAP = 40.0  # exp(-2 * 40) is still a normal float32
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
+
+
+class Trainable(Protocol):
+    """What training needs of a model: nats summed over the counted targets, (B, T) in."""
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
 
 def cap(logits: Tensor, softcap: float) -> Tensor:
@@ -59,35 +65,43 @@ def target_logits(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
 
 
 def chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float,
+    weights: Tensor | None = None,
+    kernels: LossKernels = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """
-    logits (n, V), targets (n,) -> nats (n,) float32 and the slope (n, V) of their sum.
-
-    Where the target is IGNORE both are 0.
+    logits (n, V), targets (n,), weights (n,) or None for ones -> weighted nats (n,) float32 and the
+    slope (n, V) of their sum. Where the target is IGNORE both are 0.
     """
     counted = (targets != IGNORE)[:, None]
     total, slope = kernels.softmax_slope(logits, softcap)
     capped = target_logits(logits, targets, softcap)  # (n, 1)
     at_target = (torch.exp(capped - total) - 1.0) * (1.0 - (capped / softcap) ** 2)
     slope.scatter_(1, targets.clamp(min=0)[:, None], at_target.to(slope.dtype))
-    if not counted.all():
+    nats = (total - capped) * counted
+    if weights is not None:
+        nats = nats * weights[:, None]
+        slope *= (weights[:, None] * counted).to(slope.dtype)
+    elif not counted.all():
         slope *= counted
-    return ((total - capped) * counted).squeeze(1), slope
+    return nats.squeeze(1), slope
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of nats over the counted targets; its gradients are made in the same pass."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernels):
+    def forward(ctx, hidden: Tensor, head: Tensor, targets, softcap: float, weights, kernels):
         weight = head.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for i in range(0, len(hidden), rows := chunk_rows(len(head), hidden.device)):
-            h = hidden[i : i + rows]
-            nats, slope = chunk_loss(h @ weight.mT, targets[i : i + rows], softcap, kernels)
+            h, part = hidden[i : i + rows], slice(i, i + rows)
+            w = None if weights is None else weights[part]
+            nats, slope = chunk_loss(h @ weight.mT, targets[part], softcap, w, kernels)
             total += nats.sum()
             torch.mm(slope, weight, out=d_hidden[i : i + rows])
             d_head += slope.mT @ h
@@ -97,19 +111,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         d_hidden, d_head = ctx.saved_tensors
-        return d_hidden.mul_(grad.to(d_hidden.dtype)), d_head.mul_(grad), None, None, None
+        d_hidden.mul_(grad.to(d_hidden.dtype))
+        return d_hidden, d_head.mul_(grad), None, None, None, None
 
 
 def summed_loss(
-    hidden: Tensor, head: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    softcap: float,
+    weights: Tensor | None = None,
+    kernels: LossKernels = EAGER,
 ) -> Tensor:
     """
     Nats summed over counted targets, a float32 scalar with gradients to `hidden` and `head`.
 
     hidden (N, C) in the compute dtype, head (V, C) float32, targets (N,) with IGNORE where a
-    target does not count. The backward pass may run once: it scales the stored gradients in place.
+    target does not count; weights (N,) float32 of either sign, None for ones. The backward pass may
+    run once: it scales the stored gradients in place.
     """
-    return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, kernels)  # type: ignore
+    return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, weights, kernels)  # type: ignore
 
 
 @torch.no_grad()

@@ -10,9 +10,11 @@ the pool as a piece with a BOS of its own. Nothing is too short to be kept, beca
 pieces fill the smallest gaps. A gap of one place takes a lone BOS. Tokens are dropped only at the
 end of a stream, where the last pieces no longer fill a row.
 
+Pieces that must not be cut (conversations) need only other answers: where none fits, the row is
+filled up with lone BOS, and what is longer than a row loses its end.
+
 Pure integers: knows no text, files or ranks. The rows depend on the sequence of documents alone,
-not on how it was cut into batches. A piece that must not be cut (a conversation) would need only
-another answer to "none fits": pad instead of cut.
+not on how it was cut into batches.
 """
 
 from collections import defaultdict, deque
@@ -52,7 +54,8 @@ class PackCounts:
 
 class Packer:
     """
-    Packs one stream of documents into rows of `row_length` tokens.
+    Packs one stream of documents into rows of `row_length` tokens; with `cut`, every place of
+    every row holds text, without it documents stay whole.
 
     Memory: the pool (at most POOL_TOKENS tokens), as much again, and the batch at hand.
     Raises ValueError for a row shorter than two tokens.
@@ -64,11 +67,13 @@ class Packer:
         bos_id: int,
         dtype: Any = np.uint16,
         pool_pieces: int = POOL_PIECES,
+        cut: bool = True,
     ):
         if row_length < 2:
             raise ValueError(f"a row holds a BOS and at least one token, not {row_length} in all")
         self.row_length = row_length
         self.bos_id = bos_id
+        self.cut = cut
         self.pool_pieces = max(1, min(pool_pieces, POOL_TOKENS // row_length))
         self.counts = PackCounts()
         self.store = np.empty(0, dtype)  # tokens of the pooled pieces, and used-up ones between
@@ -111,6 +116,10 @@ class Packer:
         self.counts.documents += 1
         whole = self.row_length - 1
         rest = 0
+        if not self.cut and end - start > whole:
+            self.counts.documents_cut += 1
+            self.counts.dropped += end - start - whole
+            end = start + whole
         while end - start > whole:
             self.plan.append((start, self.row_length, rest))
             start += whole
@@ -149,9 +158,8 @@ class Packer:
                 start, rest = self._pop(length)
                 self.plan.append((start, length, rest))
                 gap -= length
-            elif gap == 1:
-                self.plan.append((0, 1, 1))
-                gap = 0
+            elif gap == 1 or not self.cut:
+                break
             else:
                 length = (self.lengths & -self.lengths).bit_length() - 1  # the shortest there is
                 start, rest = self._pop(length)
@@ -159,8 +167,8 @@ class Packer:
                 self._put(start + gap - 1, length - gap + 1, rest=1)
                 self.counts.documents_cut += 1 - rest
                 gap = 0
-        if gap == 1:
-            self.plan.append((0, 1, 1))
+        if gap == 1 or not self.cut:
+            self.plan += [(0, 1, 1)] * gap
         elif gap:
             self.counts.dropped += sum(length - 1 for _, length, _ in self.plan[first:])
             del self.plan[first:]

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanochat.attention import Backend, attend, attend_plain
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import device_name, known_peak, peak_memory_bytes, used_memory_bytes
+from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 
@@ -161,7 +162,7 @@ class Rehearsal(NamedTuple):
     seconds: float
 
 
-def rehearse(model: GPT, machine: Machine, rows: int) -> Rehearsal:
+def rehearse(model: GPT, trainable: Trainable, machine: Machine, rows: int) -> Rehearsal:
     """
     Run a micro-batch of `rows` rows forward and backward, as training will; changes no weight.
 
@@ -174,7 +175,7 @@ def rehearse(model: GPT, machine: Machine, rows: int) -> Rehearsal:
     for _ in range(3):
         machine.synchronize()
         started = time.perf_counter()
-        (model.loss(ids, ids) / ids.numel()).backward()
+        (trainable.loss(ids, ids) / ids.numel()).backward()
         machine.synchronize()
         seconds = time.perf_counter() - started
         for p in model.parameters():
@@ -260,6 +261,7 @@ class Prepared(NamedTuple):
 def prepare(
     cfg: KernelConfig,
     model: GPT,
+    trainable: Trainable,
     optimizer: MuonAdamW,
     machine: Machine,
     batch_tokens: int,
@@ -269,8 +271,8 @@ def prepare(
     """
     Choose kernels and micro-batch, set the model up for them, and print what was found.
 
-    A micro-batch nobody asked for is made smaller until it fits. Raises torch.OutOfMemoryError
-    where not even one row does.
+    `trainable` gives the loss: the model, or what stands around it. A micro-batch nobody asked for
+    is made smaller until it fits. Raises torch.OutOfMemoryError where not even one row does.
     """
     T = model.cfg.max_seq_len
     used = used_memory_bytes(machine.device)
@@ -286,7 +288,7 @@ def prepare(
     machine.print0(f"estimate   {duration(guess)} of training; measuring {device_rows} rows ...")
     while True:
         try:
-            rehearsal = rehearse(model, machine, device_rows)
+            rehearsal = rehearse(model, trainable, machine, device_rows)
         except torch.OutOfMemoryError:
             if device_batch_size is not None or device_rows == 1:
                 raise

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -129,12 +129,26 @@ def pack_shard(
             text_bytes += sum(len(text.encode()) for text in texts)
             yield tokenizer.encode_flat(texts, num_threads=num_threads)
 
+    digest = write_rows(rows, shard, pack(encoded(), packer))
+    counts = {
+        **asdict(packer.counts),
+        "text_bytes": text_bytes,
+        "skipped": skipped.total(),
+        "skipped_by_kind": dict(skipped),
+        "sha256": digest,
+    }
+    write_json(rows.counts_path(shard), counts)
+    return counts
+
+
+def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
+    """Write a shard's file of rows, whole or not at all; returns its SHA-256."""
     path = rows.bin_path(shard)
     part = path.with_name(path.name + ".part")
     digest = hashlib.sha256()
     try:
         with part.open("wb") as out:
-            for block in pack(encoded(), packer):
+            for block in blocks:
                 data = block.tobytes()
                 digest.update(data)
                 out.write(data)
@@ -145,15 +159,7 @@ def pack_shard(
         part.unlink(missing_ok=True)
         raise
     fsync(rows.folder)
-    counts = {
-        **asdict(packer.counts),
-        "text_bytes": text_bytes,
-        "skipped": skipped.total(),
-        "skipped_by_kind": dict(skipped),
-        "sha256": digest.hexdigest(),
-    }
-    write_json(rows.counts_path(shard), counts)
-    return counts
+    return digest.hexdigest()
 
 
 def work_list(rows: Rows) -> list[str]:

@@ -16,13 +16,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.hardware import utilization
+from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_momentum
@@ -30,12 +31,6 @@ from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_mome
 PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
 LOSS_BETA = 0.9  # of the moving average of the training loss
 UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
-
-
-class Trainable(Protocol):
-    """What the loop needs of a model."""
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -18,27 +18,24 @@ import numpy as np
 import torch
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
 from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
 from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
 from nanochat.gpt import GPT, build_model
-from nanochat.hardware import device_name, peak_memory_bytes, utilization
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
-from nanochat.preflight import KernelConfig, Prepared, duration, prepare
+from nanochat.hardware import device_name, peak_memory_bytes
+from nanochat.machine import Machine, init_machine
+from nanochat.optim import MuonAdamW, rules
 from nanochat.row_writer import open_rows, start_packing
 from nanochat.rows import Rows
-from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig
+from nanochat.runlog import METRICS_FILE
 from nanochat.samples import samples
 from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
-from nanochat.schedule import ScheduleConfig
 from nanochat.source import DataConfig, Source
+from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import PREEMPTED, LoopConfig, Progress, Run, median_rate, train
+from nanochat.train import PREEMPTED
 
 SECTION = "Base model training"
-RowsOfStep = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,6 @@ class BaseTrain:
     """Train until about this many FLOPs are spent."""
     target_param_data_ratio: float = 12.0
     """Training tokens per matmul parameter, where nothing else says how long to train."""
-    device_batch_size: int | None = None
-    """Rows per forward pass on one device; never changes the result. Default: what fits."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: from the horizon."""
     eval_tokens: int | None = None
@@ -62,36 +57,17 @@ class BaseTrain:
     CPU 131,072."""
     sample_every: int = 0
     """Steps between printing what the model makes of seven fixed prompts; 0 = never."""
-    model_tag: str = ""
-    """Name of the folder of checkpoints. Default: d<depth>."""
     arch: Literal["default", "classic"] = "default"
     """classic: the plain architecture of October 2025, which Hugging Face loads natively."""
     window_pattern: str = "L"
     """Attention windows by layer: L sees everything, S a quarter of the row."""
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to use."""
-    seed: int = 0
-    """Seeds the weights and the order of rows."""
-    resume: Literal["never", "auto"] = "never"
-    """auto: continue from the newest checkpoint of this tag, where there is one."""
-    allow_data_change: bool = False
-    """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
-    keep: int = 2
-    """Checkpoints to keep; older ones are deleted."""
-    once: bool = False
-    """Do nothing when the same training has ended before and its checkpoint is still there."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
-    log: RunLogConfig = field(default_factory=RunLogConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("eval_tokens", 1), ("keep", 1), ("sample_every", 0)):
+        for name, least in (("eval_tokens", 1), ("sample_every", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -117,17 +93,18 @@ class Text(NamedTuple):
 
 def main(cfg: BaseTrain) -> None:
     started, at_start = time.perf_counter(), peak_memory_bytes(torch.device("cpu"))
-    machine = init_machine(cfg.machine, cfg.seed)
+    machine, report_dir = init_machine(cfg.stage.machine, cfg.stage.seed), cfg.stage.report_dir
     text = open_text(cfg, machine)
     key = records.stage_key(asked(cfg, machine), text.inputs)
-    if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
+    done = cfg.stage.once and records.finished(SECTION, key, report_dir) is not None
+    if machine.broadcast(done):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
     # What to train: everything follows from depth
-    vocab_size, T = text.tokenizer.vocab_size, cfg.max_seq_len
+    vocab_size, T, seed = text.tokenizer.vocab_size, cfg.max_seq_len, cfg.stage.seed
     shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern)
-    model = build_model(shape, machine.device, machine.dtype, cfg.seed)
+    model = build_model(shape, machine.device, machine.dtype, seed)
     horizon = plan_horizon(
         model.num_matmul_params(),
         model.flops_per_token(),
@@ -138,80 +115,33 @@ def main(cfg: BaseTrain) -> None:
         cfg.total_batch_size,
         machine.world_size,
     )
-    optim = scaled_optim(cfg.optim, horizon)
-    optimizer = MuonAdamW(
-        dict(model.named_parameters()), model.param_roles(), rules(optim, shape.d_model), machine
-    )
-
-    # Where to start
-    tag = cfg.model_tag or f"d{cfg.depth}"
-    checkpoints = Checkpoints(stage_folder("base") / tag, machine, cfg.keep)
-    progress = Progress()
-    identity = {
-        "rows": text.rows.recipe,
-        "model": asdict(shape),
-        "batch_tokens": horizon.batch_tokens,
-        "seed": cfg.seed,
-    }
-    if cfg.resume == "auto":
-        checkpoints.resume(identity, cfg.allow_data_change, model, optimizer, progress)
-    else:
-        checkpoints.make_room()
-
-    # What works here, what fits, how long it takes
-    left = (horizon.num_steps - progress.step) * horizon.batch_tokens
-    ready = prepare(
-        cfg.kernels, model, optimizer, machine, horizon.batch_tokens, left, cfg.device_batch_size
-    )
-    machine.print0(
-        f"training   {horizon.num_steps:,} steps of {horizon.batch_tokens:,} tokens = "
-        f"{horizon.tokens:,}; from step {progress.step:,}, about {duration(ready.train_seconds)}"
-    )
-    checkpoints.require_space(model)
-
-    # Train
-    state = {
-        "identity": identity,
-        "settings": settings(cfg),
-        "horizon": asdict(horizon),
-        "source": text.source.describe(),
-        "provenance": {"run_id": text.run_id, "seed": cfg.seed, "inputs": text.inputs},
-    }
-    log = RunLog(
-        cfg.log,
-        checkpoints.folder,
-        is_main=machine.is_main,
-        first_step=progress.step,
-        total_steps=horizon.num_steps,
-        run_id=text.run_id,
-        settings=settings(cfg),
-    )
-    run = Run(
+    table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    stage = Stage(
+        kind="base",
         model=model,
         optimizer=optimizer,
-        machine=machine,
+        tokenizer=text.tokenizer,
+        rows=text.rows,
         num_steps=horizon.num_steps,
         batch_tokens=horizon.batch_tokens,
-        device_rows=ready.device_rows,
-        flops_per_token=model.flops_per_token(),
-        rows=training_rows(text.rows, horizon.batch_tokens // T, cfg.seed, machine),
-        rows_name=lambda step: str(text.rows.row_ids(step, horizon.batch_tokens // T, cfg.seed)),
-        evaluate=evaluation(cfg, model, text, ready.device_rows, machine),
-        save=lambda now: checkpoints.save(model, optimizer, text.tokenizer, state, now),
-        log=log.log,
-        schedule=cfg.schedule,
-        loop=cfg.loop,
-        grad_clip=cfg.optim.grad_clip,
+        split=tokens_and_targets,
+        evaluation=lambda device_rows: evaluation(cfg, model, text, device_rows, machine),
+        identity={},
+        state={
+            "horizon": asdict(horizon),
+            "source": text.source.describe(),
+            "provenance": {"run_id": text.run_id, "seed": seed, "inputs": text.inputs},
+        },
+        run_id=text.run_id,
+        background=lambda: packing(text, horizon, machine),
     )
-    with log, packing(text, horizon, machine):
-        done = train(run, progress)
-    if not done:
-        machine.close()
-        raise SystemExit(PREEMPTED)
-    if machine.is_main:
-        assert checkpoints.saved is not None
-        write_section(cfg, text, run, ready, progress, checkpoints.saved, started, at_start)
+    outcome = carry_out(cfg.stage, stage, machine, cfg)
+    if machine.is_main and outcome:
+        write_section(cfg, text, outcome, started, at_start)
     machine.close()
+    if outcome is None:
+        raise SystemExit(PREEMPTED)
 
 
 def open_text(cfg: BaseTrain, machine: Machine) -> Text:
@@ -220,7 +150,7 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     used = remembered(cfg.tokenizer_tag)
     source = machine.broadcast(open_source(cfg.data, used) if machine.is_main else None)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))
     if machine.is_main:
         open_rows(source, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
@@ -235,14 +165,10 @@ def packing(text: Text, horizon: Horizon, machine: Machine) -> AbstractContextMa
     return start_packing(text.rows, text.source, rows_needed, say=machine.print0)
 
 
-def training_rows(rows: Rows, step_rows: int, seed: int, machine: Machine) -> RowsOfStep:
-    """The loop's source of (tokens, targets): a pure function of the step."""
-
-    def of_step(step: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = rows.batch(step, step_rows, seed, machine.rank, machine.world_size).astype(np.int64)
-        return ids[:, :-1], ids[:, 1:]
-
-    return of_step
+def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (B, T + 1) -> tokens and targets, (B, T) int64 each."""
+    ids = rows.astype(np.int64)
+    return ids[:, :-1], ids[:, 1:]
 
 
 def eval_tokens(cfg: BaseTrain, machine: Machine) -> int:
@@ -257,7 +183,7 @@ def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
 
 def evaluation(
     cfg: BaseTrain, model: GPT, text: Text, device_rows: int, machine: Machine
-) -> Callable[[int, Callable[[], bool]], dict[str, float] | None]:
+) -> Evaluate:
     """What the loop calls at its cadence: bits per byte on validation rows, and samples."""
     token_bytes = text.tokenizer.token_bytes()
     num_rows = max(1, eval_tokens(cfg, machine) // text.rows.max_seq_len)
@@ -278,20 +204,13 @@ def evaluation(
 
 
 def write_section(
-    cfg: BaseTrain,
-    text: Text,
-    run: Run,
-    ready: Prepared,
-    progress: Progress,
-    checkpoint: Checkpoint,
-    started: float,
-    memory_at_start: int,
+    cfg: BaseTrain, text: Text, outcome: Outcome, started: float, memory_at_start: int
 ) -> None:
     """The record and the report."""
-    model, machine = run.model, run.machine
-    assert isinstance(model, GPT)
-    rate = median_rate(run, progress)
-    mfu = utilization(rate * run.flops_per_token, machine.device, machine.world_size)
+    run, progress, checkpoint = outcome.run, outcome.progress, outcome.checkpoint
+    model, machine = outcome.model, run.machine
+    assert checkpoint is not None, "only the rank that writes checkpoints writes the record"
+    mfu = outcome.utilization
     tokens = run.num_steps * run.batch_tokens
     values: dict[str, Any] = {
         "Number of parameters": model.num_params(),
@@ -307,27 +226,22 @@ def write_section(
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
         "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
-        "Tokens per second": f"{rate:,.0f}",
-        "Batch tokens": run.batch_tokens,
-        "Rows per device pass": ready.device_rows,
-        "Compute dtype": str(machine.dtype).removeprefix("torch."),
-        "Compiled": ready.compiled,
-        "Stated memory": f"{ready.memory.total / 2**20:.2f}MiB",
-        "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
-        "Skipped steps": progress.bad_steps,
+        **outcome.figures(memory_at_start),
     }
     device = device_name(machine.device)
     records.write_record(
         SECTION,
         asked(cfg, machine),
         values,
-        records.Provenance(text.run_id, cfg.seed, text.inputs, {"base": checkpoint.fingerprint}),
+        records.Provenance(
+            text.run_id, cfg.stage.seed, text.inputs, {"base": checkpoint.fingerprint}
+        ),
         records.Cost(time.perf_counter() - started, machine.world_size, device),
-        cfg.report_dir,
+        cfg.stage.report_dir,
         metrics=checkpoint.folder.parent / METRICS_FILE,
         files=[checkpoint.folder],
     )
-    report.update(cfg.report_dir)
+    report.update(cfg.stage.report_dir)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
 
 
 def test_rotation_makes_scores_depend_on_distance_only():
-    cos, sin = rotary(12, 8, 10_000.0, CPU)
+    cos, sin = rotary(torch.arange(12), 8, 10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
     turned_q = rotate(q.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
     turned_k = rotate(k.expand(1, 12, 1, 8), cos, sin)[0, :, 0]

@@ -13,11 +13,12 @@ from nanochat.common import REPOSITORY
 # Reading order: a module imports only from modules above it.
 FLOORS = """
     common config environment machine hardware
-    tokenizer tokenizer_bench world_tables world_facts world_drills world_stories world sample_texts
-    disk hub text_files source local_source hub_source dataset packing rows row_writer
-    attention loss gpt optim schedule scaling
-    records runlog preflight train_bench train checkpoint samples
-    eval_bpb
+    tokenizer chat_format tokenizer_bench sample_texts
+    world_tables world_facts world_drills world_stories world
+    disk hub text_files source local_source hub_source dataset packing rows row_writer chat_rows
+    attention kv_cache loss gpt optim schedule scaling sampling engine
+    records runlog preflight train_bench train checkpoint stage samples
+    eval_bpb finetune
     plots sections summary figures report
 """.split()
 # An outside package, and the only modules that import it.

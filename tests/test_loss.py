@@ -26,6 +26,19 @@ def reference(hidden, head, targets, softcap):
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
+def test_weights_of_either_sign_weigh_nats_and_gradients(problem):
+    hidden, head, targets = problem
+    targets = targets.masked_fill(torch.arange(70) % 3 == 0, IGNORE)
+    weights = torch.linspace(-2, 3, 70)
+    want = (reference(hidden, head, targets, 15.0) * weights).sum()
+    wanted = torch.autograd.grad(want, (hidden, head))
+    got = summed_loss(hidden, head, targets, 15.0, weights)
+    gotten = torch.autograd.grad(got, (hidden, head))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    for g, w in zip(gotten, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [5.0, 15.0, 40.0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_loss_and_gradients_equal_those_of_the_definition(problem, softcap, masked):

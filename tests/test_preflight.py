@@ -101,7 +101,7 @@ def test_preparing_changes_no_weight_and_prints_what_it_found(machine, tiny_gpt,
     before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     table = rules(OptimConfig(), TINY.d_model)
     optimizer = MuonAdamW(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), table, machine)
-    ready = prepare(KernelConfig(), tiny_gpt, optimizer, machine, 128, 1000, None)
+    ready = prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
     assert ready.device_rows == 8 and not ready.compiled
     text = capsys.readouterr().out
     for word in ("cpu", "float32", "sdpa", "eager", "weights", "activations"):

@@ -1,0 +1,237 @@
+"""
+The engine: generates for the terminal, the server, the evaluations and the RL rollouts.
+
+    prompts -> queue -> slots -> one token per step for every sequence -> Completions
+
+Continuous batching: whenever a sequence ends, the next waiting one takes its slot. A prompt is
+read once and shared by its samples. A sequence is a small state machine: what the model writes
+between <|python_start|> and <|python_end|> goes to the tool, whose answer is then put in for it,
+token by token. What a sequence says does not depend on its neighbours. Knows no chat format.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from nanochat.gpt import GPT
+from nanochat.kv_cache import KVCache
+from nanochat.sampling import Sampling, sample
+from nanochat.tokenizer import Tokenizer
+
+Tool = Callable[[str], str | None]  # code in, its answer out; None: nothing is put in
+PREFILL_TOKENS = 8192  # tokens of one pass over waiting prompts, padding included
+
+
+@dataclass(eq=False)
+class Completion:
+    """
+    One sample of a prompt: grows while the engine runs, whole when `finish` is set.
+
+    `ids` leaves out the token that ended it; `sampled[i]` is False where a tool's answer
+    was put in.
+    """
+
+    prompt: list[int]
+    settings: Sampling
+    index: int
+    """Which sample of its prompt this is."""
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    finish: Literal["stop", "length", "cancelled"] | None = None
+    """stop: it ended itself; length: it ran into max_new_tokens or the end of the context."""
+    code: list[int] | None = None
+    """Tokens since <|python_start|>, inside a call."""
+    forced: deque[int] = field(default_factory=deque)
+    """Tokens that will be put in next."""
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(f"{self.settings.seed}-{self.index}")
+
+
+class Engine:
+    """
+    Generates with `model` (best `gpt.for_inference` of it), at most `slots` sequences at a time.
+
+    capacity: tokens of a prompt and its completion together, by default the model's context.
+    tool: what answers the model's calls; without one they stay unanswered.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        slots: int = 64,
+        capacity: int | None = None,
+        tool: Tool | None = None,
+    ):
+        cfg = model.cfg
+        self.model, self.tokenizer, self.tool = model, tokenizer, tool
+        self.slots = slots
+        self.device = model.head.weight.device
+        self.cache = KVCache(
+            cfg.n_layer,
+            slots,
+            capacity or cfg.max_seq_len,
+            cfg.n_kv_head,
+            cfg.head_dim,
+            self.device,
+            model.dtype,
+        )
+        self.waiting: deque[Completion] = deque()
+        self.active: list[Completion] = []  # number i has slot i
+        self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
+
+    # ---- what callers use --------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], settings: Sampling, n: int = 1) -> list[Completion]:
+        """Queue `n` samples of a prompt. Raises ValueError for one that leaves no room."""
+        if not 0 < len(prompt) < self.cache.capacity:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens: it must have at least one, and leave room for "
+                f"an answer within {self.cache.capacity}"
+            )
+        shared = list(prompt)  # one list for all samples: that is how they know each other
+        samples = [Completion(shared, settings, i) for i in range(n)]
+        self.waiting.extend(samples)
+        return samples
+
+    def generate(
+        self, prompts: Iterable[Sequence[int]], settings: Sampling, n: int = 1
+    ) -> list[list[Completion]]:
+        """`n` whole completions of every prompt."""
+        groups = [self.submit(prompt, settings, n) for prompt in prompts]
+        while self.busy:
+            self.step()
+        return groups
+
+    def stream(self, prompt: Sequence[int], settings: Sampling) -> Iterator[int]:
+        """The tokens of one completion as they come. Closing the iterator ends the completion."""
+        completion = self.submit(prompt, settings)[0]
+        told = 0
+        try:
+            while completion.finish is None:
+                self.step()
+                yield from completion.ids[told:]
+                told = len(completion.ids)
+        finally:
+            self.cancel(completion)
+
+    def cancel(self, completion: Completion) -> None:
+        """End a completion now; its slot is free before the next step."""
+        if completion.finish is None:
+            completion.finish = "cancelled"
+        if completion in self.waiting:
+            self.waiting.remove(completion)
+        self.evict()
+
+    @property
+    def busy(self) -> bool:
+        """True while something waits or grows."""
+        return bool(self.waiting or self.active)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Let waiting prompts in and every active completion grow by a token; returns those."""
+        self.admit()
+        if not self.active:
+            return []
+        grown = list(self.active)
+        newest = [[c.ids[-1] if c.ids else c.prompt[-1]] for c in grown]
+        view = self.cache.view(range(len(grown)), 1)
+        hidden = self.model.hidden(torch.tensor(newest, device=self.device), view)  # (B, 1, C)
+        for slot in range(len(grown)):
+            self.cache.lengths[slot] += 1
+        logits = self.model.logits(hidden[:, -1])  # (B, V)
+        picked = sample(logits, [c.settings for c in grown], [c.random.random() for c in grown])
+        for completion, token in zip(grown, picked, strict=True):
+            self.advance(completion, token)
+        self.evict()
+        return grown
+
+    # ---- slots -------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """
+        Give free slots to those who wait longest, and read their prompts but for the last token,
+        which is the first step's input. Samples of one prompt copy what the first of them read.
+        """
+        readers: dict[int, int] = {id(c.prompt): slot for slot, c in enumerate(self.active)}
+        unread, copies = [], []
+        while self.waiting and len(self.active) < self.slots:
+            completion = self.waiting.popleft()
+            slot = len(self.active)
+            self.active.append(completion)
+            self.cache.lengths[slot] = 0
+            reader = readers.setdefault(id(completion.prompt), slot)
+            if reader != slot:
+                copies.append((reader, slot, len(completion.prompt) - 1))
+            elif len(completion.prompt) > 1:
+                unread.append(slot)
+        unread.sort(key=lambda slot: len(self.active[slot].prompt))
+        while unread:
+            unread = unread[self.read(unread) :]
+        for copy in copies:
+            self.cache.copy(*copy)
+
+    def read(self, unread: Sequence[int]) -> int:
+        """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
+        prompts = [self.active[slot].prompt[:-1] for slot in unread]  # the shortest first
+        count = 1
+        while count < len(prompts) and len(prompts[count]) * (count + 1) <= PREFILL_TOKENS:
+            count += 1
+        slots, prompts = unread[:count], prompts[:count]
+        T = len(prompts[-1])
+        padded = [prompt + [self.tokenizer.bos_id] * (T - len(prompt)) for prompt in prompts]
+        self.model.hidden(torch.tensor(padded, device=self.device), self.cache.view(slots, T))
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.cache.lengths[slot] = len(prompt)
+        return count
+
+    def evict(self) -> None:
+        """Free the slots of what is finished; the last ones move into the gaps."""
+        for slot in reversed(range(len(self.active))):
+            if self.active[slot].finish is None:
+                continue
+            last = len(self.active) - 1
+            if slot != last:
+                self.cache.copy(last, slot, self.cache.lengths[last])
+                self.active[slot] = self.active[last]
+            self.active.pop()
+            self.cache.lengths[last] = 0
+
+    # ---- one completion ----------------------------------------------------------------------
+
+    def advance(self, completion: Completion, token: int) -> None:
+        """Append the sampled token, or the forced one in its place; notice what it means."""
+        c = completion
+        sampled = not c.forced
+        token = token if sampled else c.forced.popleft()
+        if sampled and token in self.ends:
+            c.finish = "stop"
+            return
+        c.ids.append(token)
+        c.sampled.append(sampled)
+        if sampled:
+            self.call_tool(c, token)
+        room = self.cache.capacity - len(c.prompt)
+        if len(c.ids) >= min(c.settings.max_new_tokens, room):
+            c.finish = "length"
+
+    def call_tool(self, c: Completion, token: int) -> None:
+        """Collect the tokens of a call; at its end, queue the tool's answer."""
+        if token == self.tokenizer.special("<|python_start|>"):
+            c.code = []
+        elif token != self.tokenizer.special("<|python_end|>"):
+            if c.code is not None:
+                c.code.append(token)
+        elif c.code is not None:
+            answer = self.tool(self.tokenizer.decode(c.code)) if self.tool else None
+            c.code = None
+            if answer is not None:
+                c.forced.append(self.tokenizer.special("<|output_start|>"))
+                c.forced.extend(self.tokenizer.encode(answer))
+                c.forced.append(self.tokenizer.special("<|output_end|>"))

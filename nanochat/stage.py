@@ -1,0 +1,204 @@
+"""
+A stage of training, from an opened model and its rows to checkpoints and the figures of its record.
+
+    model, rows, horizon -> where to start -> what fits -> train -> Outcome
+
+What base, mid and SFT do alike, so that their scripts say only what differs: where rows come from,
+how long to train, what to measure. Knows no data set, task or section of the report.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
+from nanochat.config import settings
+from nanochat.gpt import GPT
+from nanochat.hardware import utilization
+from nanochat.machine import Machine, MachineConfig
+from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.preflight import KernelConfig, Prepared, duration, prepare
+from nanochat.rows import Rows
+from nanochat.runlog import RunLog, RunLogConfig
+from nanochat.schedule import ScheduleConfig
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import LoopConfig, Progress, Run, Trainable, median_rate, train
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    device_batch_size: int | None = None
+    """Rows per forward pass on one device; never changes the result. Default: what fits."""
+    model_tag: str = ""
+    """Name of the folder of checkpoints. Default: d<depth>."""
+    seed: int = 0
+    """Seeds new weights and the order of rows."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue from the newest checkpoint of this tag, where there is one."""
+    allow_data_change: bool = False
+    """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted."""
+    once: bool = False
+    """Do nothing when the same training has ended before and its checkpoint is still there."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    log: RunLogConfig = field(default_factory=RunLogConfig)
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+
+
+Evaluate = Callable[[int, Callable[[], bool]], dict[str, float] | None]  # see train.Run
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is trained, on what, for how long."""
+
+    kind: Literal["base", "mid", "sft"]
+    model: GPT
+    optimizer: MuonAdamW
+    tokenizer: Tokenizer
+    rows: Rows
+    num_steps: int
+    batch_tokens: int
+    """Tokens per step, all ranks together."""
+    split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    """Rows as they are stored -> tokens and targets, both (B, T) int64."""
+    evaluation: Callable[[int], Evaluate]
+    """Rows per forward pass -> what the loop calls at its cadence."""
+    identity: Mapping[str, Any]
+    """What a checkpoint must agree with to be continued, beside rows, model, batch and seed."""
+    state: Mapping[str, Any]
+    """What else a checkpoint tells its readers."""
+    run_id: str
+    trainable: Trainable | None = None
+    """Gives the loss. Default: the model itself."""
+    background: Callable[[], AbstractContextManager] = nullcontext
+    """What goes on beside the training."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished stage leaves for its record."""
+
+    model: GPT
+    run: Run
+    ready: Prepared
+    progress: Progress
+    checkpoint: Checkpoint | None
+    """The last one; None on the ranks that do not write."""
+
+    def figures(self, memory_at_start: int) -> dict[str, Any]:
+        """What every section of training shows in the end."""
+        machine, ready = self.run.machine, self.ready
+        return {
+            "Tokens per second": f"{median_rate(self.run, self.progress):,.0f}",
+            "Batch tokens": self.run.batch_tokens,
+            "Rows per device pass": ready.device_rows,
+            "Compute dtype": str(machine.dtype).removeprefix("torch."),
+            "Compiled": ready.compiled,
+            "Stated memory": f"{ready.memory.total / 2**20:.2f}MiB",
+            "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
+            "Skipped steps": self.progress.bad_steps,
+        }
+
+    @property
+    def utilization(self) -> float | None:
+        """Share of the device's peak (MFU) at the median rate, None where the peak is unknown."""
+        flops = median_rate(self.run, self.progress) * self.run.flops_per_token
+        return utilization(flops, self.run.machine.device, self.run.machine.world_size)
+
+
+def carry_out(cfg: StageConfig, stage: Stage, machine: Machine, asked: Any) -> Outcome | None:
+    """
+    Train a stage, from the beginning or from where it was interrupted. `asked` is the script's own
+    config, for log and checkpoint. None when the run was asked to stop: it is saved, not finished.
+    """
+    model, rows = stage.model, stage.rows
+    tag = cfg.model_tag or f"d{model.cfg.n_layer}"
+    checkpoints = Checkpoints(stage_folder(stage.kind) / tag, machine, cfg.keep)
+    progress = Progress()
+    identity = {
+        "rows": rows.recipe,
+        "model": asdict(model.cfg),
+        "batch_tokens": stage.batch_tokens,
+        "seed": cfg.seed,
+        **stage.identity,
+    }
+    if cfg.resume == "auto":
+        checkpoints.resume(identity, cfg.allow_data_change, model, stage.optimizer, progress)
+    else:
+        checkpoints.make_room()
+
+    # What works here, what fits, how long it takes
+    trainable = stage.trainable or model
+    left = (stage.num_steps - progress.step) * stage.batch_tokens
+    ready = prepare(
+        cfg.kernels,
+        model,
+        trainable,
+        stage.optimizer,
+        machine,
+        stage.batch_tokens,
+        left,
+        cfg.device_batch_size,
+    )
+    machine.print0(
+        f"training   {stage.num_steps:,} steps of {stage.batch_tokens:,} tokens = "
+        f"{stage.num_steps * stage.batch_tokens:,}; from step {progress.step:,}, about "
+        f"{duration(ready.train_seconds)}"
+    )
+    checkpoints.require_space(model)
+
+    # Train
+    state = {
+        "stage": stage.kind,
+        "identity": identity,
+        "settings": settings(asked),
+        **stage.state,
+    }
+    step_rows = stage.batch_tokens // model.cfg.max_seq_len
+    log = RunLog(
+        cfg.log,
+        checkpoints.folder,
+        is_main=machine.is_main,
+        first_step=progress.step,
+        total_steps=stage.num_steps,
+        run_id=stage.run_id,
+        settings=settings(asked),
+    )
+    run = Run(
+        model=trainable,
+        optimizer=stage.optimizer,
+        machine=machine,
+        num_steps=stage.num_steps,
+        batch_tokens=stage.batch_tokens,
+        device_rows=ready.device_rows,
+        flops_per_token=model.flops_per_token(),
+        rows=lambda step: stage.split(
+            rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
+        ),
+        rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed)),
+        evaluate=stage.evaluation(ready.device_rows),
+        save=lambda now: checkpoints.save(model, stage.optimizer, stage.tokenizer, state, now),
+        log=log.log,
+        schedule=cfg.schedule,
+        loop=cfg.loop,
+        grad_clip=cfg.optim.grad_clip,
+    )
+    with log, stage.background():
+        done = train(run, progress)
+    if not done:
+        return None
+    return Outcome(model, run, ready, progress, checkpoints.saved)

@@ -1,0 +1,93 @@
+"""Conversations as tokens: what is said, what is trained, and that nobody can forge a token."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanochat.chat_format import render, render_prompt
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+S = TOKENIZER.special
+
+
+def shown(ids, mask):
+    """The text with its special tokens by name, and the trained part of it alone."""
+    trained = [i for i, m in zip(ids, mask, strict=True) if m]
+    return TOKENIZER.decode(ids), TOKENIZER.decode(trained)
+
+
+def chat(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_B3_only_what_the_assistant_says_is_trained():
+    whole, trained = shown(*render(TOKENIZER, chat("hi", "hello", "bye", "so long")))
+    assert whole == (
+        "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>hello<|assistant_end|>"
+        "<|user_start|>bye<|user_end|><|assistant_start|>so long<|assistant_end|>"
+    )
+    assert trained == "hello<|assistant_end|>so long<|assistant_end|>"
+
+
+def test_a_call_is_trained_and_its_answer_is_not():
+    parts = [
+        {"type": "text", "text": "I count: "},
+        {"type": "python", "text": "6*7"},
+        {"type": "python_output", "text": "42"},
+        {"type": "text", "text": "so 42"},
+    ]
+    whole, trained = shown(*render(TOKENIZER, [*chat("6*7?"), *chat("", parts)[1:]]))
+    assert whole.endswith(
+        "I count: <|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>so 42"
+        "<|assistant_end|>"
+    )
+    assert trained == "I count: <|python_start|>6*7<|python_end|>so 42<|assistant_end|>"
+
+
+def test_a_system_message_opens_the_first_user_message():
+    messages = [{"role": "system", "content": "Be kind."}, *chat("hi", "hello")]
+    assert "<|user_start|>Be kind.\n\nhi<|user_end|>" in shown(*render(TOKENIZER, messages))[0]
+
+
+def test_a_prompt_ends_where_the_assistant_speaks():
+    expected = "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>"
+    assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi"))) == expected
+    assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi", "hello"))) == expected
+
+
+def test_a_long_conversation_is_cut_where_told():
+    ids, mask = render(TOKENIZER, chat("hi", "hello"), max_tokens=7)
+    assert len(ids) == len(mask) == 7
+
+
+@given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS), min_size=2, max_size=6))
+def test_P5_V12_no_text_can_become_a_special_token(texts):
+    texts = [text.encode(errors="replace").decode() for text in texts]
+    ids, _ = render(TOKENIZER, chat(*texts))
+    structure = [i for i in ids if i >= S("<|bos|>")]
+    turns = [
+        token
+        for i in range(len(texts))
+        for token in (S(f"<|{('user', 'assistant')[i % 2]}_{edge}|>") for edge in ("start", "end"))
+    ]
+    assert structure == [TOKENIZER.bos_id, *turns]
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "at least one"),
+        ([{"role": "system", "content": "x"}], "followed"),
+        (chat("a", "b")[1:], "message 0 is the assistant's"),
+        (chat("a") + chat("b"), "message 1 is the user's"),
+        ([{"role": "tool", "content": "x"}], "'tool'"),
+        ([{"role": "user", "content": 3}], "message 0"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "message 0"),
+        (chat("a", [{"type": "image", "text": "x"}]), "image"),
+        (chat("a", [{"type": "text"}]), "message 1"),
+    ],
+)
+def test_a_conversation_that_is_none_is_refused_by_name(messages, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        render(TOKENIZER, messages)

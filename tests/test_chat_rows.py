@@ -1,0 +1,84 @@
+"""Packed conversations: whole, masked, and none in which nothing counts."""
+
+import numpy as np
+import pytest
+
+from nanochat.chat_format import render
+from nanochat.chat_rows import open_chat_rows, pack_conversations, signed_ids, split_rows
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def packed(conversations, max_seq_len=63, name="x"):
+    rows = open_chat_rows({"name": name}, TOKENIZER, max_seq_len)
+    counts = pack_conversations(rows, "train", conversations, TOKENIZER)
+    pack_conversations(rows, "val", conversations, TOKENIZER)
+    return rows, counts
+
+
+def conversations_in(rows):
+    """The signed ids of every conversation in the rows, padding left out."""
+    bos = ~TOKENIZER.bos_id
+    for row in np.asarray(rows._map("train")):
+        starts = [*np.nonzero(row == bos)[0], len(row)]
+        for a, b in zip(starts, starts[1:], strict=False):
+            if b - a > 1:
+                yield tuple(row[a:b].tolist())
+
+
+def test_every_conversation_lies_in_one_row_with_its_mask():
+    chats = [chat("q" * (i % 23), "a" * (1 + i % 17)) for i in range(200)]
+    rows, counts = packed(chats)
+    expected = sorted(tuple(signed_ids(*render(TOKENIZER, c)).tolist()) for c in chats)
+    assert sorted(conversations_in(rows)) == expected
+    assert counts["documents"] == 200 and counts["documents_cut"] == counts["dropped"] == 0
+    assert counts["trained"] == sum(sum(render(TOKENIZER, c)[1]) for c in chats)
+    filled = sum(len(e) for e in expected) / (counts["rows"] * 64)
+    assert filled > 0.9
+
+
+def test_B2_a_conversation_longer_than_a_row_is_cut_and_never_clogs_the_rows():
+    chats = [chat("q", "a" * 500), *[chat("q", "short")] * 30, chat("q" * 500, "a")]
+    rows, counts = packed(chats)
+    found = list(conversations_in(rows))
+    assert len(found) == 31  # the last one lost its whole answer: nothing in it would count
+    assert counts["skipped"] == 1 and counts["documents_cut"] == 0
+    assert max(len(f) for f in found) == 64
+    one_epoch = counts["rows"]
+    first = {tuple(r) for r in rows.row_ids(0, one_epoch, seed=0).tolist()}
+    second = {tuple(r) for r in rows.row_ids(1, one_epoch, seed=0).tolist()}
+    assert first == second and len(first) == one_epoch  # epoch after epoch, every row once
+
+
+def test_a_row_in_which_nothing_counts_is_never_made():
+    chats = [chat("q", "a"), [{"role": "user", "content": "alone"}]] * 20
+    rows, counts = packed(chats)
+    assert counts["skipped"] == 20
+    assert ((np.asarray(rows._map("train")) >= 0).sum(axis=1) > 0).all()
+    with pytest.raises(ValueError, match="train"):
+        packed([[{"role": "user", "content": "alone"}]], name="y")
+
+
+def test_rows_come_back_as_tokens_and_targets():
+    ids, mask = render(TOKENIZER, chat("hi", "ho"))
+    row = signed_ids(ids, mask)[None]
+    tokens, targets = split_rows(row, IGNORE)
+    assert tokens[0].tolist() == ids[:-1]
+    assert targets[0].tolist() == [
+        i if m else IGNORE for i, m in zip(ids[1:], mask[1:], strict=True)
+    ]
+
+
+def test_other_conversations_or_another_tokenizer_have_rows_of_their_own():
+    a = open_chat_rows({"name": "x"}, TOKENIZER, 63)
+    b = open_chat_rows({"name": "y"}, TOKENIZER, 63)
+    c = open_chat_rows({"name": "x"}, Tokenizer.train(["that was it"], 270), 63)
+    d = open_chat_rows({"name": "x"}, TOKENIZER, 31)
+    assert len({r.folder for r in (a, b, c, d)}) == 4
+    assert open_chat_rows({"name": "x"}, TOKENIZER, 63).fingerprint == a.fingerprint

@@ -1,0 +1,238 @@
+"""The engine says what the plain model says, whoever else is in the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanochat.engine import Engine
+from nanochat.gpt import build_model, for_inference
+from nanochat.sampling import Sampling, sample
+from nanochat.tokenizer import Tokenizer
+from tests.conftest import TINY, lively
+
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+OPTIONS = {
+    "default": {},
+    "classic": None,
+    "windows": {"window_pattern": "SL", "max_seq_len": 256},
+    "one key head": {"n_kv_head": 1},
+    "no value embeddings": {"value_embeddings": False},
+    "no residual scalars": {"residual_scalars": False},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes and special tokens only."""
+    return Tokenizer.train(["a b"], 265)
+
+
+def model_of(tokenizer, **changes):
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=48)
+    cfg = cfg.classic() if changes.pop("classic", False) else replace(cfg, **changes)
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
+
+
+def continue_plainly(model, prompt, settings, ends):
+    """Greedy decoding by a full forward pass per token, without any cache."""
+    ids = list(prompt)
+    while len(ids) - len(prompt) < settings.max_new_tokens and len(ids) < model.cfg.max_seq_len:
+        token = int(model(torch.tensor([ids]))[0, -1].argmax())
+        if token in ends:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_greedy_output_equals_a_full_forward_without_cache(tokenizer, option):
+    changes = OPTIONS[option]
+    model = model_of(tokenizer, classic=True) if changes is None else model_of(tokenizer, **changes)
+    engine = Engine(model, tokenizer, slots=3)
+    lengths = (1, 3, 11, 20, 200) if option == "windows" else (1, 3, 11, 20, 7)
+    prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate(lengths)]
+    for prompt, (got,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        assert got.ids == continue_plainly(model, prompt, GREEDY, engine.ends)
+
+
+def test_a_row_says_the_same_alone_and_in_company(tokenizer):
+    model = model_of(tokenizer)
+    prompts = [[i + 1, 2 * i + 5, 9] for i in range(9)]
+    settings = [
+        Sampling(
+            max_new_tokens=3 + 2 * i, temperature=0.8 + 0.1 * i, top_k=(None, 40)[i % 2], seed=i
+        )
+        for i in range(9)
+    ]
+    alone = [
+        Engine(model, tokenizer, slots=1).generate([p], s)[0][0].ids
+        for p, s in zip(prompts, settings, strict=True)
+    ]
+    engine = Engine(
+        model, tokenizer, slots=4
+    )  # fewer slots than rows, which end at different times
+    rows = [engine.submit(p, s)[0] for p, s in zip(prompts, settings, strict=True)]
+    while engine.busy:
+        engine.step()
+    assert [row.ids for row in rows] == alone
+    assert len({len(ids) for ids in alone}) > 3
+
+
+def test_samples_of_one_prompt_share_its_reading_and_differ_from_the_first_token(tokenizer):
+    model = model_of(tokenizer)
+    engine = Engine(model, tokenizer, slots=5)
+    read = []
+    engine.model.hidden = lambda tokens, view, plain=model.hidden: (
+        read.append(tuple(tokens.shape)) or plain(tokens, view)
+    )
+    (samples,) = engine.generate([[5, 6, 7, 8]], Sampling(max_new_tokens=4, seed=3), n=40)
+    assert sum(1 for shape in read if shape[1] > 1) < 10  # not once per sample
+    assert len({row.ids[0] for row in samples if row.ids}) > 10
+    again = Engine(model, tokenizer).generate(
+        [[5, 6, 7, 8]], Sampling(max_new_tokens=4, seed=3), 40
+    )
+    assert [row.ids for row in samples] == [row.ids for row in again[0]]
+
+
+class Scripted:
+    """Says given tokens, one script per prompt's first token; counts nothing else."""
+
+    def __init__(self, engine, scripts):
+        self.engine, self.scripts = engine, scripts
+
+    def __call__(self, logits, settings, uniform):
+        rows = self.engine.active
+        said = [self.scripts[row.prompt[0]][len(row.ids)] for row in rows]
+        return said
+
+
+def test_a_call_of_the_tool_is_answered_in_the_text_and_marked_as_not_sampled(
+    tokenizer, monkeypatch
+):
+    special = tokenizer.special
+    call = [special("<|python_start|>"), *tokenizer.encode("6*7"), special("<|python_end|>")]
+    answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
+    rest = [*tokenizer.encode("ok"), special("<|assistant_end|>")]
+    script = call + [0] * len(answer) + rest
+    engine = Engine(model_of(tokenizer), tokenizer, slots=2, tool={"6*7": "42"}.get)
+    scripts = {1: script, 2: [*tokenizer.encode("abcd"), special("<|assistant_end|>")]}
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, scripts))
+    (with_tool,), (plain,) = engine.generate([[1, 3], [2, 4]], Sampling(max_new_tokens=40))
+    assert with_tool.ids == call + answer + tokenizer.encode("ok")
+    assert with_tool.sampled == [True] * len(call) + [False] * len(answer) + [True] * 2
+    assert (with_tool.finish, plain.finish) == ("stop", "stop")
+    assert tokenizer.decode(plain.ids) == "abcd"
+
+
+def test_a_call_that_has_no_answer_puts_nothing_in(tokenizer, monkeypatch):
+    special = tokenizer.special
+    said = [special("<|python_start|>"), 1, 2, special("<|python_end|>"), 3, tokenizer.bos_id]
+    engine = Engine(model_of(tokenizer), tokenizer, tool=lambda code: None)
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: said}))
+    (row,) = engine.generate([[1, 3]], Sampling(max_new_tokens=40))[0]
+    assert row.ids == said[:-1] and all(row.sampled)
+
+
+def test_a_completion_ends_at_its_limit_or_at_the_end_of_the_context(tokenizer):
+    engine = Engine(model_of(tokenizer), tokenizer, capacity=16)
+    engine.ends = set()
+    (short,) = engine.generate([[1, 2]], Sampling(max_new_tokens=5))[0]
+    (long,) = engine.generate([[1, 2]], Sampling(max_new_tokens=500))[0]
+    assert (len(short.ids), short.finish) == (5, "length")
+    assert (len(long.ids), long.finish) == (14, "length")
+    with pytest.raises(ValueError, match="16"):
+        engine.submit([1] * 16, Sampling())
+    with pytest.raises(ValueError, match="at least one"):
+        engine.submit([], Sampling())
+
+
+def test_streaming_gives_the_tokens_of_a_whole_answer_and_frees_its_slot(tokenizer):
+    model = model_of(tokenizer)
+    settings = Sampling(max_new_tokens=9, seed=4)
+    whole = Engine(model, tokenizer).generate([[4, 5]], settings)[0][0].ids
+    engine = Engine(model, tokenizer)
+    assert list(engine.stream([4, 5], settings)) == whole
+    stream = engine.stream([4, 5], settings)
+    next(stream)
+    assert engine.busy
+    stream.close()  # the reader went away
+    assert not engine.busy
+
+
+def test_weights_in_the_compute_dtype_change_no_result(tokenizer):
+    model = model_of(tokenizer)
+    model.dtype = torch.bfloat16
+    twin = for_inference(model)
+    assert twin.blocks[0].mlp.up.weight.dtype == torch.bfloat16
+    tokens = torch.randint(250, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens), twin(tokens))
+
+
+def test_B14_the_cache_has_the_compute_dtype(tokenizer):
+    model = model_of(tokenizer)
+    model.dtype = torch.bfloat16
+    engine = Engine(for_inference(model), tokenizer)
+    assert engine.cache.keys.dtype == torch.bfloat16
+    (row,) = engine.generate([[1, 2, 3]], Sampling(max_new_tokens=4))[0]
+    assert row.finish
+
+
+# ---- sampling ----------------------------------------------------------------------------------
+
+
+def frequencies(settings, n=4000):
+    """How often each of 5 tokens is drawn."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.5]]).repeat(n, 1)
+    drawn = sample(
+        logits, [settings] * n, torch.rand(n, generator=torch.Generator().manual_seed(1))
+    )
+    return torch.bincount(torch.tensor(drawn), minlength=5) / n, logits[0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_with_the_probabilities_at_the_temperature(temperature):
+    got, logits = frequencies(Sampling(temperature=temperature))
+    torch.testing.assert_close(got, (logits / temperature).softmax(0), atol=0.03, rtol=0)
+
+
+def test_filters_keep_what_they_promise():
+    p = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5]).softmax(0)  # .47 .17 .06 .02 .28
+    assert set(frequencies(Sampling(top_k=2))[0].nonzero().flatten().tolist()) == {0, 4}
+    assert set(frequencies(Sampling(top_p=0.5))[0].nonzero().flatten().tolist()) == {0, 4}
+    assert set(frequencies(Sampling(top_p=0.4))[0].nonzero().flatten().tolist()) == {0}
+    assert set(frequencies(Sampling(min_p=0.3))[0].nonzero().flatten().tolist()) == {0, 1, 4}
+    got, _ = frequencies(Sampling(top_k=2))
+    assert got[0] == pytest.approx(float(p[0] / (p[0] + p[4])), abs=0.03)
+
+
+def test_every_row_has_settings_of_its_own():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
+    settings = [
+        Sampling(temperature=0),
+        Sampling(top_k=1, temperature=3),
+        Sampling(top_p=0.01),
+        Sampling(min_p=1.0),
+        Sampling(top_k=5),
+    ]
+    drawn = sample(logits, settings, [0.99] * 5)
+    assert drawn[:4] == logits[:4].argmax(1).tolist()
+    assert drawn[4] in logits[4].topk(5).indices.tolist()
+    assert drawn[4] != int(logits[4].argmax())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,58 @@
+"""Training on conversations: packing them changes nothing about what is learned."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.chat_format import render
+from nanochat.chat_rows import open_chat_rows, pack_conversations, signed_ids, split_rows
+from nanochat.finetune import Apart
+from nanochat.gpt import GPTConfig, build_model
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+from tests.conftest import lively
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+CHATS = [
+    [
+        {"role": "user", "content": "q" * (3 + i % 7)},
+        {"role": "assistant", "content": "a" * (1 + i)},
+    ]
+    for i in range(14)
+]
+
+
+def model_of(**changes):
+    cfg = GPTConfig(265, 2, 32, 4, 2, 8, 63, **changes)
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
+
+
+def gradient(model, batches):
+    """Loss per counted target and its gradient over (tokens, targets) batches."""
+    model.zero_grad()
+    apart = Apart(model, TOKENIZER.bos_id)
+    count = sum((targets != IGNORE).sum() for _, targets in batches)
+    total = 0.0
+    for tokens, targets in batches:
+        loss = apart.loss(torch.from_numpy(tokens), torch.from_numpy(targets)) / count
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
+def test_a_packed_step_equals_the_conversations_one_by_one(changes):
+    rows = open_chat_rows({"name": "x"}, TOKENIZER, 63)
+    pack_conversations(rows, "train", CHATS, TOKENIZER)
+    packed = np.asarray(rows._map("train"))
+    assert len(packed) < len(CHATS) / 2  # several in a row
+    model = model_of(**changes)
+    loss, grad = gradient(model, [split_rows(packed, IGNORE)])
+    alone = [split_rows(signed_ids(*render(TOKENIZER, c))[None], IGNORE) for c in CHATS]
+    loss_alone, grad_alone = gradient(model, alone)
+    assert loss == pytest.approx(loss_alone, rel=1e-5)
+    assert (grad - grad_alone).norm() < 1e-5 * grad_alone.norm()
+    blind = model.loss(*(torch.from_numpy(x) for x in split_rows(packed, IGNORE)))
+    assert (
+        abs(blind.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
+    )  # else nothing was kept apart
