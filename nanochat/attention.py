@@ -88,6 +88,21 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
     return y.transpose(1, 2)
 
 
+def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """
+    A few queries over many stored tokens: q (B, T, H, D), keys (B, G, D, M), values (B, G, M, D),
+    mask (B, 1, T, M) bool -> (B, T, H, D). Two plain products, the fastest way for T = 1.
+    """
+    B, T, H, D = q.shape
+    G = keys.size(1)
+    q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4)  # (B, G, H/G, T, D)
+    scores = (q.flatten(2, 3) @ keys).view(B, G, H // G, T, -1).float() * scale
+    scores = scores.masked_fill(~mask[:, :, None], -math.inf)
+    weights = scores.softmax(dim=-1).to(values.dtype)  # (B, G, H/G, T, M)
+    y = (weights.flatten(2, 3) @ values).view(B, G, H // G, T, D)
+    return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
 @lru_cache(maxsize=16)
 def block_mask(T: int, window: int | None, device: torch.device):
     """FlexAttention's block-sparse form of `visible`, made once per shape."""

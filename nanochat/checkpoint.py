@@ -293,6 +293,14 @@ def find_checkpoint(
     return found
 
 
+def newest_stage() -> str:
+    """The last of base, mid, sft, rl that has a checkpoint. Raises MissingInput where none has."""
+    for stage in reversed(FOLDERS):
+        if next(stage_folder(stage).glob("*/latest"), None):
+            return stage
+    raise MissingInput(f"there is no model in {base_dir()}", "bash speedrun.sh")
+
+
 def maker(stage: str) -> str:
     """The script that writes the checkpoints of a stage."""
     scripts = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}

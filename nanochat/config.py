@@ -5,8 +5,9 @@ Dataclass in, command line out.
 
 `--device_batch_size=8` and `--device-batch-size 8` are the same flag; nested dataclasses share
 one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; for a setting that may be
-None, -1 means None ("decide for me"), as does leaving the flag out. A bare `--` in front of the
-flags is dropped. Flags that no longer exist are refused with the name of what replaced them.
+None, -1 means None ("decide for me"), as mostly does leaving the flag out. A setting made by
+`short` has a letter too: `-x 5`. A bare `--` in front of the flags is dropped. Flags that no longer
+exist are refused with the name of what replaced them.
 """
 
 import ast
@@ -75,12 +76,17 @@ def parse(
     filled = tyro.cli(
         with_help(type(default)),
         default=copy_into(with_help(type(default)), default),
-        args=normalize(args, field_types(type(default))),
+        args=normalize(spell_out(args, type(default)), field_types(type(default))),
         prog=program(),
         description=(doc or "").replace("\nWrites ", "\n\nWrites "),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
     return copy_into(type(default), filled)
+
+
+def short(letter: str, default: Any) -> Any:
+    """A setting that can also be given by one letter: `temperature: float = short("t", 0.0)`."""
+    return dataclasses.field(default=default, metadata={"short": f"-{letter}"})
 
 
 def program() -> str | None:
@@ -112,7 +118,11 @@ def with_help(cls: type) -> type:
             fields.append((f.name, with_help(typing.cast(type, hint))))
         else:
             hint_of_default = "" if f.default is None else None  # its help says what None means
-            shown = tyro.conf.arg(help=docs.get(f.name), help_behavior_hint=hint_of_default)
+            shown = tyro.conf.arg(
+                help=docs.get(f.name),
+                help_behavior_hint=hint_of_default,
+                aliases=[f.metadata["short"]] if "short" in f.metadata else None,
+            )
             fields.append((f.name, typing.Annotated[hint, shown]))
     return dataclasses.make_dataclass(cls.__name__, fields)
 
@@ -139,6 +149,24 @@ def field_types(cls: type) -> dict[str, Any]:
     return found
 
 
+def spell_out(args: Sequence[str], cls: type) -> list[str]:
+    """Replace `-x` by the long name of the setting, where `cls` has one of that letter."""
+    long = short_names(cls)
+    return [long.get(head, head) + eq + tail for head, eq, tail in (a.partition("=") for a in args)]
+
+
+def short_names(cls: type) -> dict[str, str]:
+    """`-x` -> `--long_name` of the settings that have a letter, nested dataclasses included."""
+    found: dict[str, str] = {}
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            found |= short_names(typing.cast(type, hints[f.name]))
+        elif "short" in f.metadata:
+            found[f.metadata["short"]] = f"--{f.name}"
+    return found
+
+
 def may_be_none(annotation: Any) -> bool:
     """True for `X | None`."""
     is_union = isinstance(annotation, types.UnionType) or (
@@ -154,7 +182,7 @@ def is_boolean(annotation: Any) -> bool:
 
 def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """
-    Translate the forms of a boolean to `--flag True`, and drop `-1` for settings that may be None.
+    Translate the forms of a boolean to `--flag True`, and `-1` to None for settings that may be it.
 
     Exits with status 2 on a flag that is not `known`, naming the nearest one.
     """
@@ -178,7 +206,7 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
             result += [flag, str(BOOLEAN_WORDS[value.lower()])]
         elif may_be_none(known[name]) and (value or rest[:1] == ["-1"] or rest[:1] == ["-1.0"]):
             value = value if equals else rest.pop(0)
-            result += [] if value in ("-1", "-1.0") else [flag, value]
+            result += [flag, "None" if value in ("-1", "-1.0") else value]
         else:
             result.append(arg)
     return result

@@ -31,8 +31,8 @@ class Completion:
     """
     One sample of a prompt: grows while the engine runs, whole when `finish` is set.
 
-    `ids` leaves out the token that ended it; `sampled[i]` is False where a tool's answer
-    was put in.
+    `ids` leaves out the token that ended it, `end`; `sampled[i]` is False where a tool's answer was
+    put in.
     """
 
     prompt: list[int]
@@ -43,6 +43,8 @@ class Completion:
     sampled: list[bool] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
     """stop: it ended itself; length: it ran into max_new_tokens or the end of the context."""
+    end: int | None = None
+    """The token by which it ended itself."""
     code: list[int] | None = None
     """Tokens since <|python_start|>, inside a call."""
     forced: deque[int] = field(default_factory=deque)
@@ -211,7 +213,7 @@ class Engine:
         sampled = not c.forced
         token = token if sampled else c.forced.popleft()
         if sampled and token in self.ends:
-            c.finish = "stop"
+            c.finish, c.end = "stop", token
             return
         c.ids.append(token)
         c.sampled.append(sampled)

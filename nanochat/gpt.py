@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from nanochat.attention import Backend, attend, attend_masked, visible
+from nanochat.attention import Backend, attend, attend_masked, attend_stored, visible
 from nanochat.kv_cache import CacheView
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
@@ -168,8 +168,10 @@ class Attention(nn.Module):
             v = v + gate[..., None] * extra.view(B, T, G, D)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)  # (B, M, G, D)
-        if mask is None:
+            cache.write(self.layer, k, v)
+        if cache is not None and mask is not None:
+            y = attend_stored(q, *cache.read(self.layer), mask, self.scale)
+        elif mask is None:
             y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
         else:
             y = attend_masked(q, k, v, mask, self.scale)

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from nanochat.config import short
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -23,7 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class MachineConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Where to compute. Default: cuda where there is one, else mps, else cpu."""
-    dtype: Literal["bfloat16", "float32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = short("d", None)
     """Number format of activations and matrix products; weights stay float32. Default: bfloat16
     where the hardware multiplies it natively (CPUs with AVX512-BF16 or AMX too), else float32."""
     collective_timeout_minutes: float = 10.0

@@ -2,9 +2,12 @@
 Measure speed against others and against the machine's own limits, in one run.
 
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
+    python -m scripts.bench --what=engine --depth=4
     python -m scripts.bench --what=tokenizer --dataset=embedded --num_shards=8
 
 train       a training step: forward, backward, update; tokens/s; share of the measured ceiling
+
+engine      generation: tokens/s of reading prompts and of writing, at batch 1, 8 and 64; memory
 
 tokenizer   training with our crate against the PyPI package rustbpe and Hugging Face tokenizers;
             encoding with it against tiktoken and gigatoken, one vocabulary for all, first pass
@@ -19,6 +22,7 @@ from typing import Literal
 
 from nanochat.config import start
 from nanochat.dataset import open_source, remembered
+from nanochat.engine_bench import bench_engine
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
@@ -29,20 +33,21 @@ from nanochat.train_bench import bench_training
 
 @dataclass(frozen=True)
 class Bench:
-    what: Literal["train", "tokenizer"] = "train"
+    what: Literal["train", "engine", "tokenizer"] = "train"
     """What to measure."""
     depth: int = 4
-    """train: depth of the model."""
+    """train, engine: depth of the model."""
     max_seq_len: int = 512
     """train: tokens in a row."""
     rows: int = 8
     """train: rows per step on this device."""
     vocab_size: int = 8192
-    """train: size of the vocabulary."""
+    """train, engine: size of the vocabulary."""
     steps: int = 10
     """train: steps to time."""
     repeats: int = 3
-    """tokenizer: measurements of each thing, in turn, so that a slow minute hits all alike."""
+    """engine, tokenizer: measurements of each thing; of tokenizers in turn, so that a slow minute
+    hits all alike."""
     max_megabytes: float = 110.0
     """tokenizer: text to measure on, from the first training shards."""
     vocab_sizes: tuple[int, ...] = (8192, 32768)
@@ -62,7 +67,11 @@ class Bench:
 
 
 def main(cfg: Bench) -> None:
-    benches: dict[str, Callable[[Bench], None]] = {"train": train, "tokenizer": tokenizer}
+    benches: dict[str, Callable[[Bench], None]] = {
+        "train": train,
+        "engine": engine,
+        "tokenizer": tokenizer,
+    }
     benches[cfg.what](cfg)
 
 
@@ -72,6 +81,12 @@ def train(cfg: Bench) -> None:
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len)
     bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps)
     machine.close()
+
+
+def engine(cfg: Bench) -> None:
+    """Generation by an untrained model."""
+    machine = init_machine(cfg.machine)
+    bench_engine(shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len), machine, cfg.repeats)
 
 
 def tokenizer(cfg: Bench) -> None:

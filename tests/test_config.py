@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from nanochat.common import REPOSITORY
-from nanochat.config import field_docs, parse, settings
+from nanochat.config import field_docs, parse, settings, short
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Script:
     tag: str = ""
     once: bool = False
     compile: bool | None = None
+    top_k: int | None = short("k", 50)
     rates: Rates = field(default_factory=Rates)
 
 
@@ -79,6 +80,13 @@ def test_a_boolean_may_be_left_open(args, want):
     assert read(*args).compile is want
 
 
+@pytest.mark.parametrize(
+    ("args", "want"), [([], 50), (["-k", "7"], 7), (["-k=7"], 7), (["-k", "-1"], None)]
+)
+def test_a_setting_may_have_a_letter_too(args, want):
+    assert read(*args).top_k == want
+
+
 def test_minus_one_stays_a_number_where_none_is_no_choice():
     assert read("--depth=-1").depth == -1
 
@@ -122,6 +130,7 @@ def test_settings_print_open_choices_as_the_seed_report_does():
         "tag": "",
         "once": False,
         "compile": "",
+        "top_k": 50,
         "matrix_lr": -1.0,
         "cautious": True,
     }

@@ -1,0 +1,126 @@
+"""
+Scoring a chat model on tasks: by the letters' logits, or by what it writes.
+
+    task, model -> outcomes: for each item the score of each of its answers -> accuracy, pass@k
+
+Items are dealt out to the ranks and the outcomes gathered, so a figure depends neither on their
+number nor on the batch. Knows no particular task and no section of a report.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nanochat.chat_format import Message, render_prompt
+from nanochat.engine import Engine
+from nanochat.gpt import GPT
+from nanochat.machine import Machine
+from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
+
+PASS_TOKENS = 16_384  # padded tokens of one forward pass
+
+
+class Questions(Protocol):
+    """What is asked of a task; `tasks.base.Task` has it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> Sequence[Message]: ...
+    def letters(self, i: int) -> tuple[str, ...]: ...
+    def score(self, conversation: Any, answer: str) -> float: ...
+
+
+Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
+
+
+def gathered(
+    count: int, score: Callable[[list[int]], list[list[float]]], machine: Machine
+) -> Outcomes:
+    """Score items 0 to count - 1, every rank its share, and put them together on all ranks."""
+    mine = list(range(machine.rank, count, machine.world_size))
+    scores = dict(zip(mine, score(mine), strict=True))
+    for other in machine.gather(scores):
+        scores |= other
+    return [scores[i] for i in range(count)]
+
+
+def fit(prompt: list[int], capacity: int, room: int) -> list[int]:
+    """The end of a prompt that is too long to leave `room` tokens; its BOS stays in front."""
+    most = max(2, capacity - room)
+    return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
+
+
+@torch.no_grad()
+def by_letters(
+    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: Machine
+) -> Outcomes:
+    """
+    Ask for the likeliest of the options' letters right where the assistant begins to speak.
+
+    Scores the first `count` items. Every letter must be one token.
+    """
+    device = model.head.weight.device
+
+    def score(items: list[int]) -> list[list[float]]:
+        prompts = [fit(render_prompt(tokenizer, task[i]), model.cfg.max_seq_len, 1) for i in items]
+        order = sorted(range(len(items)), key=lambda n: len(prompts[n]))
+        found: list[list[float]] = [[] for _ in items]
+        while order:
+            rows = 1
+            while rows < len(order) and len(prompts[order[rows]]) * (rows + 1) <= PASS_TOKENS:
+                rows += 1
+            batch, order = order[:rows], order[rows:]
+            T = len(prompts[batch[-1]])
+            padded = [prompts[n] + [tokenizer.bos_id] * (T - len(prompts[n])) for n in batch]
+            hidden = model.hidden(torch.tensor(padded, device=device))  # (B, T, C)
+            last = torch.tensor([len(prompts[n]) - 1 for n in batch], device=device)
+            logits = model.logits(hidden[torch.arange(rows, device=device), last])  # (B, V)
+            for n, row in zip(batch, logits, strict=True):
+                letters = task.letters(items[n])
+                ids = [letter_id(tokenizer, letter) for letter in letters]
+                best = letters[int(row[ids].argmax())]
+                found[n] = [task.score(task[items[n]], best)]
+        return found
+
+    return gathered(count, score, machine)
+
+
+def letter_id(tokenizer: Tokenizer, letter: str) -> int:
+    """The one token of a letter. Raises ValueError where it takes more."""
+    ids = tokenizer.encode(letter)
+    if len(ids) != 1:
+        raise ValueError(f"the letter {letter!r} is {len(ids)} tokens, not one")
+    return ids[0]
+
+
+def by_writing(
+    engine: Engine,
+    task: Questions,
+    count: int,
+    settings: Sampling,
+    num_samples: int,
+    machine: Machine,
+) -> Outcomes:
+    """
+    Let the model answer the first `count` items, `num_samples` times each, and score the text.
+
+    Item i draws from seed `settings.seed` + i.
+    """
+    tokenizer, capacity = engine.tokenizer, engine.cache.capacity
+
+    def score(items: list[int]) -> list[list[float]]:
+        groups = []
+        for i in items:
+            prompt = render_prompt(tokenizer, task[i])
+            prompt = fit(prompt, capacity, min(settings.max_new_tokens, capacity // 2))
+            own = Sampling(**{**vars(settings), "seed": settings.seed + i})
+            groups.append(engine.submit(prompt, own, num_samples))
+        while engine.busy:
+            engine.step()
+        return [
+            [task.score(task[i], tokenizer.decode(answer.ids)) for answer in group]
+            for i, group in zip(items, groups, strict=True)
+        ]
+
+    return gathered(count, score, machine)

@@ -1,0 +1,264 @@
+"""
+Reinforcement learning from right and wrong answers: roll out, score, update.
+
+    questions -> engine: n answers each -> reward - mean of the group -> weighted loss -> gradient
+
+REINFORCE on policy: every batch of answers is used for one update and forgotten, so there is no
+ratio to clip. The loss of a step is divided by all tokens that its answers sampled, on all ranks,
+so long answers weigh more than short ones, and no question more than another (Dr. GRPO,
+arXiv:2503.20783; the group's mean as baseline: arXiv:2402.03300). Knows no tasks, only rewards.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nanochat.engine import Completion, Engine
+from nanochat.gpt import GPT, for_inference
+from nanochat.loss import IGNORE
+from nanochat.machine import Machine
+from nanochat.optim import MuonAdamW
+from nanochat.sampling import Sampling
+from nanochat.train import LoopConfig, Progress, StopRequest
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    examples_per_step: int = 16
+    """Questions per step, all ranks together."""
+    num_samples: int = 16
+    """Answers to each question."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    temperature: float = 1.0
+    """Of the answers that are learned from."""
+    top_k: int | None = 50
+    """Among how many likeliest tokens answers are sampled. Default: all of them."""
+    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
+    """What a reward is compared with: the group's mean; the same, divided by the group's standard
+    deviation (GRPO); the mean of the group's other answers (RLOO)."""
+    overlong: Literal["keep", "drop"] = "keep"
+    """drop: answers cut off at max_new_tokens are not learned from."""
+    length_penalty: float = 0.0
+    """Taken from the reward of an answer of full length, in proportion from shorter ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("examples_per_step", "num_samples", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_samples == 1:
+            raise ValueError("num_samples=1: an answer is compared with others of its group")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one question, and what they earned."""
+
+    answers: list[Completion]
+    rewards: list[float]
+
+    @property
+    def has_signal(self) -> bool:
+        """False when all answers earned the same: nothing can be learned from them."""
+        return max(self.rewards) > min(self.rewards)
+
+
+def advantages(
+    rewards: Sequence[float], kind: Literal["mean", "std", "leave_one_out"]
+) -> list[float]:
+    """How much better than its group each answer was."""
+    n = len(rewards)
+    mean = sum(rewards) / n
+    centred = [r - mean for r in rewards]
+    if kind == "std":
+        spread = math.sqrt(sum(c * c for c in centred) / n)
+        return [c / (spread + 1e-6) for c in centred]
+    if kind == "leave_one_out":
+        return [c * n / (n - 1) for c in centred]
+    return centred
+
+
+def roll_out(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    reward: Callable[[int, Completion], float],
+    cfg: RLConfig,
+    seeds: Sequence[int],
+) -> list[Group]:
+    """
+    Answer every prompt `num_samples` times and score the answers.
+
+    reward(i, answer) scores an answer to prompt i; prompt i draws from seeds[i], so what is
+    answered depends on the question and the step, not on ranks or company.
+    """
+    waiting = [
+        engine.submit(
+            prompt,
+            Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed),
+            cfg.num_samples,
+        )
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    while engine.busy:
+        engine.step()
+
+    def earned(i: int, answer: Completion) -> float:
+        return reward(i, answer) - cfg.length_penalty * len(answer.ids) / cfg.max_new_tokens
+
+    return [Group(group, [earned(i, a) for a in group]) for i, group in enumerate(waiting)]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One answer to learn from: its ids behind the prompt, which of them were sampled."""
+
+    ids: list[int]
+    targets: list[int]
+    """The next id where it was sampled, IGNORE elsewhere; as long as `ids`."""
+    advantage: float
+
+
+def examples(groups: Sequence[Group], cfg: RLConfig) -> list[Example]:
+    """What there is to learn: nothing from groups without signal, one example per answer else."""
+    found = []
+    for group in groups:
+        if not group.has_signal:
+            continue
+        for answer, advantage in zip(
+            group.answers, advantages(group.rewards, cfg.advantage), strict=True
+        ):
+            if cfg.overlong == "drop" and answer.finish == "length":
+                continue
+            said = answer.ids + ([answer.end] if answer.end is not None else [])
+            sampled = answer.sampled + [True] * (answer.end is not None)
+            whole = answer.prompt + said
+            unseen = [IGNORE] * (len(answer.prompt) - 1)
+            targets = unseen + [
+                token if own else IGNORE for token, own in zip(said, sampled, strict=True)
+            ]
+            found.append(Example(whole[:-1], targets, advantage))
+    return found
+
+
+def accumulate(
+    model: GPT, learned: Sequence[Example], rows_per_pass: int, pad: int, machine: Machine
+) -> float:
+    """
+    Leave the gradient of the policy loss in the model; returns the loss, the same on all ranks.
+
+    loss = sum of advantage * nats of the sampled tokens / their number, over the whole step.
+    """
+    device = machine.device
+    count = sum(sum(t != IGNORE for t in e.targets) for e in learned)
+    total = machine.sum(float(count))[0]
+    loss = 0.0
+    by_length = sorted(learned, key=lambda e: len(e.ids))  # little padding
+    for i in range(0, len(by_length), rows_per_pass):
+        batch = by_length[i : i + rows_per_pass]
+        T = len(batch[-1].ids)
+        tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
+        targets = torch.tensor(
+            [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch], device=device
+        )
+        weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
+        part = model.loss(tokens, targets, weights=weights / total)
+        part.backward()
+        loss += part.item()
+    return machine.sum(loss)[0]
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """
+    What the loop works on. `questions(step)` gives this rank's prompts and their seeds;
+    `reward(step, i, answer)` scores an answer to the i-th of them; `save`, `log` and `evaluate` are
+    called as those of `train.Run`.
+    """
+
+    model: GPT
+    optimizer: MuonAdamW
+    engine: Callable[[GPT], Engine]
+    """Makes an engine around a model that is ready for inference."""
+    machine: Machine
+    num_steps: int
+    rows_per_pass: int
+    questions: Callable[[int], tuple[list[list[int]], list[int]]]
+    reward: Callable[[int, int, Completion], float]
+    evaluate: Callable[[int], dict[str, float]]
+    save: Callable[[Progress], None]
+    log: Callable[[int, dict[str, Any]], None]
+    cfg: RLConfig
+    loop: LoopConfig
+
+
+def train_policy(run: PolicyRun, progress: Progress) -> bool:
+    """
+    Learn from `progress.step` to the end, rates falling linearly to 0. Returns False when asked to
+    stop early. The last thing is a checkpoint.
+    """
+    with StopRequest() as stop:
+        while progress.step < run.num_steps:
+            step = progress.step
+            if step and run.loop.eval_every and step % run.loop.eval_every == 0:
+                run.log(step, run.evaluate(step))
+            started = time.perf_counter()
+            figures = policy_step(run, step)
+            progress.step += 1
+            if not figures.pop("finite"):
+                progress.bad_steps += 1
+                run.machine.print0(f"step {step}: not finite, skipped on all ranks: {figures}")
+            seconds = time.perf_counter() - started
+            progress.train_seconds += seconds
+            run.log(step, {**figures, "step_seconds": seconds})
+            if run.machine.any(stop.asked):
+                run.save(progress)
+                run.machine.print0(f"asked to stop: saved step {progress.step}")
+                return False
+            every = run.loop.save_every
+            if every and progress.step % every == 0 and progress.step < run.num_steps:
+                run.save(progress)
+        run.save(progress)
+    return True
+
+
+def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
+    """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
+    prompts, seeds = run.questions(step)
+    engine = run.engine(for_inference(run.model))
+    groups = roll_out(engine, prompts, lambda i, a: run.reward(step, i, a), run.cfg, seeds)
+    answers = [answer for group in groups for answer in group.answers]
+    dead = sum(not group.has_signal for group in groups)
+    totals = run.machine.sum(
+        float(len(groups)),
+        float(dead),
+        sum(sum(group.rewards) for group in groups),
+        float(len(answers)),
+        float(sum(len(answer.ids) for answer in answers)),
+        float(sum(answer.finish == "length" for answer in answers)),
+    )
+    learned = examples(groups, run.cfg)
+    pad = engine.tokenizer.bos_id
+    loss = accumulate(run.model, learned, run.rows_per_pass, pad, run.machine)
+    norm = run.optimizer.reduce_gradients()
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    factor = 1 - step / run.num_steps
+    if finite and norm:
+        run.optimizer.step(factor, decay_factor=factor)
+    else:
+        run.optimizer.drop_gradients()
+    return {
+        "finite": finite,
+        "reward": totals[2] / totals[3],
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": factor,
+        "answer_tokens": totals[4] / totals[3],
+        "cut_off": totals[5] / totals[3],
+        "without_signal": totals[1] / totals[0],
+    }
