@@ -8,27 +8,28 @@ tasks: scripts hand in conversations and a description of them.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from nanochat.chat_rows import (
-    Conversations,
-    open_chat_rows,
-    pack_conversations,
-    split_rows,
-)
-from nanochat.checkpoint import Checkpoint, load_model
+from nanochat import records
+from nanochat.chat_rows import Conversations, open_chat_rows, pack_conversations, split_rows
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.common import fingerprint
 from nanochat.eval_bpb import Interrupted, bits_per_byte
 from nanochat.gpt import GPT
+from nanochat.hardware import device_name, used_memory_bytes
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW, rules
 from nanochat.rows import Rows
-from nanochat.stage import Evaluate, Stage
+from nanochat.runlog import METRICS_FILE
+from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.tokenizer import Tokenizer
 
 
@@ -60,24 +61,42 @@ class Talk:
     description: Mapping[str, Any]
     """JSON-ready; decides which conversations there are, and in which order."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Names the conversations."""
+        return fingerprint(dict(self.description))
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How a parent goes on learning."""
+    from_tag: str | None = None
+    """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
+    from_step: int | None = None
+    """Step of that checkpoint. Default: the last good one."""
+    num_iterations: int | None = None
+    """Optimizer steps. Default: from num_epochs."""
+    num_epochs: float = 1.0
+    """How often the rows are gone through."""
+    total_batch_size: int | None = None
+    """Tokens per optimizer step over all devices. Default: that of pretraining."""
+    max_seq_len: int | None = None
+    """Tokens in a row. Default: that of pretraining."""
+    init_lr_frac: float = 1.0
+    """Peak of all rates, as a fraction of those of pretraining."""
+    warm_start: bool = False
+    """Begin with the optimizer state of the checkpoint."""
+    eval_tokens: int | None = None
+    """Validation tokens per evaluation; at most all. Default: 10,485,760, on a CPU 131,072."""
 
-    num_iterations: int | None
-    num_epochs: float
-    """How often the rows are gone through, where the number of steps is not given."""
-    total_batch_size: int | None
-    """Tokens per step; None as the parent."""
-    max_seq_len: int | None
-    """None as the parent."""
-    init_lr_frac: float
-    """All rates, as a fraction of those of pretraining."""
-    warm_start: bool
-    """Begin with the parent's optimizer state."""
-    eval_tokens: int
-    """Validation tokens per evaluation; at most all there are."""
+    def __post_init__(self) -> None:
+        for name in ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def num_eval_tokens(self, machine: Machine) -> int:
+        """Validation tokens, where nobody said how many."""
+        return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
 
 class AnswerLoss:
@@ -113,65 +132,90 @@ class AnswerLoss:
         return evaluate
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """A stage that is ready to be carried out, and what its script reports of it."""
-
-    stage: Stage
-    answers: AnswerLoss
-    num_rows: int
-    """Training rows."""
+Figures = Callable[[Outcome, AnswerLoss], dict[str, Any]]
 
 
-def chat_rows(talk: Talk, tokenizer: Tokenizer, max_seq_len: int, machine: Machine) -> Rows:
-    """The packed rows of what is learned; the main process of each machine packs."""
-    rows = open_chat_rows(talk.description, tokenizer, max_seq_len, machine.print0)
-    if machine.local_rank == 0:
-        for shard, conversations in (("train", talk.train), ("val", talk.val)):
-            pack_conversations(rows, shard, conversations, tokenizer)
-    machine.barrier()
-    return rows
+def find_parent(source: str, plan: Plan, cfg: StageConfig, machine: Machine) -> Checkpoint:
+    """The checkpoint to start from. Raises MissingInput naming the script that makes one."""
+    return find_checkpoint(
+        source, plan.from_tag or cfg.model_tag or None, plan.from_step, machine.print0
+    )
 
 
-def tuning(
+def fine_tune(
+    section: str,
     kind: Literal["mid", "sft"],
     parent: Checkpoint,
     talk: Talk,
     plan: Plan,
-    optim: OptimConfig,
+    cfg: StageConfig,
+    asked: Mapping[str, Any],
+    figures: Figures,
     machine: Machine,
-    run_id: str,
-    seed: int,
-) -> Tuning:
+) -> bool:
     """
-    Everything that continuing `parent` on conversations needs.
+    Train `parent` on conversations and record it; False when asked to stop before the end.
 
-    Raises ValueError for a batch that is no whole number of rows on every device.
+    asked: the script's settings. figures: what its section shows beside what all sections of
+    training do.
     """
+    started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
+    inputs = {**parent_inputs(parent), "mixture": talk.fingerprint}
+    key = records.stage_key(asked, inputs)
+    if machine.broadcast(cfg.once and records.finished(section, key, cfg.report_dir) is not None):
+        machine.print0(f"{section}: finished already, skipped")
+        return True
+    stage, answers = build_stage(kind, parent, talk, plan, cfg, inputs, machine)
+    outcome = carry_out(cfg, stage, machine, asked)
+    if outcome is None:
+        return False
+    if machine.is_main:
+        checkpoint = outcome.checkpoint
+        assert checkpoint is not None, "the main rank writes checkpoints"
+        device = device_name(machine.device)
+        records.write_record(
+            section,
+            asked,
+            {**figures(outcome, answers), **outcome.figures(at_start)},
+            records.Provenance(stage.run_id, cfg.seed, inputs, {kind: checkpoint.fingerprint}),
+            records.Cost(time.perf_counter() - started, machine.world_size, device),
+            cfg.report_dir,
+            metrics=checkpoint.folder.parent / METRICS_FILE,
+            files=[checkpoint.folder],
+        )
+    return True
+
+
+def build_stage(
+    kind: Literal["mid", "sft"],
+    parent: Checkpoint,
+    talk: Talk,
+    plan: Plan,
+    cfg: StageConfig,
+    inputs: Mapping[str, str],
+    machine: Machine,
+) -> tuple[Stage, AnswerLoss]:
+    """The stage that continues `parent`, and what measures it on the way."""
     model = load_model(parent, machine, plan.max_seq_len)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T = model.cfg.max_seq_len
     rows = chat_rows(talk, tokenizer, T, machine)
-    num_rows = rows.packed_train_rows
-
     batch_tokens = plan.total_batch_size or parent.state["identity"]["batch_tokens"]
-    unit = T * machine.world_size
-    if batch_tokens % unit:
-        raise ValueError(
-            f"total_batch_size {batch_tokens} is not a whole number of rows of {T} tokens on each "
-            f"of {machine.world_size} devices; use {max(1, round(batch_tokens / unit)) * unit}"
-        )
-    steps = plan.num_iterations or round(plan.num_epochs * num_rows * T / batch_tokens)
+    check_batch(batch_tokens, T, machine.world_size)
+    epoch_tokens = rows.packed_train_rows * T
+    steps = plan.num_iterations or round(plan.num_epochs * epoch_tokens / batch_tokens)
     table = {
         role: replace(rule, lr=rule.lr * plan.init_lr_frac)
-        for role, rule in rules(optim, model.cfg.d_model).items()
+        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
     }
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     if plan.warm_start:
         optimizer.load_state_dict(parent.optim_tensors())
     apart = Apart(model, tokenizer.bos_id)
-    answers = AnswerLoss(apart, rows, tokenizer, machine, max(1, plan.eval_tokens // T))
-    inputs = {**parent_inputs(parent), "rows": rows.fingerprint}
+    answers = AnswerLoss(
+        apart, rows, tokenizer, machine, max(1, plan.num_eval_tokens(machine) // T)
+    )
+    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     stage = Stage(
         kind=kind,
         model=model,
@@ -187,11 +231,31 @@ def tuning(
         state={
             "source": parent.state["source"],
             "mixture": dict(talk.description),
-            "provenance": {"run_id": run_id, "seed": seed, "inputs": inputs},
+            "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": dict(inputs)},
         },
         run_id=run_id,
     )
-    return Tuning(stage, answers, num_rows)
+    return stage, answers
+
+
+def chat_rows(talk: Talk, tokenizer: Tokenizer, max_seq_len: int, machine: Machine) -> Rows:
+    """The packed rows of what is learned; the main process of each machine packs."""
+    rows = open_chat_rows(talk.description, tokenizer, max_seq_len, machine.print0)
+    if machine.local_rank == 0:
+        for shard, conversations in (("train", talk.train), ("val", talk.val)):
+            pack_conversations(rows, shard, conversations, tokenizer)
+    machine.barrier()
+    return rows
+
+
+def check_batch(batch_tokens: int, T: int, world_size: int) -> None:
+    """Raise ValueError for a batch that is no whole number of rows on every device."""
+    unit = T * world_size
+    if batch_tokens % unit:
+        raise ValueError(
+            f"total_batch_size {batch_tokens} is not a whole number of rows of {T} tokens on each "
+            f"of {world_size} devices; use {max(1, round(batch_tokens / unit)) * unit}"
+        )
 
 
 def parent_inputs(parent: Checkpoint) -> dict[str, str]:

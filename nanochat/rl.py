@@ -10,19 +10,24 @@ arXiv:2503.20783; the group's mean as baseline: arXiv:2402.03300). Knows no task
 """
 
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
+from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
+from nanochat.eval_chat import Questions
 from nanochat.gpt import GPT, for_inference
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress, StopRequest
 
 
@@ -173,13 +178,52 @@ def accumulate(
     return machine.sum(loss)[0]
 
 
+class Practice:
+    """The questions of a run: which are asked in a step, and what an answer to them earns."""
+
+    def __init__(
+        self, task: Questions, tokenizer: Tokenizer, per_step: int, seed: int, machine: Machine
+    ):
+        """Raises ValueError where the questions of a step do not divide among the ranks."""
+        if per_step % machine.world_size:
+            raise ValueError(
+                f"examples_per_step {per_step} does not divide among {machine.world_size} devices"
+            )
+        self.task, self.tokenizer, self.per_step, self.seed = task, tokenizer, per_step, seed
+        self.share = range(machine.rank, per_step, machine.world_size)
+
+    def number(self, asked: int) -> int:
+        """Which question is asked as the `asked`-th of the run: every epoch in another order."""
+        epoch, place = divmod(asked, len(self.task))
+        return shuffled(len(self.task), self.seed, epoch)[place]
+
+    def chosen(self, step: int) -> list[int]:
+        """This rank's questions of a step, by number."""
+        return [self.number(step * self.per_step + n) for n in self.share]
+
+    def prompts(self, step: int) -> list[list[int]]:
+        """The same as token ids."""
+        return [render_prompt(self.tokenizer, self.task[i]) for i in self.chosen(step)]
+
+    def seeds(self, step: int) -> list[int]:
+        """What the answers to each of them draw from: another seed for every question asked."""
+        return [self.seed * 1_000_003 + step * self.per_step + n for n in self.share]
+
+    def reward(self, step: int, n: int, answer: Completion) -> float:
+        """The score of an answer to this rank's n-th question of a step."""
+        conversation = self.task[self.chosen(step)[n]]
+        return self.task.score(conversation, self.tokenizer.decode(answer.ids))
+
+
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    """The numbers 0 to n - 1 in the order of an epoch."""
+    return random.Random(f"{seed}-{epoch}").sample(range(n), n)
+
+
 @dataclass(frozen=True)
 class PolicyRun:
-    """
-    What the loop works on. `questions(step)` gives this rank's prompts and their seeds;
-    `reward(step, i, answer)` scores an answer to the i-th of them; `save`, `log` and `evaluate` are
-    called as those of `train.Run`.
-    """
+    """What the loop works on; `save`, `log` and `evaluate` are called as those of `train.Run`."""
 
     model: GPT
     optimizer: MuonAdamW
@@ -188,8 +232,7 @@ class PolicyRun:
     machine: Machine
     num_steps: int
     rows_per_pass: int
-    questions: Callable[[int], tuple[list[list[int]], list[int]]]
-    reward: Callable[[int, int, Completion], float]
+    practice: Practice
     evaluate: Callable[[int], dict[str, float]]
     save: Callable[[Progress], None]
     log: Callable[[int, dict[str, Any]], None]
@@ -229,9 +272,14 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
 
 def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
     """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
-    prompts, seeds = run.questions(step)
     engine = run.engine(for_inference(run.model))
-    groups = roll_out(engine, prompts, lambda i, a: run.reward(step, i, a), run.cfg, seeds)
+    groups = roll_out(
+        engine,
+        run.practice.prompts(step),
+        lambda n, answer: run.practice.reward(step, n, answer),
+        run.cfg,
+        run.practice.seeds(step),
+    )
     answers = [answer for group in groups for answer in group.answers]
     dead = sum(not group.has_signal for group in groups)
     totals = run.machine.sum(

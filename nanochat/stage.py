@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 
 from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
-from nanochat.config import settings
 from nanochat.gpt import GPT
 from nanochat.hardware import utilization
 from nanochat.machine import Machine, MachineConfig
@@ -120,10 +119,12 @@ class Outcome:
         return utilization(flops, self.run.machine.device, self.run.machine.world_size)
 
 
-def carry_out(cfg: StageConfig, stage: Stage, machine: Machine, asked: Any) -> Outcome | None:
+def carry_out(
+    cfg: StageConfig, stage: Stage, machine: Machine, asked: Mapping[str, Any]
+) -> Outcome | None:
     """
-    Train a stage, from the beginning or from where it was interrupted. `asked` is the script's own
-    config, for log and checkpoint. None when the run was asked to stop: it is saved, not finished.
+    Train a stage, from the beginning or from where it was interrupted. `asked` are the script's
+    settings, for log and checkpoint. None when the run was asked to stop: saved, not finished.
     """
     model, rows = stage.model, stage.rows
     tag = cfg.model_tag or f"d{model.cfg.n_layer}"
@@ -165,7 +166,7 @@ def carry_out(cfg: StageConfig, stage: Stage, machine: Machine, asked: Any) -> O
     state = {
         "stage": stage.kind,
         "identity": identity,
-        "settings": settings(asked),
+        "settings": dict(asked),
         **stage.state,
     }
     step_rows = stage.batch_tokens // model.cfg.max_seq_len
@@ -176,7 +177,7 @@ def carry_out(cfg: StageConfig, stage: Stage, machine: Machine, asked: Any) -> O
         first_step=progress.step,
         total_steps=stage.num_steps,
         run_id=stage.run_id,
-        settings=settings(asked),
+        settings=dict(asked),
     )
     run = Run(
         model=trainable,

@@ -136,7 +136,7 @@ def main(cfg: BaseTrain) -> None:
         run_id=text.run_id,
         background=lambda: packing(text, horizon, machine),
     )
-    outcome = carry_out(cfg.stage, stage, machine, cfg)
+    outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
         write_section(cfg, text, outcome, started, at_start)
     machine.close()

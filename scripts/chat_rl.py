@@ -1,0 +1,243 @@
+"""
+Reinforcement learning: the model answers, right answers become likelier.
+
+    python -m scripts.chat_rl                                      # the SFT checkpoint written last
+    torchrun --nproc_per_node=8 -m scripts.chat_rl --task=GSM8K --num_samples=16
+
+Reads   chatsft_checkpoints/<tag>/ and the task's training and evaluation questions
+Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from nanochat import records, report, stats
+from nanochat.checkpoint import Checkpoints, find_checkpoint, load_model, stage_folder
+from nanochat.config import settings, start
+from nanochat.engine import Engine
+from nanochat.eval_chat import Outcomes, by_writing
+from nanochat.finetune import parent_inputs
+from nanochat.gpt import GPT, for_inference
+from nanochat.hardware import device_name
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.rl import PolicyRun, Practice, RLConfig, train_policy
+from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
+from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
+from nanochat.tools import Toolbox
+from nanochat.train import PREEMPTED, LoopConfig, Progress
+from tasks.defaults import defaults
+from tasks.registry import make
+
+SECTION = "Chat RL"
+
+
+@dataclass(frozen=True)
+class ChatRL:
+    source: Literal["mid", "sft", "rl"] = "sft"
+    """Which stage's checkpoint to start from."""
+    task: str | None = None
+    """What is practised: a task that can be scored. Default: by what the base model read."""
+    from_tag: str | None = None
+    """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
+    from_step: int | None = None
+    """Step of that checkpoint. Default: the last good one."""
+    num_iterations: int | None = None
+    """Steps. Default: from num_epochs."""
+    num_epochs: float = 1.0
+    """How often the training questions are gone through."""
+    device_batch_size: int = 8
+    """Answers per forward and backward pass on one device; never changes the result."""
+    slots: int = 64
+    """Answers written at a time on one device; never changes the result."""
+    init_lr_frac: float = 0.05
+    """Peak of all rates, as a fraction of those of pretraining; they fall linearly to 0."""
+    eval_examples: int = 400
+    """Held-out questions that are answered before, after, and every --eval_every steps."""
+    eval_samples: int = 8
+    """Answers to each of them."""
+    python: bool = False
+    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    model_tag: str = ""
+    """Name of the folder of checkpoints. Default: that of the checkpoint it starts from."""
+    seed: int = 0
+    """Of the order of questions and of the answers."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue from the newest checkpoint of this tag, where there is one."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted."""
+    once: bool = False
+    """Do nothing when the same training has ended before and its checkpoint is still there."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    rl: RLConfig = field(default_factory=RLConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(weight_decay=0.0))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(eval_every=60, save_every=60))
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    log: RunLogConfig = field(default_factory=RunLogConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("device_batch_size", "slots", "eval_examples", "eval_samples", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def main(cfg: ChatRL) -> None:
+    started = time.perf_counter()
+    machine = init_machine(cfg.machine, cfg.seed)
+    tag = cfg.from_tag or cfg.model_tag or None
+    parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
+    name = cfg.task or defaults(parent.state["source"]).rl
+    train, held_out = make(name, "train"), make(name, "test")
+    asked = {**settings(cfg), "task": name}
+    inputs = parent_inputs(parent)
+    key = records.stage_key(asked, inputs)
+    done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
+    if machine.broadcast(done):
+        machine.print0(f"{SECTION}: finished already, skipped")
+        return machine.close()
+
+    # The model as it is, and how well it does
+    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    model = load_model(parent, machine)
+    tool = Toolbox(python=cfg.python)
+
+    def engine(ready: GPT) -> Engine:
+        return Engine(ready, tokenizer, cfg.slots, tool=tool)
+
+    def answered() -> Outcomes:
+        sampling = Sampling(
+            cfg.rl.max_new_tokens, cfg.rl.temperature, cfg.rl.top_k, seed=1 + cfg.seed
+        )
+        count = min(cfg.eval_examples, len(held_out))
+        ready = engine(for_inference(model))
+        return by_writing(ready, held_out, count, sampling, cfg.eval_samples, machine)
+
+    before = answered()
+    machine.print0(f"before: pass@1 {show(before)}")
+
+    # Where to start
+    table = {
+        role: replace(rule, lr=rule.lr * cfg.init_lr_frac)
+        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
+    }
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
+    checkpoints = Checkpoints(folder, machine, cfg.keep)
+    progress = Progress()
+    identity = {"rl": asdict(cfg.rl), "task": train.identity, "seed": cfg.seed, **inputs}
+    if cfg.resume == "auto":
+        checkpoints.resume(identity, False, model, optimizer, progress)
+    else:
+        checkpoints.make_room()
+    checkpoints.require_space(model)
+
+    # Practise
+    practice = Practice(train, tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
+    epochs = cfg.num_epochs * len(train) / cfg.rl.examples_per_step
+    num_steps = cfg.num_iterations or max(1, round(epochs))
+    machine.print0(
+        f"training   {num_steps:,} steps of {practice.per_step} questions of {train.name}, "
+        f"{cfg.rl.num_samples} answers to each; from step {progress.step:,}"
+    )
+    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    state = {
+        "stage": "rl",
+        "identity": identity,
+        "settings": asked,
+        "source": parent.state["source"],
+        "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": inputs},
+    }
+    log = RunLog(
+        cfg.log,
+        folder,
+        is_main=machine.is_main,
+        first_step=progress.step,
+        total_steps=num_steps,
+        run_id=run_id,
+        settings=asked,
+    )
+    run = PolicyRun(
+        model=model,
+        optimizer=optimizer,
+        engine=engine,
+        machine=machine,
+        num_steps=num_steps,
+        rows_per_pass=cfg.device_batch_size,
+        practice=practice,
+        evaluate=lambda step: {"pass_at_1": pass_at(answered(), 1).value},
+        save=lambda now: checkpoints.save(model, optimizer, tokenizer, state, now),
+        log=log.log,
+        cfg=cfg.rl,
+        loop=cfg.loop,
+    )
+    with log:
+        if progress.step == 0:
+            log.log(0, {"pass_at_1": pass_at(before, 1).value})
+        ended = train_policy(run, progress)
+        if not ended:
+            machine.close()
+            raise SystemExit(PREEMPTED)
+        after = answered()
+        log.log(num_steps, {"pass_at_1": pass_at(after, 1).value})
+    machine.print0(f"after: pass@1 {show(after)}")
+    if machine.is_main:
+        assert checkpoints.saved is not None
+        values = figures(before, after, read_metrics(folder / METRICS_FILE), progress)
+        records.write_record(
+            SECTION,
+            asked,
+            values,
+            records.Provenance(run_id, cfg.seed, inputs, {"rl": checkpoints.saved.fingerprint}),
+            records.Cost(
+                time.perf_counter() - started, machine.world_size, device_name(machine.device)
+            ),
+            cfg.report_dir,
+            metrics=folder / METRICS_FILE,
+            files=[checkpoints.saved.folder],
+        )
+        report.update(cfg.report_dir)
+    machine.close()
+
+
+def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
+    """pass@k over the held-out questions."""
+    correct = [sum(score == 1 for score in scores) for scores in outcomes]
+    return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
+
+
+def show(outcomes: Outcomes) -> str:
+    """pass@1 with its error."""
+    found = pass_at(outcomes, 1)
+    return f"{found.value:.4f} +- {found.se:.4f} ({found.n} questions)"
+
+
+def figures(
+    before: Outcomes, after: Outcomes, metrics: Sequence[Mapping[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    """What came of it: rewards of the first and last tenth of the steps, pass@k on both sides."""
+    steps = [entry for entry in metrics if "reward" in entry]
+    tenth = max(1, len(steps) // 10)
+    values: dict[str, Any] = {"Number of iterations": progress.step}
+    for name, part in (("first", steps[:tenth]), ("last", steps[-tenth:])):
+        rewards = [entry["reward"] for entry in part]
+        values[f"Mean reward, {name} tenth"] = records.estimate(*stats.mean(rewards))
+    silent = [entry["without_signal"] for entry in steps]
+    values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
+    values["Skipped steps"] = progress.bad_steps
+    for k in (1, 2, 4, 8, 16):
+        if k <= len(before[0]):
+            values[f"pass@{k} before"] = records.estimate(*pass_at(before, k))
+            values[f"pass@{k} after"] = records.estimate(*pass_at(after, k))
+    items = [[sum(scores) / len(scores) for scores in outcomes] for outcomes in (before, after)]
+    change = stats.compare(*items)
+    values["pass@1 change"] = records.estimate(change.difference, change.n, change.se)
+    values["pass@1 verdict"] = change.verdict
+    return values
+
+
+if __name__ == "__main__":
+    start(main, ChatRL(), __doc__)

@@ -1,0 +1,83 @@
+"""
+Supervised fine-tuning: the model learns to answer as the best conversations do.
+
+    python -m scripts.chat_sft                                     # the mid checkpoint written last
+    torchrun --nproc_per_node=8 -m scripts.chat_sft --source=base --mixture="smoltalk,gsm8k*4"
+
+Reads   mid_checkpoints/<tag>/ (or base_) and the training splits of the tasks in the mixture
+Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nanochat import report
+from nanochat.config import settings, start
+from nanochat.finetune import AnswerLoss, Plan, Talk, find_parent, fine_tune
+from nanochat.machine import init_machine
+from nanochat.optim import OptimConfig
+from nanochat.schedule import ScheduleConfig
+from nanochat.stage import Outcome, StageConfig
+from nanochat.train import PREEMPTED, LoopConfig
+from tasks.defaults import defaults
+from tasks.registry import mixture
+
+SECTION = "Chat SFT"
+RETIRED = {
+    "target_examples_per_step": "a step has --total_batch_size tokens of packed conversations",
+    "aqua_train_examples": "say how many in the mixture: --mixture=aqua=20000,...",
+    "aqua_val_examples": "validation takes its share of every task of the --mixture",
+    "eval_steps": "--eval_tokens says how much is evaluated",
+    "eval_metrics_every": "scripts.chat_eval scores the finished model on tasks",
+    "eval_metrics_max_problems": "scripts.chat_eval has --max_problems",
+}
+
+
+def stage_config() -> StageConfig:
+    """Rates fall linearly from their peak to 0."""
+    return StageConfig(
+        optim=OptimConfig(weight_decay=0.0),
+        schedule=ScheduleConfig(warmup_steps=0, warmdown_ratio=1.0, final_lr_frac=0.0),
+        loop=LoopConfig(eval_every=100),
+    )
+
+
+@dataclass(frozen=True)
+class ChatSft:
+    source: Literal["base", "mid"] = "mid"
+    """Which stage's checkpoint to start from."""
+    mixture: str | None = None
+    """What is learned: tasks, each with a number of conversations and repeats where wanted, as
+    in smoltalk=10000,gsm8k*4. Default: by what the base model was trained on."""
+    plan: Plan = field(default_factory=lambda: Plan(init_lr_frac=0.3))
+    stage: StageConfig = field(default_factory=stage_config)
+
+
+def main(cfg: ChatSft) -> None:
+    machine = init_machine(cfg.stage.machine, cfg.stage.seed)
+    parent = find_parent(cfg.source, cfg.plan, cfg.stage, machine)
+    spec = cfg.mixture or defaults(parent.state["source"]).sft
+    train, val = mixture(spec, "train", cfg.stage.seed), mixture(spec, "val", cfg.stage.seed)
+    talk = Talk(train, val, {"train": train.identity, "val": val.identity})
+    asked = {**settings(cfg), "mixture": spec, "eval_tokens": cfg.plan.num_eval_tokens(machine)}
+
+    def figures(outcome: Outcome, answers: AnswerLoss) -> dict[str, Any]:
+        return {
+            "Training rows": len(train),
+            "Number of iterations": outcome.run.num_steps,
+            "Training loss": outcome.progress.smooth_loss,
+            "Validation loss": answers.loss,
+            "DDP world size": machine.world_size,
+            "Minimum validation bpb": outcome.progress.min_val,
+        }
+
+    done = fine_tune(SECTION, "sft", parent, talk, cfg.plan, cfg.stage, asked, figures, machine)
+    if machine.is_main and done:
+        report.update(cfg.stage.report_dir)
+    machine.close()
+    if not done:
+        raise SystemExit(PREEMPTED)
+
+
+if __name__ == "__main__":
+    start(main, ChatSft(), __doc__, RETIRED)

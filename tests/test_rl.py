@@ -1,0 +1,167 @@
+"""Learning from rewards: the gradient is that of the definition, and reward goes up."""
+
+import math
+
+import pytest
+import torch
+
+from nanochat.engine import Completion, Engine
+from nanochat.gpt import GPTConfig, build_model
+from nanochat.loss import IGNORE
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.rl import (
+    Group,
+    PolicyRun,
+    Practice,
+    RLConfig,
+    accumulate,
+    advantages,
+    examples,
+    shuffled,
+    train_policy,
+)
+from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import LoopConfig, Progress
+from tests.conftest import lively
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+CFG = RLConfig(examples_per_step=4, num_samples=6, max_new_tokens=6, top_k=None)
+
+
+def model_of(seed=0):
+    cfg = GPTConfig(265, 2, 32, 4, 2, 8, 48)
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+
+
+def answer(prompt, ids, sampled=None, end=None, finish="stop"):
+    found = Completion(prompt, Sampling(), 0, ids, sampled or [True] * len(ids), finish, end)
+    return found
+
+
+def test_an_advantage_is_what_a_reward_has_over_its_group():
+    assert advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
+    assert advantages([1, 0, 0, 1], "std") == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert advantages([1, 0, 0], "leave_one_out") == pytest.approx([1, -0.5, -0.5])
+
+
+def test_only_sampled_tokens_of_groups_with_signal_are_learned():
+    prompt = [5, 6, 7]
+    mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
+    cut = answer(prompt, [20, 21], finish="length")
+    groups = [Group([mixed, cut], [1.0, 0.0]), Group([mixed, cut], [1.0, 1.0])]
+    first, second = examples(groups, CFG)
+    assert first.ids == [5, 6, 7, 10, 11, 12]
+    assert first.targets == [IGNORE, IGNORE, 10, IGNORE, 12, 264]
+    assert (first.advantage, second.advantage) == (0.5, -0.5)
+    assert second.targets == [IGNORE, IGNORE, 20, 21]
+    dropped = RLConfig(overlong="drop")
+    assert len(examples(groups, dropped)) == 1
+
+
+def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
+    model = model_of()
+    groups = [
+        Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
+        Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
+    ]
+    learned = examples(groups, CFG)
+    count = sum(t != IGNORE for e in learned for t in e.targets)
+    want = torch.zeros(())
+    for e in learned:
+        logp = model(torch.tensor([e.ids]))[0].log_softmax(-1)
+        for place, target in enumerate(e.targets):
+            if target != IGNORE:
+                want = want - e.advantage * logp[place, target] / count
+    wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
+    for rows in (1, 3, 8):
+        model.zero_grad()
+        loss = accumulate(model, learned, rows, TOKENIZER.bos_id, machine)
+        assert loss == pytest.approx(want.item(), rel=1e-4)
+        for p, w in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, w, rtol=1e-3, atol=1e-6)
+
+
+class LowTokens:
+    """Asks for any token below 128 right away: half of what a new model says."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]
+
+    def score(self, conversation, answer):
+        return float(bool(answer) and ord(answer[0]) < 128)
+
+
+def practise(machine, steps, log=None, seed=0):
+    model = model_of(seed)
+    table = rules(OptimConfig(weight_decay=0.0, scalar_lr=0.0), 32)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    entries = []
+    run = PolicyRun(
+        model=model,
+        optimizer=optimizer,
+        engine=lambda ready: Engine(ready, TOKENIZER, slots=16),
+        machine=machine,
+        num_steps=steps,
+        rows_per_pass=8,
+        practice=Practice(LowTokens(), TOKENIZER, CFG.examples_per_step, seed, machine),
+        evaluate=lambda step: {},
+        save=lambda progress: None,
+        log=log or (lambda step, values: entries.append(values)),
+        cfg=CFG,
+        loop=LoopConfig(eval_every=0),
+    )
+    assert train_policy(run, Progress())
+    return entries
+
+
+def test_reward_rises(machine):
+    rewards = [entry["reward"] for entry in practise(machine, 25)]
+    assert sum(rewards[:4]) / 4 < 0.85
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+
+
+def test_the_same_seed_practises_the_same(machine):
+    a, b = practise(machine, 3), practise(machine, 3)
+    for x, y in zip(a, b, strict=True):
+        x.pop("step_seconds"), y.pop("step_seconds")
+    assert a == b
+    assert a != practise(machine, 3, seed=1)
+
+
+def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
+    model = model_of()
+    before = [p.detach().clone() for p in model.parameters()]
+    table = rules(OptimConfig(weight_decay=0.0), 32)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    model.head.weight.register_hook(lambda g: g * math.inf)
+    progress = Progress()
+    run = PolicyRun(
+        model, optimizer, lambda ready: Engine(ready, TOKENIZER), machine, 1, 8,
+        Practice(LowTokens(), TOKENIZER, 4, 0, machine), lambda step: {}, lambda p: None,
+        lambda step, values: None, CFG, LoopConfig(eval_every=0),
+    )  # fmt: skip
+    train_policy(run, progress)
+    assert progress.bad_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_every_epoch_asks_every_question_once_in_another_order(machine):
+    practice = Practice(LowTokens(), TOKENIZER, 5, 3, machine)
+    epochs = [[i for step in (s, s + 1) for i in practice.chosen(step)] for s in (0, 2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert epochs[0] != epochs[1] == shuffled(10, 3, 1)
+    with pytest.raises(ValueError, match="devices"):
+        two = type(machine)(0, 0, 2, machine.device, machine.dtype)
+        Practice(LowTokens(), TOKENIZER, 5, 3, two)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"num_samples": 1}, {"temperature": 0.0}, {"examples_per_step": 0}]
+)
+def test_settings_that_cannot_work_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        RLConfig(**bad)
