@@ -19,39 +19,54 @@ if [ -z "${PROFILE:-}" ]; then
     [ "$gpus" -ge 8 ] && PROFILE=h100x8
 fi
 
-# Per profile: text, vocabulary, shape and horizon; the minutes each stage is expected to take and
-# the disk it needs. cpu: measured on 2 cores, 2026-11. GPUs: derived from published rates
-# (50% utilisation of the peak at depth 24 on H100s), not measured yet.
-score=()
+# Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes each stage is
+# expected to take and the disk it needs. cpu: measured on 2 cores, 2026-11. GPUs: derived from
+# published rates (50% utilisation of the peak at depth 24 on H100s), not measured yet.
+#          tokenizer, its evaluation, base, loss, evaluation, mid, SFT, RL, four chat evaluations
+score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
     depth=${DEPTH:-24} processes=8 gigabytes=90 rate=24
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8)
-    minutes=(3 2 100 5)
+    minutes=(3 2 100 5 0 15 5 40 20)
     ;;
 gpu1)
     depth=${DEPTH:-12} processes=1 gigabytes=40 rate=3
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=1000000000)
     shape=(--max_seq_len=2048)
-    minutes=(3 2 60 5)
+    mid=(--mixture=smoltalk=100000,mmlu,gsm8k,spelling=5000)
+    rl=(--num_iterations=100 --num_samples=8)
+    chat=(--max_problems=500)
+    minutes=(3 2 60 5 0 20 10 40 30)
     ;;
 cpu)
     depth=${DEPTH:-4} processes=1 gigabytes=7 rate=0
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100)
-    minutes=(1 1 5 1)
+    score=(--split_tokens=131072 --max_documents=500 --sliding_documents=64)
+    mid=(--num_iterations=150 --eval_every=50)
+    sft=(--num_iterations=100 --eval_every=50)
+    rl=(--num_iterations=40 --num_samples=8 --max_new_tokens=96 --eval_examples=100)
+    chat=(--max_problems=200 --max_new_tokens=96)
+    minutes=(1 1 5 1 1 2 1 2 2)
     ;;
 smoke)
     depth=${DEPTH:-2} processes=1 gigabytes=7 rate=0
     text=(--dataset=embedded --num_shards=2)
     tokenizer=(--vocab_size=1024)
-    shape=(--max_seq_len=64 --num_iterations=20 --total_batch_size=512 --eval_tokens=2048)
-    minutes=(1 1 1 1)
+    shape=(--max_seq_len=128 --num_iterations=20 --total_batch_size=512 --eval_tokens=2048)
     score=(--split_tokens=2048 --max_documents=8 --sliding_documents=4)
+    core=(--max_per_task=4)
+    mid=(--mixture=world_chat=60,world_choice=20 --num_iterations=4 --eval_tokens=1024)
+    sft=(--mixture=world_chat=40,world_problems=20 --num_iterations=4 --eval_tokens=1024)
+    rl=(--num_iterations=2 --examples_per_step=2 --num_samples=2 --max_new_tokens=8
+        --eval_examples=2 --eval_samples=2)
+    chat=(--max_problems=3 --max_new_tokens=8)
+    minutes=(1 1 1 1 1 1 1 1 1)
     ;;
 *)
     echo "error: PROFILE is h100x8, gpu1, cpu or smoke, not '$PROFILE'" >&2
@@ -68,39 +83,38 @@ speedrun: profile $PROFILE (${gpus} GPUs found), depth $depth
   tokenizer            about ${minutes[0]} min
   tokenizer evaluation about ${minutes[1]} min
   base model           about ${minutes[2]} min
-  base model loss      about ${minutes[3]} min
+  base model loss      about ${minutes[3]} min, evaluation ${minutes[4]} min
+  midtraining          about ${minutes[5]} min
+  supervised tuning    about ${minutes[6]} min
+  reinforcement        about ${minutes[7]} min
+  chat evaluations     about ${minutes[8]} min
   in all               about $total min, \$$money at \$$rate an hour, after the installation (1-3 min)
   disk                 $gigabytes GB needed with the installation, $free GB free
 PLAN
 
 # ---- The stages ---------------------------------------------------------------------------------
 source dev/setup.sh
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$([ "$processes" -gt 1 ] && echo 1 || nproc 2>/dev/null || echo 4)}"
+source dev/stages.sh
 
-stage() { # stage <name> <command...>
-    local name=$1 status=0
-    shift
-    echo
-    echo "=== $name"
-    "$@" || status=$?
-    [ "$status" -eq 0 ] && return
-    echo "speedrun: stage '$name' failed with status $status; run this script again to continue" >&2
-    exit "$status"
-}
-train() { # one process, or one per GPU
-    if [ "$processes" -gt 1 ]; then
-        torchrun --standalone --nproc_per_node="$processes" -m "$@"
-    else
-        python -m "$@"
-    fi
-}
-
+tag="d$depth"
+go=(--run="${WANDB_RUN:-dummy}" --resume=auto --once)
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
-stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" \
-    --run="${WANDB_RUN:-dummy}" --resume=auto --once
-stage "base model loss" train scripts.base_loss --model_tag="d$depth" "${score[@]}" --once
+stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${go[@]}"
+stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --once
+if [ "$PROFILE" = cpu ] || [ "$PROFILE" = smoke ]; then # its suite belongs to the embedded world
+    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --once
+fi
+evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" ${chat[@]+"${chat[@]}"} --once; }
+stage "chat evaluation base" evaluate base
+stage "midtraining" train scripts.mid_train --model_tag="$tag" ${mid[@]+"${mid[@]}"} "${go[@]}"
+stage "chat evaluation mid" evaluate mid
+stage "chat sft" train scripts.chat_sft --model_tag="$tag" ${sft[@]+"${sft[@]}"} "${go[@]}"
+stage "chat evaluation sft" evaluate sft
+stage "chat rl" train scripts.chat_rl --model_tag="$tag" ${rl[@]+"${rl[@]}"} "${go[@]}"
+stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report --out="${REPORT_OUT:-.}" --hourly_rate="$rate"
 echo
-echo "speedrun: done. The report card is report.md."
+echo "speedrun: done. The report card is report.md. Talk to your model:"
+echo "    source .venv/bin/activate && python -m scripts.chat_cli"

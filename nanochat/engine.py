@@ -11,7 +11,7 @@ token by token. What a sequence says does not depend on its neighbours. Knows no
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,7 +110,7 @@ class Engine:
             self.step()
         return groups
 
-    def stream(self, prompt: Sequence[int], settings: Sampling) -> Iterator[int]:
+    def stream(self, prompt: Sequence[int], settings: Sampling) -> Generator[int, None, None]:
         """The tokens of one completion as they come. Closing the iterator ends the completion."""
         completion = self.submit(prompt, settings)[0]
         told = 0

@@ -33,6 +33,10 @@ from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.tokenizer import Tokenizer
 
 
+MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
+MIN_ROWS = 8  # in a batch, where nobody says how many
+
+
 class Apart:
     """A model that keeps the conversations of a row apart: a BOS begins a new one."""
 
@@ -78,7 +82,8 @@ class Plan:
     num_epochs: float = 1.0
     """How often the rows are gone through."""
     total_batch_size: int | None = None
-    """Tokens per optimizer step over all devices. Default: that of pretraining."""
+    """Tokens per optimizer step over all devices. Default: that of pretraining, or less where there
+    are so few conversations that it would leave a handful of steps."""
     max_seq_len: int | None = None
     """Tokens in a row. Default: that of pretraining."""
     init_lr_frac: float = 1.0
@@ -200,10 +205,12 @@ def build_stage(
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T = model.cfg.max_seq_len
     rows = chat_rows(talk, tokenizer, T, machine)
-    batch_tokens = plan.total_batch_size or parent.state["identity"]["batch_tokens"]
+    tokens = plan.num_epochs * rows.packed_train_rows * T
+    batch_tokens = plan.total_batch_size or auto_batch(
+        parent.state["identity"]["batch_tokens"], plan.num_iterations, tokens, T
+    )
     check_batch(batch_tokens, T, machine.world_size)
-    epoch_tokens = rows.packed_train_rows * T
-    steps = plan.num_iterations or round(plan.num_epochs * epoch_tokens / batch_tokens)
+    steps = plan.num_iterations or round(tokens / batch_tokens)
     table = {
         role: replace(rule, lr=rule.lr * plan.init_lr_frac)
         for role, rule in rules(cfg.optim, model.cfg.d_model).items()
@@ -246,6 +253,22 @@ def chat_rows(talk: Talk, tokenizer: Tokenizer, max_seq_len: int, machine: Machi
             pack_conversations(rows, shard, conversations, tokenizer)
     machine.barrier()
     return rows
+
+
+def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
+    """
+    The parent's tokens per step; where these leave fewer than MIN_STEPS steps over `tokens` tokens,
+    halved until there are as many, down to MIN_ROWS rows.
+    """
+    batch = parent_batch
+    while (
+        num_iterations is None
+        and tokens / batch < MIN_STEPS
+        and batch % (2 * T) == 0
+        and batch >= 2 * MIN_ROWS * T
+    ):
+        batch //= 2
+    return batch
 
 
 def check_batch(batch_tokens: int, T: int, world_size: int) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
-from nanochat.eval_chat import Questions
+from nanochat.eval_chat import Outcomes, Questions, by_writing
 from nanochat.gpt import GPT, for_inference
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
@@ -192,6 +192,10 @@ class Practice:
         self.task, self.tokenizer, self.per_step, self.seed = task, tokenizer, per_step, seed
         self.share = range(machine.rank, per_step, machine.world_size)
 
+    def num_steps(self, epochs: float) -> int:
+        """Steps in which the questions are gone through `epochs` times."""
+        return max(1, round(epochs * len(self.task) / self.per_step))
+
     def number(self, asked: int) -> int:
         """Which question is asked as the `asked`-th of the run: every epoch in another order."""
         epoch, place = divmod(asked, len(self.task))
@@ -213,6 +217,26 @@ class Practice:
         """The score of an answer to this rank's n-th question of a step."""
         conversation = self.task[self.chosen(step)[n]]
         return self.task.score(conversation, self.tokenizer.decode(answer.ids))
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Held-out questions, answered as training answers its own."""
+
+    task: Questions
+    count: int
+    """Questions, counted from the first; at most all."""
+    num_samples: int
+    """Answers to each."""
+    sampling: Sampling
+    engine: Callable[[GPT], Engine]
+    machine: Machine
+
+    def take(self, model: GPT) -> Outcomes:
+        """The scores of a model as it is now."""
+        engine = self.engine(for_inference(model))
+        count = min(self.count, len(self.task))
+        return by_writing(engine, self.task, count, self.sampling, self.num_samples, self.machine)
 
 
 @lru_cache(maxsize=2)

@@ -26,7 +26,7 @@ from nanochat.gpt import for_inference
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Toolbox
+from nanochat.tools import Tools
 from nanochat.transcript import Transcript
 
 STYLES = {"text": "", "python": "cyan", "python_output": "green"}
@@ -65,7 +65,7 @@ def main(cfg: ChatCli) -> None:
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
-    engine = Engine(model, tokenizer, slots=1, tool=Toolbox(python=cfg.python))
+    engine = Engine(model, tokenizer, slots=1, tool=Tools(python=cfg.python))
     chat = Chat(engine, cfg, console)
     if cfg.prompt:
         chat.ask(cfg.prompt)

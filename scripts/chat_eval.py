@@ -26,7 +26,7 @@ from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Toolbox
+from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.defaults import defaults
 from tasks.registry import make
@@ -100,7 +100,7 @@ def main(cfg: ChatEval) -> None:
 
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
-    tool = Toolbox(python=cfg.python)
+    tool = Tools(python=cfg.python)
     engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool)
     found: dict[str, Outcomes] = {}
     for task in tasks:

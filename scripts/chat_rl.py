@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import Checkpoints, find_checkpoint, load_model, stage_folder
+from nanochat.checkpoint import Checkpoint, Checkpoints, find_checkpoint, load_model, stage_folder
 from nanochat.config import settings, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import Outcomes, by_writing
+from nanochat.eval_chat import Outcomes
 from nanochat.finetune import parent_inputs
-from nanochat.gpt import GPT, for_inference
+from nanochat.gpt import GPT
 from nanochat.hardware import device_name
-from nanochat.machine import MachineConfig, init_machine
+from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
-from nanochat.rl import PolicyRun, Practice, RLConfig, train_policy
+from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Toolbox
+from nanochat.tools import Tools
 from nanochat.train import PREEMPTED, LoopConfig, Progress
 from tasks.defaults import defaults
 from tasks.registry import make
@@ -79,6 +79,12 @@ class ChatRL:
     machine: MachineConfig = field(default_factory=MachineConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
 
+    @property
+    def sampling(self) -> Sampling:
+        """How held-out questions are answered: as those of the training."""
+        rl = self.rl
+        return Sampling(rl.max_new_tokens, rl.temperature, rl.top_k, seed=self.seed + 1)
+
     def __post_init__(self) -> None:
         for name in ("device_batch_size", "slots", "eval_examples", "eval_samples", "keep"):
             if getattr(self, name) < 1:
@@ -90,10 +96,8 @@ def main(cfg: ChatRL) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     tag = cfg.from_tag or cfg.model_tag or None
     parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
-    name = cfg.task or defaults(parent.state["source"]).rl
-    train, held_out = make(name, "train"), make(name, "test")
-    asked = {**settings(cfg), "task": name}
-    inputs = parent_inputs(parent)
+    task = cfg.task or defaults(parent.state["source"]).rl
+    asked, inputs = {**settings(cfg), "task": task}, parent_inputs(parent)
     key = records.stage_key(asked, inputs)
     done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
     if machine.broadcast(done):
@@ -103,32 +107,24 @@ def main(cfg: ChatRL) -> None:
     # The model as it is, and how well it does
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     model = load_model(parent, machine)
-    tool = Toolbox(python=cfg.python)
+    tool = Tools(python=cfg.python)
 
     def engine(ready: GPT) -> Engine:
         return Engine(ready, tokenizer, cfg.slots, tool=tool)
 
-    def answered() -> Outcomes:
-        sampling = Sampling(
-            cfg.rl.max_new_tokens, cfg.rl.temperature, cfg.rl.top_k, seed=1 + cfg.seed
-        )
-        count = min(cfg.eval_examples, len(held_out))
-        ready = engine(for_inference(model))
-        return by_writing(ready, held_out, count, sampling, cfg.eval_samples, machine)
-
-    before = answered()
-    machine.print0(f"before: pass@1 {show(before)}")
+    exam = Exam(
+        make(task, "test"), cfg.eval_examples, cfg.eval_samples, cfg.sampling, engine, machine
+    )
+    before = exam.take(model)
+    machine.print0(f"before: {show(before)}")
 
     # Where to start
-    table = {
-        role: replace(rule, lr=rule.lr * cfg.init_lr_frac)
-        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
-    }
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = build_optimizer(cfg, model, machine)
     folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
     checkpoints = Checkpoints(folder, machine, cfg.keep)
     progress = Progress()
-    identity = {"rl": asdict(cfg.rl), "task": train.identity, "seed": cfg.seed, **inputs}
+    practice = Practice(make(task, "train"), tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
+    identity = {"rl": asdict(cfg.rl), "task": task, "seed": cfg.seed, **inputs}
     if cfg.resume == "auto":
         checkpoints.resume(identity, False, model, optimizer, progress)
     else:
@@ -136,13 +132,6 @@ def main(cfg: ChatRL) -> None:
     checkpoints.require_space(model)
 
     # Practise
-    practice = Practice(train, tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
-    epochs = cfg.num_epochs * len(train) / cfg.rl.examples_per_step
-    num_steps = cfg.num_iterations or max(1, round(epochs))
-    machine.print0(
-        f"training   {num_steps:,} steps of {practice.per_step} questions of {train.name}, "
-        f"{cfg.rl.num_samples} answers to each; from step {progress.step:,}"
-    )
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     state = {
         "stage": "rl",
@@ -151,6 +140,11 @@ def main(cfg: ChatRL) -> None:
         "source": parent.state["source"],
         "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": inputs},
     }
+    num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
+    machine.print0(
+        f"training   {num_steps:,} steps of {practice.per_step} questions, "
+        f"{cfg.rl.num_samples} answers to each; from step {progress.step:,}"
+    )
     log = RunLog(
         cfg.log,
         folder,
@@ -168,7 +162,7 @@ def main(cfg: ChatRL) -> None:
         num_steps=num_steps,
         rows_per_pass=cfg.device_batch_size,
         practice=practice,
-        evaluate=lambda step: {"pass_at_1": pass_at(answered(), 1).value},
+        evaluate=lambda step: {"pass_at_1": pass_at(exam.take(model), 1).value},
         save=lambda now: checkpoints.save(model, optimizer, tokenizer, state, now),
         log=log.log,
         cfg=cfg.rl,
@@ -177,30 +171,54 @@ def main(cfg: ChatRL) -> None:
     with log:
         if progress.step == 0:
             log.log(0, {"pass_at_1": pass_at(before, 1).value})
-        ended = train_policy(run, progress)
-        if not ended:
+        if not train_policy(run, progress):
             machine.close()
             raise SystemExit(PREEMPTED)
-        after = answered()
+        after = exam.take(model)
         log.log(num_steps, {"pass_at_1": pass_at(after, 1).value})
-    machine.print0(f"after: pass@1 {show(after)}")
+    machine.print0(f"after: {show(after)}")
     if machine.is_main:
-        assert checkpoints.saved is not None
-        values = figures(before, after, read_metrics(folder / METRICS_FILE), progress)
-        records.write_record(
-            SECTION,
-            asked,
-            values,
-            records.Provenance(run_id, cfg.seed, inputs, {"rl": checkpoints.saved.fingerprint}),
-            records.Cost(
-                time.perf_counter() - started, machine.world_size, device_name(machine.device)
-            ),
-            cfg.report_dir,
-            metrics=folder / METRICS_FILE,
-            files=[checkpoints.saved.folder],
-        )
-        report.update(cfg.report_dir)
+        assert checkpoints.saved is not None, "the main rank writes checkpoints"
+        write_section(cfg, asked, inputs, run_id, checkpoints.saved, before, after, run, started)
     machine.close()
+
+
+def build_optimizer(cfg: ChatRL, model: GPT, machine: Machine) -> MuonAdamW:
+    """The optimizer of pretraining, its rates lowered."""
+    table = {
+        role: replace(rule, lr=rule.lr * cfg.init_lr_frac)
+        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
+    }
+    return MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+
+
+def write_section(
+    cfg: ChatRL,
+    asked: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    run_id: str,
+    saved: Checkpoint,
+    before: Outcomes,
+    after: Outcomes,
+    run: PolicyRun,
+    started: float,
+) -> None:
+    """The record and the report."""
+    metrics = saved.folder.parent / METRICS_FILE
+    machine = run.machine
+    records.write_record(
+        SECTION,
+        asked,
+        figures(before, after, read_metrics(metrics)),
+        records.Provenance(run_id, cfg.seed, inputs, {"rl": saved.fingerprint}),
+        records.Cost(
+            time.perf_counter() - started, machine.world_size, device_name(machine.device)
+        ),
+        cfg.report_dir,
+        metrics=metrics,
+        files=[saved.folder],
+    )
+    report.update(cfg.report_dir)
 
 
 def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
@@ -212,22 +230,21 @@ def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
 def show(outcomes: Outcomes) -> str:
     """pass@1 with its error."""
     found = pass_at(outcomes, 1)
-    return f"{found.value:.4f} +- {found.se:.4f} ({found.n} questions)"
+    return f"pass@1 {found.value:.4f} +- {found.se:.4f} ({found.n} held-out questions)"
 
 
 def figures(
-    before: Outcomes, after: Outcomes, metrics: Sequence[Mapping[str, Any]], progress: Progress
+    before: Outcomes, after: Outcomes, metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What came of it: rewards of the first and last tenth of the steps, pass@k on both sides."""
     steps = [entry for entry in metrics if "reward" in entry]
     tenth = max(1, len(steps) // 10)
-    values: dict[str, Any] = {"Number of iterations": progress.step}
+    values: dict[str, Any] = {"Number of iterations": len(steps)}
     for name, part in (("first", steps[:tenth]), ("last", steps[-tenth:])):
         rewards = [entry["reward"] for entry in part]
         values[f"Mean reward, {name} tenth"] = records.estimate(*stats.mean(rewards))
     silent = [entry["without_signal"] for entry in steps]
     values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
-    values["Skipped steps"] = progress.bad_steps
     for k in (1, 2, 4, 8, 16):
         if k <= len(before[0]):
             values[f"pass@{k} before"] = records.estimate(*pass_at(before, k))

@@ -6,7 +6,7 @@ import torch
 
 from nanochat.chat_format import render
 from nanochat.chat_rows import open_chat_rows, pack_conversations, signed_ids, split_rows
-from nanochat.finetune import Apart
+from nanochat.finetune import Apart, auto_batch, check_batch
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -56,3 +56,16 @@ def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     assert (
         abs(blind.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
     )  # else nothing was kept apart
+
+
+def test_a_short_stage_takes_smaller_batches():
+    assert auto_batch(524_288, None, 1e9, 2048) == 524_288
+    assert auto_batch(524_288, None, 10e6, 2048) == 32_768
+    assert auto_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
+    assert auto_batch(524_288, 50, 1e6, 2048) == 524_288  # somebody said how many steps
+    assert auto_batch(4096, None, 1e5, 512) == 4096
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
+    with pytest.raises(ValueError, match="use 16384"):
+        check_batch(15_000, 2048, 4)

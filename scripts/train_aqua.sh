@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# The run of the seed report: a depth-8 model whose fine-tuning and reinforcement learning are
+# weighted towards AQuA, algebra word problems with five options.
+#
+#   bash scripts/train_aqua.sh                # detect the machine
+#   PROFILE=gpu1 bash scripts/train_aqua.sh   # h100x8 (the seed's own settings), gpu1, cpu
+#
+# Real data, fetched from the hub: TEXT names the pretraining text, TALK the conversations. Writes to
+# out/aqua, or to NANOCHAT_BASE_DIR. Safe to run again, like speedrun.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+if [ -z "${PROFILE:-}" ]; then
+    PROFILE=cpu
+    [ "$gpus" -ge 1 ] && PROFILE=gpu1
+    [ "$gpus" -ge 8 ] && PROFILE=h100x8
+fi
+TEXT=${TEXT:-karpathy/climbmix-400b-shuffle}
+TALK=${TALK:-HuggingFaceTB/smol-smoltalk}
+
+case "$PROFILE" in
+h100x8)
+    processes=8 depth=8
+    tokenizer=(--vocab_size=65536 --max_chars=2000000000)
+    base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size=524288)
+    mid=(--num_iterations=200 --mixture="smoltalk:$TALK,mmlu,gsm8k")
+    talk=10000
+    sft=()
+    rl=(--examples_per_step=16 --num_samples=4 --max_new_tokens=64)
+    chat=(--max_new_tokens=512)
+    ;;
+gpu1)
+    processes=1 depth=8
+    tokenizer=(--vocab_size=65536 --max_chars=1000000000)
+    base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size=524288)
+    mid=(--num_iterations=100 --mixture="smoltalk:$TALK,mmlu,gsm8k")
+    talk=10000
+    sft=()
+    rl=(--examples_per_step=16 --num_samples=4 --max_new_tokens=64 --num_iterations=300)
+    chat=(--max_new_tokens=256)
+    ;;
+cpu)
+    processes=1 depth=4
+    tokenizer=(--vocab_size=8192 --max_chars=50000000)
+    base=(--max_seq_len=512 --num_iterations=200 --total_batch_size=8192 --num_shards=1
+        --eval_every=100)
+    mid=(--num_iterations=60 --mixture="smoltalk:$TALK=4000,mmlu=2000,gsm8k=2000")
+    talk=1000
+    sft=(--num_iterations=60)
+    rl=(--examples_per_step=4 --num_samples=4 --max_new_tokens=64 --num_iterations=8
+        --eval_examples=20 --eval_samples=4)
+    chat=(--max_new_tokens=64 --max_problems=50)
+    ;;
+*)
+    echo "error: PROFILE is h100x8, gpu1 or cpu, not '$PROFILE'" >&2
+    exit 2
+    ;;
+esac
+
+source dev/setup.sh
+source dev/stages.sh
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/aqua}"
+tag="d$depth"
+go=(--run="${WANDB_RUN:-dummy}" --resume=auto --once)
+learned="arc_easy,arc_challenge,aqua=20000,gsm8k,smoltalk:$TALK=$talk"
+asked="AQUA|GSM8K|ARC-Easy|ARC-Challenge|MMLU"
+evaluate() {
+    train scripts.chat_eval --source="$1" --model_tag="$tag" --task_name="$asked" \
+        "${chat[@]}" --once
+}
+
+stage "tokenizer" python -m scripts.tok_train --dataset="$TEXT" "${tokenizer[@]}" --once
+stage "tokenizer evaluation" python -m scripts.tok_eval --once
+stage "base model" train scripts.base_train --depth="$depth" "${base[@]}" "${go[@]}"
+stage "base model loss" train scripts.base_loss --model_tag="$tag" --max_documents=500 --once
+stage "midtraining" train scripts.mid_train --model_tag="$tag" "${mid[@]}" "${go[@]}"
+stage "chat evaluation mid" evaluate mid
+stage "chat sft" train scripts.chat_sft --model_tag="$tag" --mixture="$learned" \
+    --init_lr_frac=0.02 ${sft[@]+"${sft[@]}"} "${go[@]}"
+stage "chat evaluation sft" evaluate sft
+stage "chat rl" train scripts.chat_rl --model_tag="$tag" --task=aqua --temperature=0.7 \
+    "${rl[@]}" "${go[@]}"
+stage "chat evaluation rl" evaluate rl
+echo "The report card is $NANOCHAT_BASE_DIR/report.md."
