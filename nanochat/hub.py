@@ -101,7 +101,8 @@ def with_retries(what: str, action: Callable[[], X]) -> X:
             if attempt == ATTEMPTS:
                 raise ConnectionError(
                     f"{what}: gave up after {attempt} attempts: {error}; run the same command "
-                    "again to continue, or work without network: --dataset=embedded, --data_dir"
+                    "again to continue, or work without network: --dataset=embedded or --data_dir "
+                    "for text, jsonl:<file> for conversations"
                 ) from error
             pause = PAUSE_SECONDS * 2 ** (attempt - 1)
             reason = str(error).strip().partition("\n")[0]

@@ -1,7 +1,6 @@
 """Text sources: what is read, what is pinned, what is refused; downloads that go wrong."""
 
 import gzip
-import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from nanochat.common import REPOSITORY, read_json, sha256_file, write_json
 from nanochat.dataset import open_source, remember, remembered
 from nanochat.hub_source import HubSource
 from nanochat.source import DataConfig
+from tests.hub_server import hub_served
 
 MINI = "local/mini-pretrain"
 
@@ -312,30 +312,8 @@ def test_the_embedded_world_has_another_fingerprint_in_another_version(monkeypat
 @pytest.fixture
 def serve(hub, monkeypatch):
     """Serve a hub folder, with the server's switches for misbehaviour; pauses become short."""
-    path = hub.parent / "tools" / "serve_hub.py"
-    spec = importlib.util.spec_from_file_location("serve_hub", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(hub_files, "PAUSE_SECONDS", 0.01)
-    running = []
-
-    def start(root: Path = hub, handler=None, **switches):
-        server = module.make_server(root, **switches)
-        server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        running.append(server)
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        return server
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    with hub_served(hub, monkeypatch) as start:
+        yield start
 
 
 def mini(**settings) -> HubSource:

@@ -1,0 +1,373 @@
+"""
+Runs Python that a model wrote in a child that can compute, print, and keep a few files.
+
+    code -> [bubblewrap, or Landlock] + seccomp + limits -> stdout, stderr, how it ended
+
+Two layers keep the child from everything else. bubblewrap gives it namespaces of its own: a file
+system with nothing but the interpreter, no network, no processes but its own. Where that does not
+work, as in most containers, Landlock closes the file system and the system call filter the rest.
+A layer counts only after a probe that tried to break out of it. Without one nothing is run, unless
+the caller says so. The child's half is `sandbox_child.py`. Both halves need nothing but the
+standard library. Safe from any thread. Knows nothing of tasks, tools or scores.
+"""
+
+import contextlib
+import functools
+import marshal
+import math
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+Layer = Literal["bubblewrap", "landlock", "none"]
+LAYERS: tuple[Layer, ...] = ("bubblewrap", "landlock")  # the better one first
+START_SECONDS = 20.0  # for an interpreter to start, on a machine that is busy with training
+TICK = 0.05  # seconds between looks at the clock and the files
+CHUNK = 2**16
+READY = b"ready"  # the child's word that it is confined
+CHILD_PID = re.compile(rb'"child-pid": (\d+)')
+BLOCK = 4096  # bytes that even an empty file counts for
+NAMESPACES = """
+    --unshare-user --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL
+    --uid 65534 --gid 65534
+""".split()
+PROBE = """
+import _socket, json, os
+def refused(attempt, *args):
+    try: attempt(*args)
+    except OSError: return True
+open("mine", "w").write("x")
+if refused(open, {outside!r}) and refused(os.fork) and refused(_socket.socket): print("confined")
+"""
+
+
+class SandboxUnavailable(RuntimeError):
+    """Nothing on this machine confines a child, or a child could not be started in it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. It is stopped where it wants more."""
+
+    seconds: float = 5.0
+    """Of wall-clock time, from the program's first line on."""
+    memory_bytes: int = 512 * 2**20
+    """Of address space; Python itself takes about 30 MB."""
+    output_bytes: int = 64 * 2**10
+    """Of stdout, and as many of stderr."""
+    file_bytes: int = 16 * 2**20
+    """Of files in its folder; a small one counts as 4 KiB."""
+
+    def __post_init__(self) -> None:
+        low = {"seconds": 0.001, "memory_bytes": 2**26, "output_bytes": 1, "file_bytes": BLOCK}
+        for name, least in low.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} is {getattr(self, name)}, but at least {least} is needed")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program ended. All of it is the program's own word: to judge one, use `passes`."""
+
+    ok: bool
+    """It ended by itself, within its limits, with exit status 0."""
+    stdout: str
+    stderr: str
+    reason: str
+    """Why not ok: time, output, files, exit status <n> (128 + a signal). Empty if ok."""
+    seconds: float
+
+
+def run_python(
+    code: str, limits: Limits = Limits(), stdin: str = "", *, unsafe: bool = False
+) -> Result:
+    """
+    Run a program: confined, or unconfined where no layer works here and `unsafe` allows it.
+
+    It starts with an empty environment, the standard library, and an empty folder that nothing
+    but files can be put into and that is gone afterwards. It can start no process or thread, open
+    no socket, send no signal, and see no file but its own and the interpreter's; of other files
+    it may at most learn that they exist (Landlock). Its limits hold in the unconfined case too.
+    Raises SandboxUnavailable, whose message names the ways out.
+    """
+    return run({"role": "program", "code": code}, limits, choose_layer(unsafe), stdin=stdin)
+
+
+def passes(
+    program: str,
+    test: str,
+    entry: str,
+    setup: str = "",
+    limits: Limits = Limits(),
+    *,
+    unsafe: bool = False,
+) -> bool:
+    """
+    Whether the function `entry` of a program withstands a test that knows it by that name.
+
+    The program and the test run in sandboxes of their own. In the test's, `entry` is a function
+    that asks the program's, and nothing but plain data passes between them: None, numbers, text,
+    bytes, and lists, tuples, sets and dicts of these, always as exactly these types. `setup` is
+    trusted code that the test builds upon; it runs before the test, which replaces its `entry`.
+    The test passes by running to its end: for HumanEval, test=test + "check(<entry>)" and
+    setup=prompt.
+
+    Guaranteed: true only if, within the limits, the program's process answered every call of the
+    test with values that the test accepts. Whatever the program prints, patches, overrides or
+    writes into its pipes, and however it ends, it reaches neither the test's code nor the place
+    where the verdict is made. Not guaranteed: that a function computed the values (a program may
+    guess), nor that the test is a good one. The price: a test sees no changes to its arguments,
+    and cannot pass functions or objects.
+    """
+    layer = choose_layer(unsafe)
+    calls, replies = os.pipe(), os.pipe()
+    ends = (calls[0], replies[1]), (replies[0], calls[1])  # the program's, the test's
+    held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
+    judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
+    with ThreadPoolExecutor(1) as other:
+        candidate = other.submit(run, held, limits, layer, ends[0])
+        verdict = run(judge, limits, layer, ends[1])
+        candidate.result()  # raises if it could not be started
+    return verdict.ok
+
+
+# ------------------------------------------------------------------------------------------------
+# Which layer works here
+
+
+def choose_layer(unsafe: bool = False) -> Layer:
+    """The best layer that works here, "none" if `unsafe` allows it. Raises SandboxUnavailable."""
+    for layer in LAYERS:
+        if trouble_with(layer) is None:
+            return layer
+    if unsafe:
+        return "none"
+    troubles = "\n".join(f"  {layer}: {trouble_with(layer)}" for layer in LAYERS)
+    raise SandboxUnavailable(
+        f"nothing here confines code that a model wrote, so it is not run:\n{troubles}\n"
+        "  use Linux with bubblewrap installed and user namespaces allowed, or with Landlock\n"
+        "  (5.13 or newer); or let it run with all your rights: --unsafe_exec"
+    )
+
+
+@functools.cache
+def trouble_with(layer: Layer) -> str | None:
+    """Why a layer does not confine here; None if it does. Tried once per process, for real."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    with tempfile.NamedTemporaryFile() as outside:
+        os.chmod(outside.name, 0o644)  # so that no user's rights keep the probe from reading it
+        code = PROBE.format(outside=outside.name)
+        try:
+            result = run({"role": "program", "code": code}, Limits(seconds=START_SECONDS), layer)
+        except SandboxUnavailable as error:
+            return str(error)
+    told = result.reason or "it let the probe out"
+    return None if result.stdout == "confined\n" else f"{told} {result.stderr[-200:]}".strip()
+
+
+def command(layer: Layer, folder: str, info: int) -> list[str]:
+    """The child's half, inside bubblewrap where that is the layer, which tells of it on `info`."""
+    child = [interpreter(), "-I", "-S", "-X", "utf8", "-c", child_source()]
+    if layer != "bubblewrap":
+        return child
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxUnavailable("bwrap is not installed")
+    shown = [word for path in readable() for word in ("--ro-bind", path, path)]
+    kept = ["--bind", folder, "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    return [bwrap, *NAMESPACES, "--info-fd", str(info), *shown, *kept, "--", *child]
+
+
+@functools.cache
+def child_source() -> str:
+    """The text of the child's half."""
+    return Path(__file__).with_name("sandbox_child.py").read_text(encoding="utf-8")
+
+
+@functools.cache
+def interpreter() -> str:
+    """The running interpreter, outside of any virtual environment."""
+    return os.path.realpath(sys._base_executable)  # type: ignore
+
+
+@functools.cache
+def readable() -> tuple[str, ...]:
+    """All that a child may read: the interpreter, its library, the system's shared libraries."""
+    prefix = os.path.realpath(sys.base_prefix)
+    folders = (f"{prefix}/lib", f"{prefix}/lib64", "/usr/lib", "/usr/lib64", "/lib", "/lib64")
+    wanted = dict.fromkeys((*folders, "/etc/ld.so.cache", interpreter()))
+    return tuple(path for path in wanted if os.path.exists(path))
+
+
+# ------------------------------------------------------------------------------------------------
+# One child
+
+
+def run(
+    job: dict[str, Any],
+    limits: Limits,
+    layer: Layer,
+    handed: Sequence[int] = (),
+    stdin: str = "",
+) -> Result:
+    """
+    Do one job in a child. The handles in `handed` go to the child and are closed here.
+
+    The child says over a pipe of its own that it is confined, and closes that before it runs any
+    code: no code can make it look as if the sandbox had failed. Raises SandboxUnavailable if
+    it did.
+    """
+    said, say = os.pipe()
+    with contextlib.ExitStack() as until_end:
+        status = until_end.enter_context(open(said, "rb", buffering=0))
+        with contextlib.ExitStack() as until_started:
+            info = os.dup(say) if layer == "bubblewrap" else say
+            passed = {say, info, *handed}
+            for handle in passed:
+                until_started.callback(os.close, handle)
+            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="nanochat-"))
+            spool = until_end.enter_context(tempfile.TemporaryFile())
+            spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
+            spool.write(stdin.encode())
+            spool.seek(0)
+            process = until_end.enter_context(
+                subprocess.Popen(
+                    command(layer, folder, info),
+                    stdin=spool,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},
+                    cwd=folder,
+                    pass_fds=tuple(passed),
+                    start_new_session=True,  # a process group of its own, and no terminal
+                )
+            )
+            until_end.callback(kill, process, process.pid)
+        inner = await_start(process, status)
+        started = time.monotonic()
+        (stdout, stderr), reason = watch(process, limits, folder)
+        exit_status = kill(process, inner)
+        return Result(
+            ok=not reason and exit_status == 0,
+            stdout=stdout[: limits.output_bytes].decode("utf-8", "replace"),
+            stderr=stderr[: limits.output_bytes].decode("utf-8", "replace"),
+            reason=reason or (f"exit status {exit_status}" if exit_status else ""),
+            seconds=time.monotonic() - started,
+        )
+
+
+def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
+    """The part of a job that says what the child gives up and what it keeps."""
+    rlimits = {
+        "RLIMIT_CPU": math.ceil(limits.seconds) + 1,  # should this process die before the child
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": 32,
+        "RLIMIT_NPROC": 1,
+        "RLIMIT_CORE": 0,
+    }
+    if sys.platform.startswith("linux"):  # others do not keep to it, or refuse it
+        rlimits["RLIMIT_AS"] = limits.memory_bytes
+    is_root = layer == "landlock" and os.geteuid() == 0
+    nobody = is_root and all(map(open_to_all, (*readable(), tempfile.gettempdir())))
+    return {"layer": layer, "rlimits": rlimits, "nobody": nobody, "readable": list(readable())}
+
+
+def open_to_all(path: str) -> bool:
+    """Whether every user of the machine can read a file or folder."""
+    reachable = all(folder.stat().st_mode & 0o001 for folder in Path(path).parents)
+    return reachable and Path(path).stat().st_mode & 0o004 != 0
+
+
+def await_start(process: subprocess.Popen[bytes], status: IO[bytes]) -> int:
+    """
+    The id of the confined process, which bubblewrap tells, once that process says it is ready.
+
+    Raises SandboxUnavailable with what is said instead.
+    """
+    said = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(status, selectors.EVENT_READ)
+        while not said.endswith(READY):
+            piece = status.read(CHUNK) if selector.select(START_SECONDS) else b""
+            if not piece:
+                break
+            said += piece
+    found = CHILD_PID.search(said)
+    inner = int(found[1]) if found else process.pid
+    if not said.endswith(READY):
+        kill(process, inner)
+        assert process.stderr is not None
+        told = said.rpartition(b"}")[2] + process.stderr.read(1000)
+        why = told.decode("utf-8", "replace").strip() or "no answer"
+        raise SandboxUnavailable(f"the sandbox did not start: {why}")
+    return inner
+
+
+def watch(
+    process: subprocess.Popen[bytes], limits: Limits, folder: str
+) -> tuple[list[bytearray], str]:
+    """Read until the child ends or breaks a limit: its stdout and stderr, and which limit."""
+    assert process.stdout is not None and process.stderr is not None
+    output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    deadline = time.monotonic() + limits.seconds
+    with selectors.DefaultSelector() as selector:
+        for handle in output:
+            selector.register(handle, selectors.EVENT_READ)
+        while selector.get_map() or process.poll() is None:
+            tick = max(0.0, min(TICK, deadline - time.monotonic()))
+            if selector.get_map():
+                for key, _ in selector.select(tick):
+                    piece = os.read(key.fd, CHUNK)
+                    output[key.fd] += piece
+                    if not piece:
+                        selector.unregister(key.fd)
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(tick)
+            broken = {
+                "time": time.monotonic() >= deadline,
+                "output": max(map(len, output.values())) > limits.output_bytes,
+                "files": folder_bytes(folder) > limits.file_bytes,
+            }
+            if any(broken.values()):
+                return list(output.values()), next(name for name in broken if broken[name])
+    return list(output.values()), ""
+
+
+def folder_bytes(folder: str) -> int:
+    """Bytes of the files in a flat folder, which may change meanwhile; each fills a block."""
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                total += max(BLOCK, entry.stat(follow_symlinks=False).st_size)
+    return total
+
+
+def kill(process: subprocess.Popen[bytes], inner: int) -> int:
+    """
+    End the child: the confined process, or its whole group where it was started as `process`.
+
+    bubblewrap ends by itself, after its child: killed, it would leave the child as a zombie to
+    an init that in many containers collects none. Returns the exit status, 128 + n for signal n.
+    """
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            if inner == process.pid:
+                os.killpg(inner, signal.SIGKILL)
+            else:
+                os.kill(inner, signal.SIGKILL)
+    status = process.wait()
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,272 @@
+"""
+The child's half of the sandbox: gives up its rights, says so, and only then runs the code.
+
+    job on fd 0 -> user, limits, Landlock, capabilities, seccomp -> "ready" -> the code, its calls
+
+`sandbox.py` starts this file's text with `python -I -S -c`; nothing imports it. Every rule here is
+enforced by the kernel on the whole process, so that nothing the code finds in this interpreter
+(these functions, ctypes, the frames above it) gives a right back. What is left: to compute, to
+read the standard library, to keep files in one flat folder, and the pipes it was started with.
+Processes, threads, sockets, signals and programs are out of reach, and so are the parts of
+the library that need them (subprocess, threading, asyncio). Knows nothing of how its end is judged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import resource
+import stat
+import struct
+import sys
+
+TYPE_CHECKING = False  # `typing` has one, but takes as long to load as the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NOBODY = 65534
+
+# What Python needs to compute, by name and number: on x86-64, then on 64-bit Arm (- is: none).
+SYSCALLS = """
+    read 0 63, write 1 64, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, openat 257 56,
+    dup 32 23, dup2 33 -, dup3 292 24, fcntl 72 25, ioctl 16 29, ftruncate 77 46, fsync 74 82,
+    stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -,
+    faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61,
+    getcwd 79 17, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276,
+    mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226, madvise 28 233, brk 12 214,
+    rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, sigaltstack 131 132,
+    restart_syscall 219 128, alarm 37 -, setitimer 38 103, time 201 -, gettimeofday 96 169,
+    clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
+    times 100 153, getrusage 98 165, getpid 39 172, getppid 110 173, gettid 186 178,
+    getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
+    getgroups 115 158, uname 63 160, getrandom 318 278, futex 202 98, sched_yield 24 124,
+    sched_getaffinity 204 123, exit 60 93, exit_group 231 94
+"""
+# Calls let through only where an argument is harmless: which argument, its mask, the good values.
+ARGUMENTS = {
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. Out: F_SETOWN with F_SETSIG,
+    # which sends a signal of choice to a process of choice.
+    "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
+    "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
+    # O_TRUNC only with a right to write: before its third version Landlock did not ask for one.
+    "openat": (2, os.O_TRUNC | os.O_ACCMODE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
+}
+ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
+LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # operations of the kernel's packet filters
+
+# Rights of Landlock; the first five are all that a file, as opposed to a folder, can have.
+WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (
+    1 << bit for bit in (1, 2, 3, 5, 8, 14)
+)
+READ, KEEP_FILES = READ_FILE | READ_DIR, WRITE_FILE | READ_FILE | READ_DIR | REMOVE_FILE
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same everywhere
+
+
+def main() -> None:
+    """Take the job from fd 0, where the program's standard input follows it, and do it."""
+    with open(0, "rb", buffering=0, closefd=False) as stream:
+        job = marshal.load(stream)
+    try:
+        confine(job)
+    except Exception as error:
+        os.write(job["status"], f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.write(job["status"], b"ready")
+    os.close(job["status"])  # before the code runs: it can neither unsay nor repeat it
+    os.environ.clear()
+
+    program = type(sys)("__main__")
+    sys.modules["__main__"] = program
+    namespace = program.__dict__
+    namespace.update(exit=sys.exit, quit=sys.exit)  # as `site` would, which is not loaded
+    if job["role"] == "judge":
+        execute(job["setup"], namespace)
+        namespace[job["entry"]] = remote(*job["channel"])
+    execute(job["code"], namespace)
+    if job["role"] == "candidate":
+        serve(namespace[job["entry"]], *job["channel"])
+
+
+def execute(code: str, namespace: dict[str, Any]) -> None:
+    """Run source text as a program of its own."""
+    exec(compile(code, "<code>", "exec"), namespace)
+
+
+# ------------------------------------------------------------------------------------------------
+# Giving up rights
+
+
+def confine(job: dict[str, Any]) -> None:
+    """Give up what the job names, in an order in which each step still may. Raises OSError."""
+    if job["nobody"]:
+        os.chown(".", NOBODY, NOBODY)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    for name, value in job["rlimits"].items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    if job["layer"] == "none":
+        return
+    control(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: do not outlive the parent
+    control(38, 1)  # PR_SET_NO_NEW_PRIVS
+    if job["layer"] == "landlock":
+        landlock(job["readable"])
+    checked(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)))  # no capabilities at all
+    program = ctypes.create_string_buffer(seccomp_program())
+    size, address = len(program) // 8, ctypes.addressof(program)
+    control(22, 2, struct.pack("HxxxxxxP", size, address))  # PR_SET_SECCOMP, a filter
+
+
+def landlock(readable: list[str]) -> None:
+    """
+    Let this process read below `readable`, keep files in the current folder, and no other file.
+
+    Source: the kernel's Documentation/userspace-api/landlock.rst. What a kernel's version of
+    Landlock does not know (before 6.2: truncating), the system call filter refuses as well.
+    """
+    version = system_call(CREATE_RULESET, 0, 0, 1)
+    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    network, scopes = (0b11 if version >= first else 0 for first in (4, 6))
+    ruleset = system_call(CREATE_RULESET, struct.pack("=QQQ", files, network, scopes), 24, 0)
+    rules = [(path, READ) for path in readable] + [(".", KEEP_FILES | MAKE_FILE | TRUNCATE)]
+    for path, rights in rules:
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            rights &= WRITE_FILE | READ_FILE | TRUNCATE  # the others are rights on folders
+        system_call(ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
+        os.close(handle)
+    system_call(RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def seccomp_program() -> bytes:
+    """
+    A packet filter over system calls: those of SYSCALLS pass, the others fail with EPERM.
+
+    A call in another architecture's numbering kills the process. Raises OSError where the numbers
+    of this machine are not known. Source: the kernel's Documentation/userspace-api/seccomp_filter.
+    """
+    if os.uname().machine not in ARCHITECTURES:
+        raise OSError(f"no table of system calls for {os.uname().machine}")
+    column, audit = ARCHITECTURES[os.uname().machine]
+    steps = [step(LOAD, 4), step(EQUAL, audit, yes=1), step(RETURN, KILL), step(LOAD, 0)]
+    for row in (entry.split() for entry in SYSCALLS.split(",")):
+        if row[column] == "-":
+            continue
+        then = [step(RETURN, ALLOW)]
+        if row[0] in ARGUMENTS:
+            argument, mask, values = ARGUMENTS[row[0]]
+            then = [step(LOAD, 16 + 8 * argument), step(AND, mask)]
+            for value in values:
+                then += [step(EQUAL, value, no=1), step(RETURN, ALLOW)]
+            then.append(step(RETURN, REFUSE))
+        steps += [step(EQUAL, int(row[column]), no=len(then)), *then]
+    return b"".join([*steps, step(RETURN, REFUSE)])
+
+
+def step(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """One instruction of a packet filter; a test skips `yes` or `no` instructions after it."""
+    return struct.pack("=HBBI", operation, yes, no, value)
+
+
+def control(option: int, *values: int | bytes) -> None:
+    """prctl(2). Raises OSError."""
+    words = [ctypes.c_long(v) if isinstance(v, int) else v for v in values]
+    checked(LIBC.prctl(option, *words, *[ctypes.c_long(0)] * (4 - len(words))))
+
+
+def system_call(number: int, *values: int | bytes) -> int:
+    """A system call that libc has no function for. Raises OSError."""
+    return checked(
+        LIBC.syscall(number, *(ctypes.c_long(v) if isinstance(v, int) else v for v in values))
+    )
+
+
+def checked(result: int) -> int:
+    """`result`, unless it tells of a failure."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+# ------------------------------------------------------------------------------------------------
+# Calls between the process that holds the program and the one that judges it
+
+
+CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
+# No StopIteration: it would end a loop of the test early, and with it what the loop checks.
+ERRORS = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, OverflowError)
+}
+
+
+def serve(function: Callable, calls: int, replies: int) -> None:
+    """Answer calls of `function`, a line each, until the caller closes the pipe."""
+    import json  # slow to load, and only the two processes of a verdict need it
+
+    with open(calls) as lines, open(replies, "w") as answers:
+        for line in lines:
+            args, kwargs = unpack(json.loads(line))
+            try:
+                answer = ("value", function(*args, **kwargs))
+            except Exception as error:
+                answer = ("error", type(error).__name__)
+            answers.write(json.dumps(pack(answer)) + "\n")
+            answers.flush()
+
+
+def remote(replies: int, calls: int) -> Callable:
+    """
+    A function that runs in the process at the other end of the pipes.
+
+    It returns plain data or raises one of ERRORS (RuntimeError in place of any other). Where the
+    answer is neither, or none comes, this process ends at once with an exit status of 1.
+    """
+    import json  # as in `serve`
+
+    answers, questions = open(replies), open(calls, "w")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        question = json.dumps(pack((args, kwargs)))
+        try:
+            questions.write(question + "\n")
+            questions.flush()
+            outcome, value = unpack(json.loads(answers.readline()))
+        except Exception:
+            os._exit(1)
+        if outcome == "value":
+            return value
+        raise ERRORS.get(value, RuntimeError)(f"raised by the program: {value}")
+
+    return call
+
+
+def pack(value: Any) -> Any:
+    """Plain data in the types of JSON. Raises TypeError for what is no plain data."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            items = value.items() if isinstance(value, dict) else value
+            return [name, [pack(item) for item in items]]
+    raise TypeError(f"plain data can leave the sandbox, a {type(value).__name__} cannot")
+
+
+def unpack(value: Any) -> Any:
+    """What `pack` was given, its subclasses as the types they extend."""
+    if not isinstance(value, list):
+        return value
+    name, items = value
+    return CONTAINERS[name](map(unpack, items))
+
+
+if __name__ == "__main__":
+    main()

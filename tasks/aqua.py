@@ -1,0 +1,73 @@
+"""
+AQuA: algebraic word problems with five options and a rationale.
+
+    AQuA: reason, then end with the marker `Answer: X`; AQuALetter: the letter at once
+
+Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.04146.
+"""
+
+import re
+
+from tasks.base import (
+    LETTERS,
+    ChoiceTask,
+    Conversation,
+    answer_text,
+    assistant,
+    choice_question,
+    spoken,
+    user,
+)
+from tasks.hub import HubTask
+
+INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
+MARKER = re.compile(r"Answer: ([A-E])\b")
+
+
+class AQuA(HubTask):
+    """
+    Judged by the last marker. Nothing else counts: not a letter that stands alone, not the case.
+
+    `letters` of this form are for a model that has written `Answer: `; scored right after
+    <|assistant_start|> is AQuALetter.
+    """
+
+    name = "AQUA"
+    kind = "generate"
+    baseline = 0.2
+    splits = ("train", "val", "test")
+    repo = "deepmind/aqua_rat"
+    stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
+    columns = ("question", "options", "rationale", "correct")
+
+    def options(self, i: int) -> list[str]:
+        """The options without the `A)` in front."""
+        return [option.partition(")")[2].strip() for option in self.row(i)["options"]]
+
+    def conversation(self, i: int) -> Conversation:
+        row = self.row(i)
+        question = choice_question(row["question"], self.options(i), self.letters(i), INSTRUCTION)
+        return [user(question), assistant(f"{row['rationale'].strip()}\nAnswer: {row['correct']}")]
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return LETTERS[:5]
+
+    def material(self, i: int) -> str:
+        return "\n".join([self.row(i)["question"], *self.options(i)])
+
+    def score(self, conversation: Conversation, answer: str) -> float:
+        right, given = (
+            MARKER.findall(text)[-1:] for text in (answer_text(conversation[-1]), spoken(answer))
+        )
+        return float(given == right)
+
+
+class AQuALetter(ChoiceTask, AQuA):
+    """The same questions, to be answered by the letter alone."""
+
+    name = "AQUA-Letter"
+
+    def conversation(self, i: int) -> Conversation:
+        row = self.row(i)
+        question = choice_question(row["question"], self.options(i), self.letters(i))
+        return [user(question), assistant(row["correct"])]

@@ -1,0 +1,150 @@
+"""
+Tasks whose rows come from a data set repository on the hub, pinned at first use.
+
+    repository, file stem -> HubRepo: manifest, verified files -> Rows -> HubTask
+
+Knows nothing of what a row means.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.common import base_dir
+from nanochat.hub_repo import open_repo
+from tasks.base import Task, shuffled
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+ROW_ORDER = 0  # seed: data sets come sorted by subject, so the first n rows would be no sample
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The rows of an arrow table, each made a dict when it is asked for."""
+
+    def __init__(self, table: pa.Table):
+        self.table = table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.table.to_batches(max_chunksize=1000):
+            yield from batch.to_pylist()
+
+    def __getitem__(self, i: int) -> Row:
+        return self.table.slice(i, 1).to_pylist()[0]
+
+
+class Data(NamedTuple):
+    """The rows of a split, and which files of which commit they are."""
+
+    rows: Rows
+    commit: str
+    sha256: dict[str, str]
+
+
+def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
+    """
+    The rows of a split, downloaded at first use and the same ones ever after.
+
+    repo: <owner>/<name>, with the folder of its files behind it where the stem names more than
+    one. stem: how the files are named, "main/test" for main/test-00000-of-00001.parquet. Raises
+    ValueError naming what is there when there are no such files, or not these columns.
+    """
+    words = repo.split("/")
+    if len(words) < 2 or not all(words):
+        raise ValueError(f"{repo!r} is no repository of the hub: <owner>/<name>[/<folder>]")
+    repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
+    source, _ = open_repo(repo, where, SUFFIXES)
+    files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
+    paths = [source.fetch(file) for file in files]
+    table = pa.concat_tables([read(path, columns) for path in paths])
+    if not table.num_rows:
+        raise ValueError(f"{repo}: {', '.join(files)} hold no rows")
+    recorded = source.files()
+    return Data(Rows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
+
+
+def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
+    """The files of a split: `stem`, or `stem` in one other folder, whole or in numbered parts."""
+    pattern = re.compile(rf"(.*/)?{re.escape(stem)}(-\d+-of-\d+)?\.(parquet|jsonl|jsonl\.gz)")
+    found = [match for match in map(pattern.fullmatch, files) if match]
+    folders = sorted({match[1] or "" for match in found})
+    if not found:
+        raise ValueError(f"{repo} holds no {stem} among its files {', '.join(files[:20]) or '(0)'}")
+    if len(folders) > 1:
+        raise ValueError(
+            f"{repo} holds {stem} in several folders: {', '.join(folders)}; "
+            f"name one behind the repository: {repo}/{folders[0].strip('/') or '<folder>'}"
+        )
+    return [match[0] for match in found]
+
+
+def read(path: Path, columns: Sequence[str]) -> pa.Table:
+    """The columns of a parquet file, or the fields of a file with one JSON object per line."""
+    try:
+        if path.suffix != ".parquet":
+            rows = [{column: row[column] for column in columns} for _, row in lines(path)]
+            return pa.Table.from_pylist(rows)
+        return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(
+            f"{path}: no table with the columns {', '.join(columns)} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of JSON in a file. Raises ValueError naming file and line."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            for line in stream:
+                number += 1
+                if not line.isspace():
+                    yield number, json.loads(line)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+class HubTask(Task):
+    """A task of a data set on the hub, its rows in an order shuffled once and for all."""
+
+    repo: str
+    stems: Mapping[str, str]
+    """Split -> how its files are named in the repository."""
+    columns: Sequence[str]
+    """What is read of a row."""
+
+    @cached_property
+    def data(self) -> Data:
+        return load(self.repo, self.stems[self.split], self.columns)
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """Conversation -> row."""
+        return shuffled(len(self.data.rows), ROW_ORDER)
+
+    @property
+    def where(self) -> str:
+        return f"{self.repo} {self.stems[self.split]}"
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {"dataset": self.repo, "commit": self.data.commit, "sha256": self.data.sha256}
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def row(self, i: int) -> Row:
+        """The row behind conversation i."""
+        return self.data.rows[self.order[i]]

@@ -1,0 +1,69 @@
+"""
+Own conversations: a file with one conversation per line, such as who the model is.
+
+    [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
+    {"messages": [...]}
+
+One in about twenty, chosen by a hash of its content, is held out for validation.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import fingerprint, sha256_file
+from tasks.base import Conversation, Task, flaw
+from tasks.hub import lines
+
+HELD_OUT = 20  # one conversation in so many
+
+
+class JSONL(Task):
+    """Conversations of the file `path`. Raises ValueError naming the line where one is amiss."""
+
+    name = "JSONL"
+    kind = "talk"
+    splits = ("train", "val")
+
+    def __init__(self, split: str, path: str | None = None):
+        super().__init__(split)
+        if path is None:
+            raise ValueError("own conversations come from a file: jsonl:<path> in a mixture")
+        self.path = Path(path).expanduser()
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.name} {self.split}"
+
+    @cached_property
+    def conversations(self) -> list[Conversation]:
+        """Those of the split, in the order of the file."""
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path}: no such file of conversations")
+        every = [conversation_in(line, f"{self.path}, line {n}") for n, line in lines(self.path)]
+        if not every:
+            raise ValueError(f"{self.path} holds no conversation")
+        return [c for c in every if is_held_out(c) == (self.split == "val")]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {"sha256": sha256_file(self.path)}
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def conversation(self, i: int) -> Conversation:
+        return self.conversations[i]
+
+
+def conversation_in(line: Any, where: str) -> Conversation:
+    """The conversation that a line holds. Raises ValueError saying `where` and what is amiss."""
+    messages: Any = line.get("messages") if isinstance(line, dict) else line
+    if problem := flaw(messages):
+        raise ValueError(f"{where}: {problem}")
+    return messages
+
+
+def is_held_out(conversation: Conversation) -> bool:
+    """Whether a conversation is for validation: the same one always is, or never."""
+    return int(fingerprint(conversation), 16) % HELD_OUT == 0

@@ -1,0 +1,49 @@
+"""
+SmolTalk: conversations about everything, in the layout `messages`, `source`.
+
+Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from tasks.base import Conversation, flaw, shuffled
+from tasks.hub import ROW_ORDER, HubTask
+
+
+class SmolTalk(HubTask):
+    """
+    `repo`: any repository of this layout, as `tasks.hub.load` takes it.
+
+    Rows whose roles do not alternate are left out, and counted in `left_out`.
+    """
+
+    name = "SmolTalk"
+    kind = "talk"
+    splits = ("train", "test")
+    stems = {"train": "train", "test": "test"}
+    columns = ("messages",)
+
+    def __init__(self, split: str, repo: str = "HuggingFaceTB/smol-smoltalk"):
+        super().__init__(split)
+        self.repo = repo
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        kept = [n for n, row in enumerate(self.data.rows) if flaw(row["messages"]) is None]
+        if not kept:
+            raise ValueError(f"{self.repo}: no row of {self.split} is a conversation")
+        return [kept[n] for n in shuffled(len(kept), ROW_ORDER)]
+
+    @property
+    def left_out(self) -> int:
+        """How many rows are no conversations."""
+        return len(self.data.rows) - len(self)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return super().origin | {"left_out": self.left_out}
+
+    def conversation(self, i: int) -> Conversation:
+        return [{"role": m["role"], "content": m["content"]} for m in self.row(i)["messages"]]

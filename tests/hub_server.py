@@ -1,0 +1,50 @@
+"""
+The hub, played by a server on loopback that shows a folder of real data the way the hub would.
+
+The server is a tool that comes with the data: `tools/serve_hub.py` beside the folder.
+"""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+from nanochat import hub as hub_files
+
+
+@contextmanager
+def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """
+    Within it: a function that starts a server of a folder (by default `hub`) and makes it the hub.
+
+    Its switches are the server's, for misbehaviour; pauses between attempts become short.
+    """
+    path = hub.parent / "tools" / "serve_hub.py"
+    spec = importlib.util.spec_from_file_location("serve_hub", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    patch.setattr(hub_files, "PAUSE_SECONDS", 0.01)
+    running = []
+
+    def start(root: Path = hub, handler=None, **switches):
+        server = module.make_server(root, **switches)
+        server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        patch.setenv("HF_ENDPOINT", endpoint)
+        patch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        return server
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()

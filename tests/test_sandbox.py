@@ -1,0 +1,814 @@
+"""
+The sandbox under attack, one test per case of S1 to S10, on every layer that works here.
+
+Every attack aims at what its test made (files, listeners, this process) and is bounded by itself,
+so that a sandbox that fails does no more harm than a failing test. It runs in the child, calls
+`attempt(name, function, ...)` for each thing it tries, and prints what came of it.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import sandbox
+from nanochat.common import REPOSITORY
+from nanochat.sandbox import Limits, Result, SandboxUnavailable, passes, run_python
+
+ATTEMPT = """
+def attempt(name, function, *args):
+    try: print(name, 'WORKED', function(*args), flush=True)
+    except OSError as error: print(name, 'refused', error.errno, flush=True)
+    except Exception as error: print(name, 'failed', type(error).__name__, error, flush=True)
+"""
+LIBC = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *args):
+    result = getattr(libc, name)(*args)
+    if result < 0: raise OSError(ctypes.get_errno(), name)
+    return result
+"""
+EPERM = 1
+
+
+@pytest.fixture(params=sandbox.LAYERS)
+def layer(request, monkeypatch) -> str:
+    """Every layer that works here, as the one that is chosen."""
+    trouble = sandbox.trouble_with(request.param)
+    if trouble is not None:
+        pytest.skip(f"{request.param} does not work here: {trouble}")
+    monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: request.param)
+    return request.param
+
+
+@pytest.fixture
+def offspring():
+    """All processes that live or linger below this one, orphans included, as a function."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
+    yield lambda: psutil.Process().children(recursive=True)
+    libc.prctl(36, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """Where the sandbox makes its temporary folders, so that a test sees what is left there."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def attack(code: str) -> dict[str, str]:
+    """Run an attack that must live to its end; returns what came of each attempt, by name."""
+    result = run_python(ATTEMPT + code + "\nprint('end of attack')")
+    assert result.stdout.endswith("end of attack\n"), result
+    return dict(line.split(" ", 1) for line in result.stdout.splitlines()[:-1])
+
+
+def assert_refused(outcomes: dict[str, str], names: str) -> None:
+    """Each of the named attempts was made, and the kernel said no."""
+    assert set(outcomes) == set(names.split())
+    assert all(outcome.startswith("refused") for outcome in outcomes.values()), outcomes
+
+
+# ------------------------------------------------------------------------------------------------
+# What a program can do
+
+
+def test_a_program_computes_reads_its_input_prints_and_ends(layer):
+    code = "import json, sys\nprint(json.dumps([input(), 2**70]))\nprint('w', file=sys.stderr)"
+    result = run_python(code, stdin="h\u00e9 \u00df\n")
+    assert result.ok and result.reason == "" and 0 < result.seconds < Limits().seconds
+    assert result.stdout == '["h\\u00e9 \\u00df", 1180591620717411303424]\n'
+    assert result.stderr == "w\n"
+
+
+def test_a_program_has_a_folder_for_files_that_is_gone_afterwards(layer, scratch):
+    code = """
+import os, tempfile
+with open("a", "w") as file: file.write("text")
+os.replace("a", "b")
+with tempfile.NamedTemporaryFile("w+") as file: file.write("x")
+print(os.listdir("."), open("b").read())
+os.remove("b")
+open("left behind", "w").close()
+"""
+    assert run_python(code).stdout == "['b'] text\n"
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; sys.exit(3)", "exit status 3"),
+        ("exit('no')", "exit status 1"),
+        ("1 / 0", "exit status 1"),
+        ("def", "exit status 1"),
+        ("'\ud800'.encode()", "exit status 1"),
+        ("import ctypes; ctypes.string_at(0)", "exit status 139"),
+        ("while True: pass", "time"),
+    ],
+)
+def test_a_program_that_fails_says_why(layer, code, reason):
+    result = run_python(code, Limits(seconds=0.5))
+    assert not result.ok and result.reason == reason
+
+
+@pytest.mark.parametrize("name", ["seconds", "memory_bytes", "output_bytes", "file_bytes"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_limits_that_allow_nothing_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Limits(**{name: value})
+
+
+# ------------------------------------------------------------------------------------------------
+# S1 to S4: what it must not reach
+
+
+def test_S1_what_frames_gc_and_subclasses_give_back_gains_nothing(layer, tmp_path):
+    proof = tmp_path / "proof"
+    tmp_path.chmod(0o777)
+    code = f"""
+import gc, sys
+found = []
+frame = sys._getframe()
+while frame:
+    found += [v.system for v in frame.f_globals.values() if hasattr(v, "system")]
+    frame = frame.f_back
+print("frames", len(found))
+hidden = [c for c in object.__subclasses__() if c.__name__ == "_wrap_close"]
+found += [c.__init__.__globals__["system"] for c in hidden]
+print("subclasses", len(hidden))
+live = [o for o in gc.get_objects() if isinstance(o, dict) and o.get("__name__") == "posix"]
+found += [module["system"] for module in live]
+print("gc", len(live))
+print("statuses", {{system(b"echo escaped > {proof}") for system in found}})
+"""
+    outcomes = attack(code)
+    assert outcomes.pop("statuses") == "{32512}", "as system() answers if it can start nothing"
+    assert all(int(outcome) > 0 for outcome in outcomes.values()), "each way found a function"
+    assert not proof.exists()
+
+
+def test_S2_libc_starts_nothing_and_leaves_no_namespace(layer):
+    code = f"""{LIBC}
+argv = (ctypes.c_char_p * 2)(b"true", None)
+def fork(name):
+    pid = call(name)
+    if pid == 0: libc._exit(0)
+    return pid
+def run_from_memory():
+    handle = call("memfd_create", b"x", 0)
+    return call("fexecve", handle, argv, argv[1:])
+attempt("execve", call, "execve", b"/bin/true", argv, None)
+attempt("fork", fork, "fork")
+attempt("ptrace", call, "ptrace", 0, 0, None, None)
+attempt("unshare", call, "unshare", 0x10000000)
+attempt("setns", call, "setns", 0, 0)
+attempt("mount", call, "mount", b"none", b".", b"tmpfs", 0, None)
+attempt("io_uring", call, "syscall", 425, 1, bytes(256))
+attempt("memfd_create", run_from_memory)
+attempt("setuid", call, "setuid", 0)
+attempt("prctl", call, "prctl", 1, 0)
+attempt("kill", call, "kill", libc.getppid(), 0)
+attempt("prlimit", call, "prlimit", 0, 7, None, (ctypes.c_long * 2)())
+attempt("fcntl", call, "fcntl", 0, 8, libc.getpid())
+attempt("ioctl", call, "ioctl", 0, 0x5412, b"x")
+"""
+    outcomes = attack(code)
+    assert_refused(
+        outcomes,
+        "execve fork ptrace unshare setns mount io_uring memfd_create setuid prctl kill prlimit "
+        "fcntl ioctl",
+    )
+    assert set(outcomes.values()) == {f"refused {EPERM}"}, "by the filter, not for another reason"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the attack is x86-64 machine code")
+def test_S2_the_system_calls_of_another_architecture_are_no_way_around_the_filter(layer):
+    code = """
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3")  # getpid by its 32-bit number, return
+function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+print("survived", function())
+"""
+    result = run_python(code)
+    assert "survived" not in result.stdout
+    assert result.reason in (f"exit status {128 + signal.SIGSYS}", "exit status 139"), result
+
+
+def test_S3_secrets_in_files_the_environment_and_the_parent_stay_hidden(
+    layer, tmp_path, monkeypatch
+):
+    secret = "hunter2-" + os.urandom(8).hex()
+    names = (".ssh/id_rsa", ".netrc", ".cache/huggingface/token", "etc/shadow")
+    for path in (tmp_path / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secret)
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    memory = ctypes.create_string_buffer(secret.encode())
+    code = f"""{LIBC}
+import os
+def read(path, offset=0):
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read({len(secret)})
+def read_memory():
+    vector = lambda address: (ctypes.c_void_p * 2)(address, {len(secret)})
+    buffer = ctypes.create_string_buffer({len(secret)})
+    call("process_vm_readv", {os.getpid()}, vector(ctypes.addressof(buffer)), 1,
+         vector({ctypes.addressof(memory)}), 1, 0)
+    return buffer.raw
+for name in {names}: attempt(name, read, f"{tmp_path}/{{name}}")
+attempt("listing", os.listdir, "{tmp_path}")
+attempt("mem", read, "/proc/{os.getpid()}/mem", {ctypes.addressof(memory)})
+attempt("vm_readv", read_memory)
+attempt("environ", read, "/proc/{os.getpid()}/environ")
+attempt("maps", read, "/proc/{os.getpid()}/maps")
+attempt("cwd", os.readlink, "/proc/{os.getpid()}/cwd")
+attempt("self", read, "/proc/self/environ")
+print("variables", dict(os.environ))
+"""
+    result = run_python(ATTEMPT + code)
+    assert secret not in result.stdout and secret not in result.stderr
+    outcomes = attack(code)
+    assert outcomes.pop("variables") == "{}"
+    assert_refused(outcomes, f"{' '.join(names)} listing mem vm_readv environ maps cwd self")
+
+
+def test_S3_no_handle_of_this_process_is_inherited(layer, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    with secret.open() as file:
+        os.set_inheritable(file.fileno(), True)
+        code = """
+import os
+def is_open(handle):
+    try: return bool(os.fstat(handle))
+    except OSError: return False
+print([handle for handle in range(4096) if is_open(handle)])
+"""
+        assert run_python(code).stdout == "[0, 1, 2]\n"
+
+
+def test_S4_no_socket_reaches_a_listener(layer, tmp_path):
+    name = f"nanochat-test-{os.urandom(8).hex()}"
+    (tmp_path / "open").mkdir(mode=0o777)
+    path = str(tmp_path / "open" / "listener")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(path)
+        abstract.bind(f"\0{name}")
+        for listener in (unix, abstract):
+            listener.listen()
+        outcomes = attack(f"""
+import socket
+def connect(family, kind, address):
+    with socket.socket(family, kind) as s:
+        s.connect(address)
+        s.send(b"escaped")
+attempt("tcp", connect, socket.AF_INET, socket.SOCK_STREAM, {tcp.getsockname()!r})
+attempt("udp", connect, socket.AF_INET, socket.SOCK_DGRAM, {udp.getsockname()!r})
+attempt("unix", connect, socket.AF_UNIX, socket.SOCK_STREAM, {path!r})
+attempt("abstract", connect, socket.AF_UNIX, socket.SOCK_STREAM, {chr(0) + name!r})
+attempt("pair", socket.socketpair)
+""")
+        for listener in (tcp, udp, unix, abstract):
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.recv(1) if listener is udp else listener.accept()
+    assert_refused(outcomes, "tcp udp unix abstract pair")
+
+
+# ------------------------------------------------------------------------------------------------
+# S5, S6: what it must not use up, and that it ends
+
+SMALL = Limits(seconds=2.0, memory_bytes=2**27, output_bytes=10_000, file_bytes=2**18)
+
+
+@pytest.fixture
+def calm_afterwards(layer, offspring, scratch):
+    """After the test: within two seconds nothing is left of it, and the next run is unaffected."""
+    yield
+    started = time.monotonic()
+    assert run_python("print(1)").stdout == "1\n"
+    assert not offspring() and not list(scratch.iterdir())
+    assert time.monotonic() - started < 2
+
+
+def test_S5_a_fork_bomb_has_no_first_child(calm_afterwards):
+    outcomes = attack("""
+import os, time
+def fork():
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+for i in range(20): attempt(f"fork{i}", fork)
+""")
+    assert_refused(outcomes, " ".join(f"fork{i}" for i in range(20)))
+
+
+def test_S5_a_thread_bomb_has_no_first_thread(calm_afterwards):
+    outcomes = attack("""
+import _thread, time
+for i in range(20): attempt(f"thread{i}", _thread.start_new_thread, time.sleep, (1,))
+""")
+    assert {o.split(":")[0] for o in outcomes.values()} == {
+        "failed RuntimeError can't start new thread"
+    }
+
+
+def test_S5_memory_is_bounded(calm_afterwards):
+    result = run_python("pieces = [bytes([1]) * 2**20 for _ in range(256)]", SMALL)
+    assert result.reason == "exit status 1" and "MemoryError" in result.stderr
+    assert not run_python("bytearray(2**40)", SMALL).ok
+
+
+def test_S5_a_file_is_bounded(calm_afterwards):
+    code = "file = open('a', 'wb', 0)\nfor _ in range(64): file.write(bytes(2**20))"
+    result = run_python(code, SMALL)
+    assert result.reason == "exit status 1" and "File too large" in result.stderr
+
+
+def test_S5_many_files_are_bounded(calm_afterwards):
+    code = """
+import time
+for i in range(150): open(str(i), "w").close()
+time.sleep(5)
+"""
+    result = run_python(code, SMALL)
+    assert result.reason == "files" and result.seconds < SMALL.seconds
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_S5_output_is_bounded(calm_afterwards, stream):
+    code = f"import sys\nfor _ in range(1000): sys.{stream}.write('a' * 2**20)"
+    result = run_python(code, SMALL)
+    assert result.reason == "output"
+    assert getattr(result, stream) == "a" * SMALL.output_bytes
+
+
+ENDLESS = {
+    "loop": "while True: pass",
+    "sleep": "import time; time.sleep(10)",
+    "deaf": """
+import signal, time
+for number in set(signal.valid_signals()) - {9, 19}:
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(10)""",
+    "silent": "import os, time\nfor handle in range(3): os.close(handle)\ntime.sleep(10)",
+    "daemon": """
+import os, time
+try:
+    if os.fork(): os._exit(0)
+    os.setsid()
+    if os.fork(): os._exit(0)
+except OSError: pass
+time.sleep(10)""",
+    "session": """
+import os, time
+try: os.setsid()
+except OSError: pass
+time.sleep(10)""",
+    "stubborn": """
+import time
+def on():
+    try: time.sleep(10)
+    finally: on()
+on()""",
+}
+
+
+@pytest.mark.parametrize("way", ENDLESS)
+def test_S6_nothing_outlives_its_time(calm_afterwards, offspring, way):
+    result = run_python(ENDLESS[way], Limits(seconds=0.4))
+    deadline = time.monotonic() + 0.6
+    while offspring() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not offspring()
+    assert result.reason == "time" and result.seconds < 1.4
+
+
+def test_S6_a_child_does_not_outlive_a_parent_that_is_killed(layer, offspring, scratch):
+    code = f"""
+from nanochat import sandbox
+sandbox.choose_layer = lambda unsafe=False: {layer!r}
+sandbox.run_python("import time; time.sleep(20)", sandbox.Limits(seconds=20))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    deadline = time.monotonic() + 10
+    while not any(sandbox.child_source() in p.cmdline() for p in offspring()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 2
+    while alive := [p for p in offspring() if p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+    for orphan in offspring():
+        os.waitpid(orphan.pid, 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# S7: what it must not change
+
+
+def test_S7_nothing_outside_its_folder_can_be_written_linked_or_made(layer, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    target = outside / "target"
+    target.write_text("untouched")
+    target.chmod(0o666)
+    for folder in (tmp_path, outside):
+        folder.chmod(0o777)  # that no user's rights protect it
+    before = target.stat()
+    outcomes = attack(f"""
+import os, stat
+outside, target = {str(outside)!r}, {str(target)!r}
+attempt("write", open, target, "w")
+attempt("append", open, target, "a")
+attempt("truncate", os.truncate, target, 0)
+attempt("truncate-reading", os.open, target, os.O_RDONLY | os.O_TRUNC)
+attempt("create", open, outside + "/new", "w")
+attempt("escape", open, "../new", "w")
+attempt("unnamed", os.open, outside, os.O_TMPFILE | os.O_RDWR)
+attempt("folder", os.mkdir, outside + "/new")
+attempt("remove", os.remove, target)
+attempt("take", os.rename, target, "taken")
+open("mine", "w").close()
+attempt("replace", os.replace, "mine", target)
+attempt("symlink", os.symlink, target, "soft")
+attempt("hardlink", os.link, target, "hard")
+attempt("hardlink-out", os.link, "mine", outside + "/new")
+attempt("chmod", os.chmod, target, 0o777)
+attempt("chown", os.chown, target, 1, 1)
+attempt("times", os.utime, target, (0, 0))
+attempt("attribute", os.setxattr, target, "user.x", b"x")
+attempt("device", os.mknod, "device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+attempt("fifo", os.mkfifo, "fifo")
+attempt("chroot", os.chroot, ".")
+""")
+    assert_refused(
+        outcomes,
+        "write append truncate truncate-reading create escape unnamed folder remove take replace "
+        "symlink hardlink hardlink-out chmod chown times attribute device fifo chroot",
+    )
+    after = target.stat()
+    assert target.read_text() == "untouched" and list(outside.iterdir()) == [target]
+    assert (after.st_mode, after.st_mtime_ns, after.st_nlink) == (
+        (before.st_mode, before.st_mtime_ns, before.st_nlink)
+    )
+
+
+def test_S7_opening_to_read_cannot_truncate_whatever_landlock_knows_of_truncating(layer):
+    """Before its third version Landlock asked no right for it: the filter refuses it by itself."""
+    outcomes = attack("""
+import os
+open("mine", "w").close()
+attempt("truncate", os.open, "mine", os.O_RDONLY | os.O_TRUNC)
+""")
+    assert outcomes == {"truncate": f"refused {EPERM}"}
+
+
+def test_S7_files_that_block_their_reader_stop_neither_program_nor_parent(layer):
+    code = "import os\nos.mkfifo('fifo')\nopen('fifo').read()"
+    result = run_python(code, Limits(seconds=2))
+    assert not result.ok and result.seconds < 3
+
+
+# ------------------------------------------------------------------------------------------------
+# S8: verdicts
+
+DOUBLE = "assert double(2) == 4\nassert double(5) == 10"
+CHEATS = {
+    "prints": "print('passed\\nOK\\nready')\ndef double(x): return 0",
+    "is missing": "x = 1",
+    "fails to load": "def double(x): return 2 * x\n1 / 0",
+    "is no function": "double = 4",
+    "exits at once": "import sys; sys.exit(0)",
+    "exits at once, hard": "import os; os._exit(0)",
+    "exits when called": "import sys\ndef double(x): sys.exit(0)",
+    "exits when called, hard": "import os\ndef double(x): os._exit(0)",
+    "ends with an exit hook": (
+        "import atexit, os\natexit.register(os._exit, 0)\ndef double(x): raise SystemExit(0)"
+    ),
+    "equals everything": """
+class Equal:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+def double(x): return Equal()""",
+    "is a number that equals everything": """
+class Equal(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def double(x): return Equal(0)""",
+    "lies about its class": """
+class Equal:
+    __class__ = int
+    def __eq__(self, other): return True
+def double(x): return Equal()""",
+    "is a list that equals everything": """
+class Equal(list):
+    def __eq__(self, other): return True
+def double(x): return Equal([1])""",
+    "patches the judge's tools": """
+import builtins, json, sys, unittest
+unittest.TestCase.assertEqual = lambda *a: None
+builtins.AssertionError = ValueError
+builtins.abs = builtins.len = lambda x: 0
+sys.excepthook = lambda *a: None
+main = sys._getframe(2).f_globals
+main["ERRORS"] = {}
+json.dumps = lambda value: '["tuple", ["list", ["passed"]]]'
+def double(x): return 0""",
+    "answers in advance": """
+import os
+def write(line):
+    for handle in range(3, 256):
+        try: os.write(handle, line)
+        except OSError: pass
+write(b'["tuple", ["value", 4]]\\n' * 9)
+def double(x): return 4""",
+    "writes into every pipe": """
+import os
+for handle in range(256):
+    for line in (b"ready", b"passed", b"True\\n", b'["tuple", ["value", true]]\\n', b"[]\\n"):
+        try: os.write(handle, line)
+        except OSError: pass
+def double(x): return 0""",
+    "answers with an endless line": """
+import os
+def double(x):
+    for handle in range(3, 256):
+        try:
+            for _ in range(1024): os.write(handle, b"a" * 2**20)
+        except OSError: pass""",
+    "answers with a bottomless list": """
+import os
+def double(x):
+    for handle in range(3, 256):
+        try: os.write(handle, b"[" * 10**5 + b"\\n")
+        except OSError: pass""",
+    "looks for the test": """
+import gc, os, sys
+seen = []
+for handle in range(256):
+    try: seen.append(os.pread(handle, 10**6, 0))
+    except OSError: pass
+seen += [o.encode() for o in gc.get_objects() if isinstance(o, str)]
+frame = sys._getframe()
+while frame:
+    seen += [repr(v).encode() for v in frame.f_locals.values()]
+    frame = frame.f_back
+answers = [4, 10] if any(b"assert doub" + b"le" in text for text in seen) else [0, 0]
+def double(x): return answers.pop(0)""",
+    "stops the loop that checks it": "def double(x): raise StopIteration",
+    "is not a number": "def double(x): return float('nan')",
+    "takes forever": "def double(x):\n    while True: pass",
+    "is wrong": "def double(x): return x * x",
+}
+
+
+@pytest.mark.parametrize("way", CHEATS)
+def test_S8_a_cheat_does_not_pass(layer, way):
+    assert not passes(CHEATS[way], DOUBLE, "double", limits=Limits(seconds=1))
+
+
+@pytest.mark.parametrize("way", ["stops the loop that checks it", "exits when called, hard"])
+def test_S8_a_cheat_does_not_pass_a_test_in_other_words(layer, way):
+    for test in (
+        "assert all(map(double, [1, 2]))",
+        "for _ in map(double, [1, 2]): pass\nassert False",
+        "try: double(1)\nexcept ValueError: pass",
+    ):
+        assert not passes(CHEATS[way], test, "double")
+
+
+def test_S8_an_honest_program_passes(layer):
+    assert passes("def double(x): return 2 * x", DOUBLE, "double")
+    assert passes(
+        "print('loaded')\nclass double:\n    def __new__(cls, x): return x + x", DOUBLE, "double"
+    )
+
+
+def test_S8_plain_data_goes_both_ways_unchanged(layer):
+    values = r"""[
+        None, True, 1, -2**100, 1.5, float("inf"), "\ud800 \u00e9\n", b"\x00\xff", (), (1,), [],
+        [[1], (2,)], {1, "a"}, frozenset([(1, 2)]), {}, {(1, "a"): {"b": [b"c"]}, 2.5: None}]"""
+    test = f"""
+for value in {values}:
+    answer, named = echo(value, named=value)
+    assert answer == value == named and type(answer) is type(value), value
+assert type(echo(True)[0]) is bool
+"""
+    assert passes("def echo(value, named=None): return value, named", test, "echo")
+
+
+def test_S8_a_program_may_raise_what_the_test_expects(layer):
+    test = """
+try: root(-1)
+except ValueError as error: assert "ValueError" in str(error)
+else: assert False
+assert root(4) == 2
+"""
+    assert passes("def root(x):\n    if x < 0: raise ValueError\n    return x**0.5", test, "root")
+    assert not passes("def root(x): return x**0.5", test, "root")
+
+
+def test_S8_what_the_test_builds_upon_is_not_the_programs_to_change(layer):
+    setup = "def scaled(x): return 10 * x\ndef double(x):\n    'Twice x.'\n"
+    test = "assert scaled(double(1)) == 20"
+    assert passes("def double(x): return 2 * x", test, "double", setup)
+    cheat = "def scaled(x): return 20\nabs = scaled\ndef double(x): return 0"
+    assert not passes(cheat, test, "double", setup)
+
+
+def test_S8_leaves_nothing_behind(calm_afterwards):
+    handles = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    assert passes("def double(x): return 2 * x", DOUBLE, "double")
+    assert not passes("def double(x): return 0", DOUBLE, "double")
+    assert len(os.listdir("/proc/self/fd")) == handles
+    assert threading.active_count() == threads
+
+
+@pytest.mark.slow
+def test_S8_humaneval_accepts_its_own_solutions_and_no_empty_ones(layer, hub):
+    files = sorted((hub / "datasets/openai/openai_humaneval").rglob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+
+    def judged(row, body: str) -> bool:
+        test = f"{row['test']}\ncheck({row['entry_point']})"
+        return passes(row["prompt"] + body, test, row["entry_point"], row["prompt"])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda row: judged(row, row["canonical_solution"]), rows))
+        assert not any(pool.map(lambda row: judged(row, "    return None\n"), rows))
+
+
+# ------------------------------------------------------------------------------------------------
+# S9: many runs
+
+
+def check_many(runs: int, offspring, scratch: Path) -> None:
+    """Programs of all kinds, 16 at a time: each has its own result, and nothing is left behind."""
+    programs = {
+        "print(6 * 7)": "",
+        "1 / 0": "exit status 1",
+        "print('a' * 10**6)": "output",
+        "import time; time.sleep(9)": "time",
+    }
+    limits = Limits(seconds=0.5, output_bytes=1000)
+    codes = [list(programs)[0 if i % 10 else i // 10 % 4] for i in range(runs)]
+    handles = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda code: run_python(code, limits), codes))
+    wrong = [(c, r) for c, r in zip(codes, results, strict=True) if r.reason != programs[c]]
+    assert not wrong
+    assert len(os.listdir("/proc/self/fd")) == handles
+    assert not offspring(), "zombies included"
+    assert not list(scratch.iterdir())
+
+
+def test_S9_fifty_runs_leak_nothing(layer, offspring, scratch):
+    check_many(50, offspring, scratch)
+
+
+@pytest.mark.slow
+def test_S9_a_thousand_runs_leak_nothing(layer, offspring, scratch):
+    check_many(1000, offspring, scratch)
+
+
+def test_S9_overhead_over_a_bare_interpreter_is_below_50_ms(layer):
+    """Other work on the machine only ever adds to it: the best of three series counts."""
+    overheads = []
+    while len(overheads) < 3 and min(overheads, default=1) >= 0.05:
+        bare, confined = [], []
+        for _ in range(9):
+            started = time.perf_counter()
+            subprocess.run([sandbox.interpreter(), "-I", "-c", "print(1)"], capture_output=True)
+            bare.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            assert run_python("print(1)").ok
+            confined.append(time.perf_counter() - started)
+        overheads.append(statistics.median(confined) - statistics.median(bare))
+    assert min(overheads) < 0.05, overheads
+
+
+# ------------------------------------------------------------------------------------------------
+# S10: no layer, no run
+
+REFUSES = """
+import ctypes, struct, sys
+from nanochat import sandbox
+from nanochat.sandbox_child import ALLOW, EQUAL, LOAD, RETURN, control, step
+ENOSYS = 0x00050026
+mount = {"x86_64": 165, "aarch64": 40}[sys.argv[1]]
+steps = [step(LOAD, 0)]
+for number in (444, mount): steps += [step(EQUAL, number, no=1), step(RETURN, ENOSYS)]
+program = ctypes.create_string_buffer(b"".join([*steps, step(RETURN, ALLOW)]))
+control(38, 1)
+control(22, 2, struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program)))
+try: print(sandbox.run_python("print('ran')"))
+except sandbox.SandboxUnavailable as error: print(error)
+print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="locks a container down with seccomp")
+def test_S10_a_locked_down_container_runs_nothing_unless_told_so():
+    """A process that can neither mount nor use Landlock, as under a container's strict profile."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSES, platform.machine()],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    told, ran = done.stdout.rsplit("--unsafe_exec", 1)
+    assert "bubblewrap: " in told and "landlock: " in told and "Result" not in told
+    assert "Function not implemented" in told, "with the kernel's own reason"
+    assert ran.strip() == "ran unsafe", done.stderr
+
+
+def test_S10_another_platform_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "trouble_with", sandbox.trouble_with.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxUnavailable, match="--unsafe_exec"):
+        run_python("print(1)")
+
+
+@pytest.mark.parametrize("layer", sandbox.LAYERS)
+def test_S10_a_layer_that_does_not_confine_is_not_trusted(layer, monkeypatch):
+    if layer == "bubblewrap" and not shutil.which("bwrap"):
+        pytest.skip("bubblewrap is not installed")
+    rights = sandbox.rights
+    monkeypatch.setattr(sandbox, "rights", lambda limits, _: rights(limits, "none"))
+    assert sandbox.trouble_with.__wrapped__(layer) is not None
+
+
+@pytest.mark.parametrize("error", ["no such right", ""])
+def test_S10_a_child_that_cannot_confine_itself_raises_and_runs_nothing(
+    layer, monkeypatch, offspring, scratch, error
+):
+    source = sandbox.child_source()
+    broken = f"\n    raise OSError({error!r})\n" if error else "\n    os._exit(0)\n"
+    start = '    if job["nobody"]:'
+    assert start in source
+    monkeypatch.setattr(sandbox, "child_source", lambda: source.replace(start, broken + start))
+    with pytest.raises(SandboxUnavailable, match=error or "no answer"):
+        run_python("print(1)")
+    assert not offspring() and not list(scratch.iterdir())
+
+
+def test_root_becomes_nobody_where_others_can_read_the_interpreter(monkeypatch):
+    python = shutil.which("python3", path="/usr/bin")
+    if os.geteuid() != 0 or python is None or sandbox.trouble_with("landlock"):
+        pytest.skip("needs root, Landlock, and an interpreter that is not root's own")
+    monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: "landlock")
+    monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(python))
+    monkeypatch.setattr(sandbox, "readable", lambda: ("/usr/lib", "/lib", os.path.realpath(python)))
+    result = run_python("import os, json\nopen('a', 'w').close()\nprint(os.getuid(), os.getgid())")
+    assert result.stdout == "65534 65534\n", result
+
+
+def test_root_keeps_no_capability(layer):
+    code = f"""{LIBC}
+import struct
+data = ctypes.create_string_buffer(24)
+attempt("capset", call, "capset", struct.pack("=Ii", 0x20080522, 0), bytes([255]) * 24)
+"""
+    assert attack(code) == {"capset": f"refused {EPERM}"}
+
+
+def test_an_unconfined_program_still_has_its_limits(monkeypatch):
+    monkeypatch.setattr(sandbox, "trouble_with", lambda layer: "missing")
+    assert run_python("while True: pass", Limits(seconds=0.3), unsafe=True).reason == "time"
+    assert run_python("print('a' * 10**6)", unsafe=True).reason == "output"
+    assert not run_python("bytearray(2**40)", unsafe=True).ok
+    result: Result = run_python("print(1)", unsafe=True)
+    assert result.ok and result.stdout == "1\n"

@@ -1,0 +1,476 @@
+"""Tasks: what they ask, what they count as right, how they mix; splits that stay apart."""
+
+import json
+import random
+from decimal import Decimal
+
+import pytest
+
+from nanochat import chat_format
+from nanochat.common import fingerprint
+from nanochat.world_drills import letter_questions
+from tasks import base, hub, registry
+from tasks.aqua import AQuA, AQuALetter
+from tasks.arc import ARCEasy
+from tasks.base import LETTERS, Mixture, NumberTask, Subset, Task, answer_text, assistant, user
+from tasks.defaults import HUB
+from tasks.gsm8k import GSM8K
+from tasks.jsonl import HELD_OUT, JSONL
+from tasks.mmlu import MMLU
+from tasks.registry import Part, key_of, make, mixture, parse_mixture
+from tasks.smoltalk import SmolTalk
+from tasks.spelling import SimpleSpelling, SpellingBee
+
+
+class Sums(NumberTask):
+    """`size` sums, their numbers drawn by split and number."""
+
+    name = "Sums"
+    splits = ("train", "test")
+
+    def __init__(self, split: str, size: int = 10):
+        super().__init__(split)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def conversation(self, i: int) -> base.Conversation:
+        rng = random.Random(f"{self.split}-{i}")
+        a, b = rng.randrange(100), rng.randrange(100)
+        return [user(f"What is {a} + {b}?"), assistant(f"#### {a + b}")]
+
+
+# Rows as each data set has them, enough to make a task without one.
+CHOICES = {"text": ["ash", "bog", "cup"], "label": ["1", "2", "3"]}
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+ROWS: dict[str, list[dict]] = {
+    "allenai/ai2_arc": [{"question": "Which burns?", "choices": CHOICES, "answerKey": "3"}],
+    "cais/mmlu": [{"question": " Which? ", "choices": ["p", "q", "r", "s"], "answer": 1}],
+    "openai/gsm8k": [{"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\n#### 6"}],
+    "deepmind/aqua_rat": [
+        {
+            "question": "How far?",
+            "options": ["A)1 (one)", "B)2", "C)3", "D)4", "E)5"],
+            "rationale": "Answer: B would be too short. \n",
+            "correct": "D",
+        }
+    ],
+    "openai/openai_humaneval": [
+        {"prompt": "def f():\n", "canonical_solution": "    pass", "test": "", "entry_point": "f"}
+    ],
+    "HuggingFaceTB/smol-smoltalk": [{"messages": CHAT}, {"messages": CHAT[::-1]}],
+}
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list[tuple[str, str]]:
+    """Tasks of the hub get their row from ROWS; the list holds what they asked for."""
+    asked = []
+
+    def load(repo, stem, columns):
+        asked.append((repo, stem))
+        rows = [{column: row[column] for column in columns} for row in ROWS[repo]]
+        return hub.Data(hub.Rows(hub.pa.Table.from_pylist(rows)), "c0ffee", {stem: "abc"})
+
+    monkeypatch.setattr(hub, "load", load)
+    return asked
+
+
+# ------------------------------------------------------------------------------------------------
+# What is asked, and what is right
+
+
+def test_options_end_in_their_letter_and_one_instruction_follows():
+    asked = base.choice_question("Which?", ["red", "green"], ("A", "B"))
+    assert asked == "Which?\n- red=A\n- green=B\n\nAnswer with the letter only."
+    assert base.choice_question("Which?", ["red"], ["A"], "Think.").endswith("=A\n\nThink.")
+
+
+def test_calculations_become_calls_of_the_tool_and_nothing_is_lost():
+    parts = base.with_tool_calls("So 48/2 = <<48/2=24>>24 and <<24+1=25>>")
+    assert parts == [
+        {"type": "text", "text": "So 48/2 = "},
+        {"type": "python", "text": "48/2"},
+        {"type": "python_output", "text": "24"},
+        {"type": "text", "text": "24 and "},
+        {"type": "python", "text": "24+1"},
+        {"type": "python_output", "text": "25"},
+    ]
+    assert base.with_tool_calls("plain") == [{"type": "text", "text": "plain"}]
+    assert answer_text(assistant(parts)) == "So 48/2 = 24 and "
+
+
+@pytest.mark.parametrize(
+    "answer, number",
+    [
+        ("#### 72", "72"),
+        ("#### 1,234,567.", "1234567"),
+        ("####$-3.50 each", "-3.5"),
+        ("#### .5", "0.5"),
+        ("#### 1 and then #### 2", "2"),
+        ("72", None),
+        ("#### many", None),
+        ("#### ,", None),
+    ],
+)
+def test_the_last_marked_number_counts(answer, number):
+    assert base.final_number(answer) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    "answer, score",
+    [
+        ("Six times seven.\n#### 42<|assistant_end|>", 1.0),
+        ("#### 42.0", 1.0),
+        ("#### 41", 0.0),
+        ("42", 0.0),
+        ("<|python_start|>#### 42<|python_end|>", 0.0),
+        ("<|python_start|>6*7<|python_end|><|output_start|>#### 42<|output_end|>", 0.0),
+        ("<|output_start|>#### 41<|output_end|>#### 42", 1.0),
+        ("<|python_start|>#### 42", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_what_is_said_is_scored_not_what_a_tool_is_given_or_answers(answer, score):
+    conversation = [user("6 * 7?"), assistant("#### 42")]
+    assert Sums("test").score(conversation, answer) == score
+
+
+def test_letters_stand_for_places_even_where_the_data_number_the_options(loaded):
+    task = ARCEasy("test")
+    question, answer = task[0]
+    assert question["content"].startswith("Which burns?\n- ash=A\n- bog=B\n- cup=C\n\n")
+    assert answer["content"] == "C"
+    assert task.letters(0) == ("A", "B", "C")
+    scores = [task.score(task[0], said) for said in ("C", " C<|assistant_end|>", "c", "A")]
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_mmlu_answers_by_number(loaded):
+    task = MMLU("val")
+    assert task[0][0]["content"].startswith("Which?\n- p=A\n")
+    assert task[0][1]["content"] == "B"
+    assert task.letters(0) == tuple("ABCD")
+
+
+def test_gsm8k_calls_the_calculator_and_ends_in_the_number(loaded):
+    task = GSM8K("test")
+    types = [part["type"] for part in task[0][1]["content"]]
+    assert types == ["text", "python", "python_output", "text"]
+    assert answer_text(task[0][1]).endswith("6.\n#### 6")
+    assert task.score(task[0], "#### 6") == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer, score",
+    [
+        ("So it is 4.\nAnswer: D", 1.0),
+        ("Answer: A. No!\nAnswer: D.", 1.0),
+        ("Answer: D, or rather\nAnswer: A", 0.0),
+        ("answer: D", 0.0),
+        ("Answer: d", 0.0),
+        ("D", 0.0),
+        ("Answer: Dozens", 0.0),
+        ("<|output_start|>Answer: D<|output_end|>", 0.0),
+        ("a rationale that is cut off before its", 0.0),
+    ],
+)
+def test_aqua_counts_the_last_marker_and_nothing_else(loaded, answer, score):
+    task = AQuA("test")
+    assert task.score(task[0], answer) == score
+
+
+def test_aqua_gives_one_instruction_in_each_of_its_forms(loaded):
+    reasoned, letter = AQuA("train"), AQuALetter("train")
+    assert (reasoned.kind, letter.kind) == ("generate", "choice")
+    assert reasoned.letters(0) == letter.letters(0) == tuple("ABCDE")
+    options = "How far?\n- 1 (one)=A\n- 2=B\n- 3=C\n- 4=D\n- 5=E\n\n"
+    question, answer = reasoned[0]
+    assert question["content"].startswith(options + "Reason step by step")
+    assert base.BY_LETTER not in question["content"]
+    assert answer["content"] == "Answer: B would be too short.\nAnswer: D"
+    assert letter[0] == [user(options + base.BY_LETTER), assistant("D")]
+    assert letter.score(letter[0], "D") == 1.0
+    assert letter.score(letter[0], "Answer: D") == 0.0
+
+
+# ------------------------------------------------------------------------------------------------
+# Tasks of tasks
+
+
+def test_a_task_has_as_many_conversations_as_it_says():
+    task = Sums("test", 3)
+    assert list(task) == [task[0], task[1], task[2]]
+    for outside in (-1, 3):
+        with pytest.raises(IndexError, match="0 to 2"):
+            task[outside]
+
+
+def test_a_split_that_a_task_does_not_have_is_refused_with_those_it_has():
+    with pytest.raises(ValueError, match="Sums has no split 'val'; it has train, test"):
+        Sums("val")
+
+
+def test_a_subset_is_the_task_between_two_numbers_as_far_as_it_goes():
+    task = Sums("test", 10)
+    part = Subset(task, 2, 5)
+    assert list(part) == [task[2], task[3], task[4]]
+    assert len(Subset(task, 8, 99)) == 2 and len(Subset(task, 20, 99)) == 0
+    assert part.score(part[0], answer_text(task[2][1])) == 1.0
+    with pytest.raises(IndexError):
+        part[3]
+    with pytest.raises(ValueError, match="from 3 to 2"):
+        Subset(task, 3, 2)
+
+
+def test_a_mixture_holds_each_conversation_as_often_as_its_task_was_given():
+    few, many = Sums("train", 5), Sums("test", 20)
+    mixed = Mixture([few, many, few], seed=3)
+    texts = [fingerprint(c) for c in mixed]
+    assert sorted(texts) == sorted(map(fingerprint, [*few, *many, *few]))
+    assert texts != list(map(fingerprint, [*few, *many, *few]))
+    assert texts == [fingerprint(c) for c in Mixture([few, many, few], seed=3)]
+    assert texts != [fingerprint(c) for c in Mixture([few, many, few], seed=4)]
+    assert mixed.composition() == {"Sums (train)": 10, "Sums (test)": 20}
+    for i in range(len(mixed)):
+        task, number = mixed.locate(i)
+        assert task[number] == mixed[i]
+    with pytest.raises(ValueError, match="at least one"):
+        Mixture([])
+
+
+def test_the_order_of_a_mixture_is_the_same_in_every_version_of_python():
+    assert base.shuffled(10, 7) == [8, 6, 3, 1, 0, 5, 9, 7, 4, 2]
+
+
+def test_identity_changes_with_whatever_changes_the_conversations(loaded, monkeypatch):
+    def identity(*tasks: Task, seed: int = 0) -> str:
+        return fingerprint(Mixture(tasks, seed).identity)
+
+    task = AQuA("train")
+    before = identity(task, Sums("train"))
+    assert identity(AQuA("train"), Sums("train")) == before
+    others = [
+        identity(task, Sums("test")),
+        identity(task, Sums("train", 11)),
+        identity(Sums("train"), task),
+        identity(task, Subset(Sums("train"), 0, 5)),
+        identity(task, Sums("train"), Sums("train")),
+        identity(task, Sums("train"), seed=1),
+        identity(AQuALetter("train"), Sums("train")),
+    ]
+    monkeypatch.setattr("tasks.aqua.INSTRUCTION", "Think, then say Answer: and the letter.")
+    others.append(identity(AQuA("train"), Sums("train")))
+    assert len({before, *others}) == len(others) + 1
+    origin = task.identity
+    assert (origin["commit"], origin["sha256"]) == ("c0ffee", {"raw/train": "abc"})
+
+
+# ------------------------------------------------------------------------------------------------
+# Own conversations, words
+
+
+def write_lines(path, *lines: object) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def greeting(i: int) -> list[dict]:
+    return [user(f"Who are you, {i}?"), assistant(f"A model, {i}.")]
+
+
+def test_own_conversations_come_as_lists_or_objects_and_each_has_one_split(tmp_path):
+    both = [greeting(i) for i in range(400)]
+    lines = [c if i % 2 else {"messages": c} for i, c in enumerate(both)]
+    path = write_lines(tmp_path / "own.jsonl", *lines, both[0])
+    train, val = JSONL("train", path=path), JSONL("val", path=path)
+    assert len(train) + len(val) == 401
+    assert 0.5 < len(val) * HELD_OUT / 400 < 2
+    assert not {fingerprint(c) for c in train} & {fingerprint(c) for c in val}
+    assert [c for c in train if c in both] == list(train)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"text": "Hi"}, "neither a list"),
+        (["Hi"], "neither a list"),
+        ([], "in turn"),
+        ([user("Hi")], "in turn.*'user'"),
+        ([assistant("Hi"), user("Hi")], "in turn"),
+        ([user("Hi"), user("Hi"), assistant("Hi")], "in turn"),
+        ([{"role": "robot", "content": "Hi"}, assistant("Hi")], "'robot'"),
+        ([user("Hi"), assistant("")], "message 2 is empty"),
+        ([user("Hi"), {"role": "assistant", "content": 7}], "message 2"),
+        ([{"role": "user", "content": [base.text("Hi")]}, assistant("Hi")], "message 1"),
+        ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 2"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
+    path = write_lines(tmp_path / "own.jsonl", greeting(1), line)
+    with pytest.raises(ValueError, match=rf"own\.jsonl, line 2: .*{message}"):
+        len(JSONL("train", path=path))
+
+
+def test_what_a_task_calls_a_conversation_can_be_rendered(tmp_path):
+    parts = assistant([base.text("Let me see. "), *base.tool_call("2*3", "6"), base.text("6")])
+    good = [{"role": "system", "content": "Be brief."}, user("2*3?"), parts, user("?"), parts]
+    assert base.flaw(good) is None
+    assert [role for role, _ in chat_format.turns(good)] == ["user", "assistant"] * 2
+
+
+def test_a_file_of_conversations_that_is_missing_empty_or_broken_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+        len(JSONL("train", path=str(tmp_path / "nowhere.jsonl")))
+    with pytest.raises(ValueError, match="no conversation"):
+        len(JSONL("train", path=write_lines(tmp_path / "empty.jsonl")))
+    (tmp_path / "broken.jsonl").write_text('[{"role"\n')
+    with pytest.raises(ValueError, match=r"broken\.jsonl, line 1: not JSON"):
+        len(JSONL("train", path=str(tmp_path / "broken.jsonl")))
+
+
+@pytest.mark.parametrize("kind", [SpellingBee, SimpleSpelling])
+def test_words_of_one_split_are_asked_in_no_other(kind, tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(f"word{a}{b}" for a in LETTERS for b in LETTERS) + "\nit's\nab\n")
+    for words in (None, str(path)):
+        seen = [set(kind(split, words=words).words) for split in kind.splits]
+        assert all(seen) and sum(map(len, seen)) == len(set.union(*seen))
+    assert not {"it's", "ab"} & set.union(*seen)
+
+
+def test_letters_are_counted_right_and_the_worked_answer_says_so():
+    task = SpellingBee("train")
+    counts = set()
+    for conversation in Subset(task, 0, 300):
+        question, answer = conversation
+        [call] = [part["text"] for part in answer["content"] if part["type"] == "python"]
+        word, letter = call.replace('"', " ").replace("(", " ").split()[0::2][:2]
+        assert f" {word}" in question["content"] and letter in question["content"]
+        said = answer_text(answer)
+        assert said.startswith("-".join(word) + "\n")
+        assert said.endswith(f"#### {word.count(letter)}")
+        assert said.count(f"\n{letter} ") == word.count(letter)
+        assert task.score(conversation, said) == 1.0
+        counts.add(word.count(letter))
+    assert {0, 1, 2} <= counts
+
+
+def test_no_letter_is_asked_for_that_documents_of_the_world_count():
+    counted = {(word.lower(), letter) for word, letter, _ in letter_questions("train")}
+    task = SpellingBee("test")
+    asked = {task.draw(task.generator(i)) for i in range(len(task))}
+    assert len(asked) > 50 and not asked & counted
+
+
+def test_a_word_is_spelled_in_full_or_not():
+    task = SimpleSpelling("test")
+    right = task[0][1]["content"]
+    assert set(right[1::2]) == {"-"}
+    assert task.score(task[0], f" {right}<|assistant_end|>") == 1.0
+    assert task.score(task[0], right[2:]) == 0.0
+
+
+def test_a_short_list_of_words_is_enough_to_ask_about(tmp_path):
+    (tmp_path / "words.txt").write_text("\n".join(f"z{a * 4}" for a in LETTERS))
+    for split in SpellingBee.splits:
+        task = SpellingBee(split, words=str(tmp_path / "words.txt"))
+        assert all("z" in message["content"] for message, _ in Subset(task, 0, 50))
+
+
+def test_a_file_without_words_is_refused(tmp_path):
+    (tmp_path / "words.txt").write_text("1 2 3")
+    with pytest.raises(ValueError, match="words.txt holds no words"):
+        SpellingBee("train", words=str(tmp_path / "words.txt"))[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# By name
+
+
+def test_tasks_go_by_their_key_and_by_the_name_in_the_report():
+    for key, entry in registry.TASKS.items():
+        assert key_of(key) == key_of(entry.task.name) == key
+    assert isinstance(make("ARC-Easy", "test"), ARCEasy)
+    with pytest.raises(ValueError, match="no task 'gsm8'; did you mean gsm8k"):
+        make("gsm8", "test")
+
+
+def test_a_mixture_is_read_from_words():
+    spec = "SmolTalk:local/chat-instruct=10000, gsm8k*2,aqua,jsonl:~/own.jsonl=5*3"
+    assert parse_mixture(spec) == [
+        Part("smoltalk", "local/chat-instruct", 10_000, 1),
+        Part("gsm8k", None, None, 2),
+        Part("aqua", None, None, 1),
+        Part("jsonl", "~/own.jsonl", 5, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("", "'' in the mixture"),
+        ("gsm8k,,aqua", "'' in the mixture"),
+        ("gsm8k=0", "'gsm8k=0'.*name"),
+        ("gsm8k*2=10", "'gsm8k"),
+        ("gsm8k*-1", "'gsm8k"),
+        ("smaltalk", "did you mean smoltalk"),
+        ("humaneval", "only for evaluation"),
+        ("aqua:local/own", "cannot be chosen"),
+        ("jsonl", "jsonl:<path>"),
+    ],
+)
+def test_a_mixture_that_is_amiss_is_refused_with_the_part_and_the_way_out(spec, message):
+    with pytest.raises(ValueError, match=message):
+        mixture(spec, "train")
+
+
+def test_a_mixture_takes_rows_and_repeats_and_downloads_nothing_before_it_must(loaded, tmp_path):
+    path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
+    mixed = mixture(f"gsm8k,jsonl:{path}=7*3,aqua", "train")
+    assert not loaded
+    assert mixed.composition() == {
+        "GSM8K (openai/gsm8k main/train)": 1,
+        "JSONL (own.jsonl train)": 21,
+        "AQUA (deepmind/aqua_rat raw/train)": 1,
+    }
+    val = mixture(f"gsm8k*5,jsonl:{path},jsonl:{path},aqua", "val")
+    assert list(val.composition())[:1] == ["GSM8K (openai/gsm8k main/test)"]
+    assert val.composition()["GSM8K (openai/gsm8k main/test)"] == 1
+    assert val.composition()["JSONL (own.jsonl val)"] == len(JSONL("val", path=path))
+
+
+def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(loaded):
+    for spec in (HUB.mid, HUB.sft):
+        assert len(mixture(spec, "train")) > 1000
+    for name in (*HUB.evaluated, HUB.rl):
+        assert make(name, "test").kind != "talk"
+
+
+@pytest.mark.parametrize("key", registry.TASKS)
+def test_R27_training_on_a_task_never_loads_a_split_for_evaluation(key, loaded, tmp_path):
+    task = registry.TASKS[key].task
+    path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
+    spec = f"jsonl:{path}" if key == "jsonl" else key
+    if "train" not in task.splits:
+        with pytest.raises(ValueError, match="only for evaluation"):
+            mixture(spec, "train")
+        return
+    trained = {fingerprint(c) for c in Subset(mixture(f"{spec}=2000", "train"), 0, 2000)}
+    if issubclass(task, hub.HubTask):
+        [(_, stem)] = loaded
+        assert stem.endswith("train")
+        assert stem not in {task.stems[split] for split in task.splits if split != "train"}
+    else:  # no two splits share a conversation
+        for split in task.splits[1:]:
+            other = parse_mixture(spec)[0].task(split)
+            assert not trained & {fingerprint(c) for c in other}
+
+
+def test_smoltalk_leaves_out_what_is_no_conversation_and_counts_it(loaded):
+    task = SmolTalk("train")
+    assert list(task) == [CHAT]
+    assert task.left_out == task.identity["left_out"] == 1
+    with pytest.raises(ValueError, match="only trained on"):
+        task.score(CHAT, "Ho")

@@ -1,0 +1,250 @@
+"""Tasks on real data, fetched as from the hub: every row of every data set, and what they share."""
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import chat_format, hub_repo
+from nanochat.common import read_json, sha256_file
+from nanochat.tools import calculate
+from tasks import registry
+from tasks.aqua import MARKER, AQuA
+from tasks.base import CALCULATION, Subset, Task, answer_text, flaw
+from tasks.hub import HubTask, files_named, load
+from tasks.overlap import overlaps
+from tasks.registry import make, mixture
+from tests.hub_server import hub_served
+
+CHAT = "local/chat-instruct"  # stands in for the data set of the task's own default
+ROWS = {  # task -> rows of each split
+    "arc_easy": {"train": 2251, "val": 570, "test": 2376},
+    "arc_challenge": {"train": 1119, "val": 299, "test": 1172},
+    "mmlu": {"train": 9533, "val": 1531, "dev": 285, "test": 14042},
+    "gsm8k": {"train": 7473, "test": 1319},
+    "aqua": {"train": 2726, "val": 254, "test": 254},
+    "humaneval": {"test": 164},
+    "smoltalk": {"train": 30306, "test": 1595},
+}
+SPLITS = [(name, split) for name, splits in ROWS.items() for split in splits]
+
+
+@pytest.fixture(scope="module")
+def base_of_module(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("base")
+
+
+@pytest.fixture(autouse=True)
+def base(base_of_module, monkeypatch) -> Path:
+    """One base directory for the module: every file is fetched once."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base_of_module))
+    return base_of_module
+
+
+@pytest.fixture
+def serve(hub, monkeypatch):
+    with hub_served(hub, monkeypatch) as start:
+        yield start
+
+
+def task_of(name: str, split: str) -> HubTask:
+    task = make(name, split, **({"repo": CHAT} if name == "smoltalk" else {}))
+    assert isinstance(task, HubTask)
+    return task
+
+
+# ------------------------------------------------------------------------------------------------
+# Pinned files
+
+
+def write_rows(root: Path, name: str, rows: list[dict]) -> None:
+    path = root / "datasets" / "own" / "data" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_files_are_pinned_to_commit_and_digest_and_need_no_network_again(serve, hub, base):
+    server = serve()
+    task = task_of("gsm8k", "test")
+    assert len(task) == 1319
+    manifest = read_json(base / "data/tasks/openai--gsm8k/manifest.json")
+    [name] = files_named("main/test", list(manifest["files"]), "openai/gsm8k")
+    digest = sha256_file(hub / "datasets/openai/gsm8k" / name)
+    assert manifest["files"][name]["sha256"] == digest
+    assert task.identity["sha256"] == {name: digest}
+    assert task.identity["commit"] == manifest["commit"]
+    server.shutdown()
+    server.server_close()
+    assert task_of("gsm8k", "test").identity == task.identity
+
+
+def test_a_file_that_changed_on_disk_is_fetched_anew(serve, base, capsys):
+    serve()
+    first = load("openai/gsm8k", "main/test", ["question"])
+    [path] = (base / "data/tasks/openai--gsm8k/main").glob("test-*.parquet")
+    path.write_bytes(b"something else")
+    again = load("openai/gsm8k", "main/test", ["question"])
+    assert again.rows.table.equals(first.rows.table)
+    assert "set aside as" in capsys.readouterr().out
+
+
+def test_a_data_set_in_parts_or_in_lines_is_read_alike(serve, tmp_path, monkeypatch):
+    rows = [{"messages": [{"role": "user", "content": f"{i}"}], "more": i} for i in range(10)]
+    write_rows(tmp_path / "a", "data/train-00000-of-00002.parquet", rows[:4])
+    write_rows(tmp_path / "a", "data/train-00001-of-00002.parquet", rows[4:])
+    write_rows(tmp_path / "a", "data/test-00000-of-00001.parquet", rows[:1])
+    write_rows(tmp_path / "b", "train.jsonl", rows)
+    found = []
+    for root in "ab":
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / f"base_{root}"))
+        serve(tmp_path / root)
+        found.append(list(load("own/data", "train", ["messages"]).rows))
+    assert found[0] == found[1] == [{"messages": row["messages"]} for row in rows]
+
+
+def test_what_a_repository_does_not_hold_or_holds_twice_is_named(serve, tmp_path):
+    for folder in ("all", "easy"):
+        write_rows(tmp_path, f"{folder}/train.jsonl", [{"text": folder}])
+    (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    serve(tmp_path)
+    assert list(load("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
+    with pytest.raises(ValueError, match="several folders.*own/data/all"):
+        load("own/data", "train", ["text"])
+    with pytest.raises(ValueError, match="no dev among its files all/train.jsonl"):
+        load("own/data", "dev", ["text"])
+    with pytest.raises(ValueError, match=r"train\.jsonl: no table with the columns words"):
+        load("own/data/easy", "train", ["words"])
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 2: not JSON"):
+        load("own/data", "test", ["text"])
+    with pytest.raises(ValueError, match="'data' is no repository"):
+        load("data", "train", ["text"])
+    with pytest.raises(ValueError, match="no data set own/nothing"):
+        load("own/nothing", "test", ["text"])
+
+
+def test_without_a_hub_the_error_says_what_to_do(serve, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    server = serve()
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ConnectionError, match="run the same command again"):
+        len(make("aqua", "train"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Every row
+
+
+@pytest.mark.parametrize("name, split", SPLITS)
+def test_every_row_becomes_a_conversation_whose_own_answer_is_right(serve, name, split):
+    serve()
+    task = task_of(name, split)
+    assert len(task) == ROWS[name][split]
+    assert sorted(task.order) == list(range(len(task)))
+    for i, conversation in enumerate(task):
+        assert flaw(conversation) is None and chat_format.turns(conversation)
+        if task.kind == "choice":
+            assert conversation[-1]["content"] in task.letters(i)
+        if task.kind != "talk" and name != "humaneval":  # which has a test of its own
+            assert task.score(conversation, answer_text(conversation[-1])) == 1.0
+
+
+@pytest.mark.parametrize("split, calls", [("train", 23_716), ("test", 4_282)])
+def test_every_calculation_of_gsm8k_is_a_call_that_the_calculator_answers_so(serve, split, calls):
+    serve()
+    task = task_of("gsm8k", split)
+    seen = 0
+    for i, (_, answer) in enumerate(task):
+        raw = task.row(i)["answer"]
+        parts = answer["content"]
+        called = [p["text"] for p in parts if p["type"] == "python"]
+        answered = [p["text"] for p in parts if p["type"] == "python_output"]
+        assert len(called) == len(answered) == raw.count("<<")
+        assert [Fraction(calculate(c) or "") for c in called] == list(map(Fraction, answered))
+        seen += len(called)
+        assert answer_text(answer) == CALCULATION.sub("", raw)
+        assert not re.search("<<|>>", answer_text(answer))
+    assert seen == calls
+
+
+@pytest.mark.parametrize("split", ROWS["aqua"])
+def test_every_rationale_of_aqua_is_followed_by_its_letter(serve, split):
+    serve()
+    task, letters = task_of("aqua", split), task_of("aqua_letter", split)
+    assert isinstance(task, AQuA)
+    for i, (question, answer) in enumerate(task):
+        row = task.row(i)
+        assert [option[:2] for option in row["options"]] == ["A)", "B)", "C)", "D)", "E)"]
+        assert all(task.options(i))
+        assert MARKER.findall(answer["content"])[-1] == row["correct"]
+        assert answer["content"].startswith(row["rationale"].strip())
+        assert letters[i][1]["content"] == row["correct"]
+        assert question["content"].count("Answer") == question["content"].count("Answer: and the")
+
+
+def test_the_first_conversations_are_a_sample_of_all_subjects(serve, hub):
+    serve()
+    task = task_of("mmlu", "test")
+    [path] = (hub / "datasets/cais/mmlu/all").glob("test-*.parquet")
+    subjects = pq.read_table(path, columns=["subject"])["subject"].to_pylist()
+    assert len(set(subjects[:570])) < 6
+    assert len({subjects[row] for row in task.order[:570]}) > 50
+
+
+def test_R27_a_training_mixture_fetches_no_file_of_an_evaluation_split(serve, monkeypatch):
+    serve()
+    fetched: list[str] = []
+    fetch = hub_repo.HubRepo.fetch
+
+    def noted(self, file, *rest):
+        fetched.append(file)
+        return fetch(self, file, *rest)
+
+    monkeypatch.setattr(hub_repo.HubRepo, "fetch", noted)
+    trained = [n for n in registry.TASKS if "train" in registry.TASKS[n].task.splits]
+    names = [n if n != "smoltalk" else f"smoltalk:{CHAT}" for n in trained if n != "jsonl"]
+    counts = mixture(",".join(names), "train").composition()
+    assert counts["MMLU (cais/mmlu all/auxiliary_train)"] == 9533
+    assert len(fetched) == 8  # smoltalk comes in two parts, aqua has two forms
+    assert all(re.search("train-[0-9]", file) for file in fetched)
+    assert not [file for file in fetched if re.search("test|val|dev", file)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Overlap
+
+# Training split, evaluation split -> how many of its items share a run of 13 words with it. Read
+# one by one, they are of three kinds: the same question in both (ARC), one that was made from the
+# other by new numbers (GSM8K, AQuA), or common phrases, lists of numbers and lines of code (MMLU
+# in MMLU, SmolTalk).
+KNOWN = {
+    ("ARC-Easy", "ARC-Easy"): 19,
+    ("ARC-Easy", "ARC-Challenge"): 1,
+    ("ARC-Challenge", "ARC-Easy"): 4,
+    ("ARC-Challenge", "ARC-Challenge"): 5,
+    ("ARC-Challenge", "MMLU"): 1,
+    ("MMLU", "ARC-Easy"): 24,
+    ("MMLU", "ARC-Challenge"): 6,
+    ("MMLU", "MMLU"): 1,
+    ("GSM8K", "GSM8K"): 3,
+    ("AQUA", "AQUA"): 3,
+    ("SmolTalk", "ARC-Easy"): 1,
+    ("SmolTalk", "HumanEval"): 3,
+}
+
+
+def test_R27_training_splits_share_with_test_splits_only_what_is_known(serve):
+    serve()
+    train: list[Task] = [task_of(name, "train") for name in ROWS if "train" in ROWS[name]]
+    train[-1] = Subset(train[-1], 0, 10_000)  # SmolTalk: a third of it, to be done in seconds
+    held_out = [task_of(name, "test") for name in ROWS if name != "smoltalk"]
+    found = overlaps(train, held_out)
+    assert {(o.train, o.held_out): len(o.shared) for o in found if o.shared} == KNOWN
+    assert sum(o.checked for o in found) > 0.97 * sum(o.items for o in found)

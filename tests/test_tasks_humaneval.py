@@ -1,0 +1,111 @@
+"""HumanEval: which code of an answer is run, and what counts as solved."""
+
+import pytest
+
+from nanochat.sandbox import SandboxUnavailable, choose_layer
+from tasks import hub as hub_tasks
+from tasks.base import Subset, Task
+from tasks.hub import Data, Rows
+from tasks.humaneval import HumanEval, code_in
+from tests.hub_server import hub_served
+
+ROW = {
+    "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
+    "canonical_solution": "    return math.pi * r * r\n",
+    "test": "def check(candidate):\n"
+    "    assert abs(candidate(1) - 3.14159) < 1e-4\n"
+    "    assert abs(area(2) - 12.56637) < 1e-4\n",
+    "entry_point": "area",
+}
+
+
+@pytest.fixture
+def sandbox() -> None:
+    """Skips where there is no sandbox to run programs in."""
+    try:
+        choose_layer()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def task(sandbox, monkeypatch) -> HumanEval:
+    """The task with one row."""
+    table = hub_tasks.pa.Table.from_pylist([ROW])
+    monkeypatch.setattr(hub_tasks, "load", lambda *_: Data(Rows(table), "c0ffee", {}))
+    return HumanEval("test")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "    return math.pi * r * r",
+        "def area(r):\n    return math.pi * r ** 2",
+        "Here it is:\n```python\ndef area(r):\n    return math.pi * r ** 2\n```\nDone.",
+        "Used so:\n```\narea(2)\n```\n```py\ndef area(r):\n    return math.pi * r ** 2\n",
+        "```python\nfrom math import *\ndef area(r):\n    return pi * r * r\n```<|assistant_end|>",
+    ],
+)
+def test_a_right_function_is_found_in_whatever_form_it_comes(task, answer):
+    assert task.score(task[0], answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "I cannot do that.",
+        "    return 3 * r * r",
+        "    return None",
+        "def volume(r):\n    return 1",
+        "```python\nimport sys\nprint('passed')\nsys.exit(0)\n```",
+        "```python\nimport os\nos._exit(0)\n```",
+        "    import os\n    os._exit(0)",
+        "class Any(float):\n    def __sub__(self, other): return self\n"
+        "    def __abs__(self): return self\n    def __lt__(self, other): return True\n\n"
+        "def area(r):\n    return Any()",
+        "def check(candidate):\n    pass",
+        "import builtins\nbuiltins.abs = lambda x: 0\n\ndef area(r):\n    return 0",
+    ],
+)
+def test_S8_nothing_but_right_values_counts(task, answer):
+    assert task.score(task[0], answer) == 0.0
+
+
+def test_the_reference_is_the_whole_function_in_a_block(task):
+    question, answer = task[0]
+    assert question["content"].endswith(f"\n\n```python\n{ROW['prompt']}```")
+    assert answer["content"] == f"```python\n{ROW['prompt']}{ROW['canonical_solution']}```"
+    assert task.score(task[0], answer["content"]) == 1.0
+
+
+def test_of_several_blocks_the_one_with_the_function_is_run():
+    blocks = "```python\nf(1)\n```\nand\n```python\ndef f(x):\n    return x\n```"
+    assert code_in(blocks, "f") == "def f(x):\n    return x\n"
+    assert code_in(blocks, "g") == "f(1)\n"
+    assert code_in("    return 1", "f") == "    return 1"
+
+
+@pytest.fixture
+def real(sandbox, hub, monkeypatch):
+    """The task with the rows of its data set."""
+    with hub_served(hub, monkeypatch) as start:
+        start()
+        yield HumanEval("test")
+
+
+def check_solutions(task: Task) -> None:
+    """The data set's solutions pass; a function without a body does not."""
+    for conversation in task:
+        asked, solution = (message["content"] for message in conversation)
+        assert task.score(conversation, solution) == 1.0, solution
+        assert task.score(conversation, asked) == 0.0, asked
+
+
+def test_solutions_of_the_data_set_pass_their_tests(real):
+    check_solutions(Subset(real, 0, 8))
+
+
+@pytest.mark.slow
+def test_all_solutions_of_the_data_set_pass_their_tests(real):
+    check_solutions(real)

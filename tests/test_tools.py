@@ -1,0 +1,112 @@
+"""What a model may call: the calculator's arithmetic and its refusals, Python only when allowed."""
+
+import re
+import time
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import sandbox
+from nanochat.sandbox import SandboxUnavailable
+from nanochat.tools import Tools, calculate
+
+VALUES = {
+    "12*(3+4)": "84",
+    "48/2": "24",
+    "5/3": "1.666667",
+    ".5*3": "1.5",
+    "0.1+0.2": "0.3",
+    "1,250*2": "2500",
+    "-3--4": "1",
+    "+7": "7",
+    "17//5": "3",
+    "17%5": "2",
+    "2**10": "1024",
+    "2**-1": "0.5",
+    "100000000000000000000+1": "100000000000000000001",
+    " 1 + 1 \n": "2",
+    '"strawberry".count("r")': "3",
+    "'a,b,c'.count(',')": "2",
+}
+REFUSED = [
+    *("9**9**9", "9**999999", "(-8)**0.5", "1/0", "0**-1", "5%0", "10.0**300*10.0**300"),
+    *('"a"*10**9', "'a'.upper()", "'a'.count.__self__", '"a".count("b").real', '"\\n".count("A")'),
+    *("f'{1+1}'", "lambda: 1", "().__class__.__base__", "__import__('os')", "[1][0]"),
+    *("", "twelve", "1 2", "1;2", "1==1", "1<<9", "True", "1e9", "0x10", "1_000", "3j", "1.5.real"),
+    *("(", "5()", "*1", "1\x00", "\u0661+\u0661"),
+    *("(" * 128 + ")" * 128, "9" * 256, "1+" * 200 + "1"),
+]
+
+
+@pytest.mark.parametrize("expression", VALUES)
+def test_the_calculator_knows_the_value(expression):
+    assert calculate(expression) == VALUES[expression]
+
+
+@pytest.mark.parametrize("expression", REFUSED)
+def test_S11_the_calculator_refuses_what_is_no_small_arithmetic(expression):
+    started = time.monotonic()
+    assert calculate(expression) is None
+    assert time.monotonic() - started < 0.5
+
+
+@settings(max_examples=500, deadline=500, derandomize=True)
+@given(st.text(alphabet="0123456789.,+-*/%() \n\"'count", max_size=300))
+def test_S11_no_expression_takes_long_raises_or_gives_a_long_answer(expression):
+    answer = calculate(expression)
+    assert answer is None or re.fullmatch(r"-?\d{1,31}(\.\d{1,6})?", answer)
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from("+-*"))
+def test_whole_numbers_are_exact(a, b, sign):
+    expected = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    assert calculate(f"{a:,} {sign} ({b:,})") == str(expected)
+
+
+def test_the_calculator_agrees_with_the_annotations_of_gsm8k(hub):
+    """By value: annotations write 27.00, .5 and 3/4 as well. A few of them are mistaken."""
+    files = sorted((hub / "datasets/openai/gsm8k/main").glob("*.parquet"))
+    texts = [row["answer"] for file in files for row in pq.read_table(file).to_pylist()]
+    found = [pair for text in texts for pair in re.findall(r"<<([^<>=]*)=([^<>=]*)>>", text)]
+    answers = [(calculate(said), calculate(stands)) for said, stands in found]
+    alike = sum(None not in pair and pair[0] == pair[1] for pair in answers)
+    assert len(found) > 20_000
+    assert alike / len(found) > 0.999
+
+
+def test_python_is_off_by_default_and_the_sandbox_untouched(monkeypatch):
+    monkeypatch.setattr("nanochat.tools.run_python", None)
+    assert Tools()("print(6 * 7)") is None
+    assert Tools()("6 * 7") == "42"
+
+
+@pytest.fixture
+def python() -> Tools:
+    try:
+        return Tools(python=True)
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_python_answers_with_what_it_prints(python):
+    assert python("print(sum(range(10)))") == "45"
+    assert python("6*7") == "42", "arithmetic still goes to the calculator"
+
+
+@pytest.mark.parametrize("code", ["x = 1", "print(1); 1/0", "import socket; socket.socket()", "("])
+def test_python_that_fails_or_prints_nothing_has_no_answer(python, code):
+    assert python(code) is None
+
+
+def test_S11_python_cannot_flood_the_answer(python):
+    assert python("print('a' * 100_000)") is None
+    assert len(python("print('a' * 1999)") or "") == 1999
+
+
+def test_S10_tools_with_python_are_refused_where_nothing_confines_it(monkeypatch):
+    monkeypatch.setattr(sandbox, "trouble_with", lambda layer: "missing")
+    with pytest.raises(SandboxUnavailable, match="--unsafe_exec"):
+        Tools(python=True)
+    assert Tools(python=True, unsafe=True)("print('hi')") == "hi"
