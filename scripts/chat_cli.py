@@ -55,6 +55,8 @@ class ChatCli:
     """Of what is left to chance."""
     python: bool = False
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    unsafe_exec: bool = False
+    """Run what the model wrote with all your rights where this machine has no sandbox."""
     machine: MachineConfig = field(default_factory=MachineConfig)
 
 
@@ -65,7 +67,7 @@ def main(cfg: ChatCli) -> None:
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
-    engine = Engine(model, tokenizer, slots=1, tool=Tools(python=cfg.python))
+    engine = Engine(model, tokenizer, slots=1, tool=Tools(cfg.python, unsafe=cfg.unsafe_exec))
     chat = Chat(engine, cfg, console)
     if cfg.prompt:
         chat.ask(cfg.prompt)

@@ -29,7 +29,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import make
+from tasks.registry import evaluation_tasks, key_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class ChatEval:
     """Of the answers, at a temperature above 0."""
     python: bool = False
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    unsafe_exec: bool = False
+    """Run what the model wrote with all your rights where this machine has no sandbox."""
     once: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""
     report_dir: str | None = None
@@ -89,7 +91,7 @@ def main(cfg: ChatEval) -> None:
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = cfg.task_name.split("|") if cfg.task_name else every_task
-    tasks = [make(name, "test") for name in names]
+    tasks = evaluation_tasks(names, cfg.unsafe_exec)
     inputs = parent_inputs(checkpoint)
     key = records.stage_key(asked(cfg), inputs)
     if cfg.once and machine.broadcast(
@@ -100,7 +102,7 @@ def main(cfg: ChatEval) -> None:
 
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
-    tool = Tools(python=cfg.python)
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool)
     found: dict[str, Outcomes] = {}
     for task in tasks:
@@ -117,7 +119,7 @@ def main(cfg: ChatEval) -> None:
             f"{time.perf_counter() - begun:.1f} s"
         )
     if machine.is_main:
-        whole = {task.name for task in tasks} >= {make(n, "test").name for n in every_task}
+        whole = {key_of(name) for name in names} >= {key_of(name) for name in every_task}
         write_section(cfg, checkpoint, tasks, found, whole, machine, started)
     machine.close()
 

@@ -61,6 +61,8 @@ class ChatRL:
     """Answers to each of them."""
     python: bool = False
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    unsafe_exec: bool = False
+    """Run what the model wrote with all your rights where this machine has no sandbox."""
     model_tag: str = ""
     """Name of the folder of checkpoints. Default: that of the checkpoint it starts from."""
     seed: int = 0
@@ -107,7 +109,7 @@ def main(cfg: ChatRL) -> None:
     # The model as it is, and how well it does
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     model = load_model(parent, machine)
-    tool = Tools(python=cfg.python)
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
     def engine(ready: GPT) -> Engine:
         return Engine(ready, tokenizer, cfg.slots, tool=tool)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_R18_a_second_run_skips_what_is_there_and_redoes_what_was_damaged(tmp_pa
     assert first.returncode == 0, first.stdout + first.stderr
     report = (base / "copy" / "report.md").read_text()
     assert all(f"## {stage}" in report for stage in STAGES)
+    asked = subprocess.run(
+        [sys.executable, "-m", "scripts.chat_cli", "-p", "Who are you?", "-m", "8"],
+        cwd=REPOSITORY, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert asked.returncode == 0 and asked.stdout.strip(), asked.stdout + asked.stderr
     figures = {stage: results(base, stage) for stage in STAGES}
 
     again = speedrun(base)
