@@ -29,7 +29,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import evaluation_tasks, key_of
+from tasks.registry import key_of, make
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def main(cfg: ChatEval) -> None:
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = cfg.task_name.split("|") if cfg.task_name else every_task
-    tasks = evaluation_tasks(names, cfg.unsafe_exec)
+    tasks = [open_task(name, cfg.unsafe_exec) for name in names]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key(asked(cfg), inputs)
     if cfg.once and machine.broadcast(
@@ -122,6 +122,15 @@ def main(cfg: ChatEval) -> None:
         whole = {key_of(name) for name in names} >= {key_of(name) for name in every_task}
         write_section(cfg, checkpoint, tasks, found, whole, machine, started)
     machine.close()
+
+
+def open_task(name: str, unsafe_exec: bool) -> Task:
+    """The test split of a task. Raises ValueError for one that cannot be scored."""
+    runs_code = key_of(name) == "humaneval"
+    task = make(name, "test", **({"unsafe": unsafe_exec} if runs_code else {}))
+    if task.kind == "talk":
+        raise ValueError(f"{task.name} is only trained on: it has no right answers to score")
+    return task
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:
