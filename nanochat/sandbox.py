@@ -6,9 +6,9 @@ Runs Python that a model wrote in a child that can compute, print, and keep a fe
 Two layers keep the child from everything else. bubblewrap gives it namespaces of its own: a file
 system with nothing but the interpreter, no network, no processes but its own. Where that does not
 work, as in most containers, Landlock closes the file system and the system call filter the rest.
-A layer counts only after a probe that tried to break out of it. Without one nothing is run, unless
-the caller says so. The child's half is `sandbox_child.py`. Both halves need nothing but the
-standard library. Safe from any thread. Knows nothing of tasks, tools or scores.
+A layer counts only after a probe that tried to break out of it. Where none holds nothing is run,
+unless the caller says so. The child's half is `sandbox_child.py`. Safe from any thread. Knows
+nothing of tasks, tools or scores.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class SandboxUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. It is stopped where it wants more."""
+    """What a program may use; where it wants more, it fails or is stopped."""
 
     seconds: float = 5.0
     """Of wall-clock time, from the program's first line on."""
@@ -127,8 +127,8 @@ def passes(
     test with values that the test accepts. Whatever the program prints, patches, overrides or
     writes into its pipes, and however it ends, it reaches neither the test's code nor the place
     where the verdict is made. Not guaranteed: that a function computed the values (a program may
-    guess), nor that the test is a good one. The price: a test sees no changes to its arguments,
-    and cannot pass functions or objects.
+    guess), that the test is a good one, nor anything where it runs unconfined. The price: a test
+    sees no changes to its arguments, and cannot pass functions or objects.
     """
     layer = choose_layer(unsafe)
     calls, replies = os.pipe(), os.pipe()
@@ -171,7 +171,7 @@ def trouble_with(layer: Layer) -> str | None:
         code = PROBE.format(outside=outside.name)
         try:
             result = run({"role": "program", "code": code}, Limits(seconds=START_SECONDS), layer)
-        except SandboxUnavailable as error:
+        except (SandboxUnavailable, OSError) as error:
             return str(error)
     told = result.reason or "it let the probe out"
     return None if result.stdout == "confined\n" else f"{told} {result.stderr[-200:]}".strip()
@@ -237,7 +237,7 @@ def run(
             passed = {say, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
-            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="nanochat-"))
+            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
             spool = until_end.enter_context(tempfile.TemporaryFile())
             spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
             spool.write(stdin.encode())

