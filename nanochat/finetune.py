@@ -32,7 +32,6 @@ from nanochat.runlog import METRICS_FILE
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.tokenizer import Tokenizer
 
-
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 MIN_ROWS = 8  # in a batch, where nobody says how many
 

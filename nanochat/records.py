@@ -3,7 +3,8 @@ One JSON record per stage: what it was asked, what it measured, what it cost, wh
 
     a stage ends -> write_record -> report/<slug>.json, and a line in report/records.jsonl
 
-    {section, timestamp, key, settings, values, tables, series, metrics, files, provenance, cost}
+    {section, timestamp, key, settings, values, items, tables, series, metrics, files, provenance,
+     cost}
 
 `<slug>.json` is the section as the report shows it; `records.jsonl` keeps every record ever
 written. Knows nothing of torch, nor of how a report looks. Artifacts go by one name everywhere,
@@ -83,6 +84,26 @@ def estimate(value: float, n: int, se: float) -> dict[str, float]:
     return {"value": value, "n": n, "se": se}
 
 
+def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
+    """
+    What each item scored, so that another run can be compared on the very same items.
+
+    items: JSON values that say what was asked, named here by their fingerprint. The metric these
+    are recorded under is the mean of the scores.
+    """
+    return {"of": fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
+
+
+def weighted_scores(weights: Mapping[str, float]) -> dict[str, Any]:
+    """The same for a metric that is made of others: a sum over `item_scores`, name -> weight."""
+    return {"weights": dict(weights)}
+
+
+def read_scores(entry: Mapping[str, Any]) -> list[float]:
+    """The scores of an `item_scores`."""
+    return [float(x) for x in entry["scores"].split()]
+
+
 def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """Fingerprint of what decides a stage's result: its settings and the artifacts it read."""
     asked = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
@@ -97,6 +118,7 @@ def write_record(
     cost: Cost,
     report_dir: Path | str | None = None,
     *,
+    items: Mapping[str, Mapping[str, Any]] | None = None,
     tables: Sequence[Mapping[str, Any]] = (),
     series: Mapping[str, Sequence[Sequence[float]]] | None = None,
     metrics: Path | None = None,
@@ -108,12 +130,13 @@ def write_record(
 
     settings    the whole config (`config.settings`), in order
     values      name -> number, text, or `estimate`, in the order in which the report shows them
+    items       name of a metric -> its `item_scores` or `weighted_scores`
     tables      {"title", "columns", "rows"}, rows of text or numbers
     series      name -> [[x, y], ...], curves that belong into no metrics file
     metrics     the run's metrics.jsonl (`runlog`), for the figures
     files       what the stage made, as files or folders: `finished` checks their content later
-    extend      keep the values and tables of the section's last record where it has the same
-                inputs, and add the costs: a section filled by several calls
+    extend      keep the values, items and tables of the section's last record where it has the
+                same inputs, and add the costs: a section filled by several calls
 
     Safe for two processes at once. Returns the path of the record.
     """
@@ -124,6 +147,7 @@ def write_record(
         "key": stage_key(settings, provenance.inputs),
         "settings": settings,
         "values": values,
+        "items": items or {},
         "tables": tables,
         "series": series or {},
         "metrics": portable(metrics) if metrics else None,
@@ -226,7 +250,7 @@ def portable(path: Path) -> str:
 
 
 def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` with the values, tables and costs of `old` added, if both had the same inputs."""
+    """`new` with the values, items, tables and costs of `old` added, if their inputs are equal."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
     titles = {table["title"] for table in new["tables"]}
@@ -236,6 +260,7 @@ def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {
         **new,
         "values": {**old["values"], **new["values"]},
+        "items": {**old["items"], **new["items"]},
         "tables": [t for t in old["tables"] if t["title"] not in titles] + list(new["tables"]),
         "series": {**old["series"], **new["series"]},
         "files": {**old["files"], **new["files"]},

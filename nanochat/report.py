@@ -25,6 +25,7 @@ from nanochat.summary import (
     Record,
     differences,
     find_faults,
+    item_scores,
     ledger,
     metrics,
     plain_value,
@@ -317,7 +318,7 @@ def render_summary(records: Sequence[Record], header: Record) -> str:
     blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
     for label, minutes in wall_clock(records, header["run_started"]).items():
         blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found), ledger(records, header["hourly_rate"])]
+    tables = [differences(found, item_scores(records)), ledger(records, header["hourly_rate"])]
     return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
 
 

@@ -53,3 +53,4 @@ COLUMNS = {
     "RL": ("Chat evaluation rl",),
 }
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
+LOWER_IS_BETTER = frozenset({"val bpb"})

@@ -7,12 +7,13 @@ Pure functions of records; knows nothing of files or Markdown.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanochat.records import TIME_FORMAT, slug
-from nanochat.sections import BASE_METRICS, CHAT_TASKS, COLUMNS, SECTIONS
+from nanochat import stats
+from nanochat.records import TIME_FORMAT, read_scores, slug
+from nanochat.sections import BASE_METRICS, CHAT_TASKS, COLUMNS, LOWER_IS_BETTER, SECTIONS
 
 Record = Mapping[str, Any]
 
@@ -20,15 +21,34 @@ Record = Mapping[str, Any]
 def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
     found: dict[str, dict[str, Any]] = {}
+    for column, record in in_columns(records):
+        for key, value in record["values"].items():
+            if is_metric(record["section"], key, value):
+                found.setdefault(metric_name(key), {})[column] = value
+    names = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
+    return {name: found[name] for name in names}
+
+
+def item_scores(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Column -> metric -> what its items scored, as the records have it."""
+    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for column, record in in_columns(records):
+        for key, entry in record.get("items", {}).items():
+            found[column][metric_name(key)] = entry
+    return found
+
+
+def in_columns(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """The records that the summary's columns show, each with its column."""
     for record in records:
         for column, sections in COLUMNS.items():
             if record["section"] in sections:
-                for key, value in record["values"].items():
-                    if is_metric(record["section"], key, value):
-                        name = str(BASE_METRICS.get(key, key))
-                        found.setdefault(name, {})[column] = value
-    names = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
-    return {name: found[name] for name in names}
+                yield column, record
+
+
+def metric_name(key: str) -> str:
+    """What the summary calls a value of a record."""
+    return str(BASE_METRICS.get(key, key))
 
 
 def is_metric(section: str, key: str, value: Any) -> bool:
@@ -49,25 +69,55 @@ def standard_error(value: Any) -> float:
     return float(value["se"]) if known else math.nan
 
 
-def differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def differences(
+    found: Mapping[str, Mapping[str, Any]], items: Mapping[str, Mapping[str, Any]] = {}
+) -> dict[str, Any]:
     """
     Table of what each stage changed: per metric, against the stage before it that has one.
 
-    The standard error is that of a difference of independent measurements.
+    Where both stages were asked the same items (`item_scores`), these are compared one by one;
+    elsewhere the standard error is that of a difference of independent measurements.
     """
     rows = []
     for name, by in found.items():
         columns = [column for column in COLUMNS if column in by]
         for before, after in zip(columns, columns[1:], strict=False):
-            change = float(plain_value(by[after])) - float(plain_value(by[before]))
-            error = math.hypot(standard_error(by[before]), standard_error(by[after]))
+            pairs = paired(name, items.get(before, {}), items.get(after, {}))
+            if pairs:
+                change, error = pairs.difference, pairs.se
+            else:
+                change = float(plain_value(by[after])) - float(plain_value(by[before]))
+                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
             noise = ["-", "noise unknown"]
             if math.isfinite(error):
-                verdict = "within noise" if abs(change) < 2 * error else "beyond noise"
-                noise = [f"{error:.4f}", verdict]
-            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise])
+                gain = -change if name in LOWER_IS_BETTER else change
+                noise = [f"{error:.4f}", stats.verdict(gain, error)]
+            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
     columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
-    return {"title": "Differences", "columns": columns, "rows": rows}
+    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
+
+
+def paired(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> stats.Comparison | None:
+    """Compare a metric on the items of two columns; None unless both have scores of the same."""
+    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
+    if weights[0] != weights[1]:
+        return None
+    parts = []
+    for part in weights[0]:
+        old, new = before.get(part), after.get(part)
+        if old is None or new is None or old["of"] != new["of"]:
+            return None
+        parts.append(stats.compare(read_scores(old), read_scores(new)))
+    return stats.combine(parts, list(weights[0].values()))
+
+
+def show_pairs(pairs: stats.Comparison | None) -> str:
+    """What became of the items, in words."""
+    if pairs is None:
+        return "-"
+    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
 
 
 def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from nanochat import records, report, world_tasks
+from nanochat import records, report, world_suite
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import fingerprint
 from nanochat.config import settings, start
@@ -85,7 +85,7 @@ def open_suite(name: str | None, checkpoint: Checkpoint) -> list[FewShotTask]:
             f"{checkpoint.folder} was trained on {text}; the tasks of DCLM cannot be read yet, "
             "only those of the embedded world: --suite=embedded"
         )
-    return [FewShotTask(**task) for task in world_tasks.suite()]
+    return [FewShotTask(**task) for task in world_suite.suite()]
 
 
 def describe(score: TaskScore) -> str:

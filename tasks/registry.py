@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.base import Mixture, Subset, Task
+from tasks.embedded import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.jsonl import JSONL
@@ -45,6 +46,11 @@ TASKS = {
     "spelling": Entry(SpellingBee, "words"),
     "simple_spelling": Entry(SimpleSpelling, "words"),
     "jsonl": Entry(JSONL, "path"),
+    "world_chat": Entry(WorldChat),
+    "world_facts": Entry(WorldFacts),
+    "world_choice": Entry(WorldChoice),
+    "world_problems": Entry(WorldProblems),
+    "world_spelling": Entry(WorldSpelling),
 }
 
 VAL_ROWS = 1_000  # of each task: enough to measure a loss, and none drowns the others

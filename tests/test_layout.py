@@ -12,13 +12,15 @@ from nanochat.common import REPOSITORY
 
 # Reading order: a module imports only from modules above it.
 FLOORS = """
-    common config environment machine hardware
-    tokenizer chat_format tokenizer_bench sample_texts
-    world_tables world_facts world_drills world_stories world
-    disk hub text_files source local_source hub_source dataset packing rows row_writer chat_rows
-    attention kv_cache loss gpt optim schedule scaling sampling engine
+    common config environment machine hardware stats
+    sandbox_child sandbox tools
+    tokenizer chat_format transcript tokenizer_bench sample_texts
+    world_tables world_facts world_drills world_stories world world_talk world_tasks world_suite
+    disk hub text_files hub_repo source local_source hub_source dataset
+    packing rows row_writer chat_rows
+    attention kv_cache loss gpt optim schedule scaling sampling engine engine_bench
     records runlog preflight train_bench train checkpoint stage samples
-    eval_bpb finetune
+    eval_bpb eval_core finetune eval_chat rl
     plots sections summary figures report
 """.split()
 # An outside package, and the only modules that import it.
@@ -32,7 +34,10 @@ OWNERS = {
     "safetensors": {"nanochat/checkpoint.py"},
     "torch.distributed": {"nanochat/machine.py", "nanochat/optim.py"},
 }
-NO_TORCH = ("common", "config", "records", "dataset", "packing", "rows", "row_writer", "world")
+NO_TORCH = (
+    *("common", "config", "records", "sandbox", "tools"),
+    *("dataset", "packing", "rows", "row_writer", "world"),
+)
 FILES = sorted(
     path.relative_to(REPOSITORY).as_posix()
     for folder in ("nanochat", "scripts", "tasks")
@@ -84,6 +89,13 @@ def test_an_outside_thing_has_one_owner(package):
 @pytest.mark.parametrize("module", NO_TORCH)
 def test_the_data_floor_needs_no_torch(module):
     assert not any(i.split(".")[0] == "torch" for i in imports_of(f"nanochat/{module}.py"))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
+def test_tasks_know_nothing_of_tokens_and_models(name):
+    floor = {"common", "hub", "hub_repo", "sandbox", "tools"}
+    assert {i for i in own_imports(name, "nanochat") if not i.startswith("world")} <= floor
+    assert not any(i.split(".")[0] == "torch" for i in imports_of(name))
 
 
 def test_train_knows_no_model_tokenizer_or_evaluation():

@@ -78,6 +78,22 @@ def test_extending_keeps_what_the_same_model_scored_before():
     assert records.read_records()[0]["values"] == {"AQUA": 0.3}
 
 
+def test_scores_of_items_come_back_and_know_their_items():
+    scores = [1, 0, 0.125, 1 / 3]
+    asked = [{"query": f"{i} + {i}?"} for i in range(4)]
+    write(items={"GSM8K": records.item_scores(asked, scores)})
+    found = records.read_records()[0]["items"]["GSM8K"]
+    assert records.read_scores(found) == pytest.approx(scores, abs=1e-6)
+    assert found["of"] == records.item_scores(iter(asked), [0] * 4)["of"]
+    assert found["of"] != records.item_scores(asked[::-1], scores)["of"]
+
+
+def test_extending_keeps_the_items_of_other_tasks():
+    for task in ("GSM8K", "AQUA"):
+        write(items={task: records.item_scores([task], [1])}, extend=True)
+    assert list(records.read_records()[0]["items"]) == ["GSM8K", "AQUA"]
+
+
 def append_many(report_dir, section):
     for i in range(20):
         write(section, {"i": i, "padding": "x" * 20_000}, report_dir=report_dir)

@@ -13,7 +13,16 @@ import pytest
 
 from nanochat import environment, report, summary
 from nanochat.common import MissingInput
-from nanochat.records import Cost, Provenance, estimate, read_history, read_records, write_record
+from nanochat.records import (
+    Cost,
+    Provenance,
+    estimate,
+    item_scores,
+    read_history,
+    read_records,
+    weighted_scores,
+    write_record,
+)
 from nanochat.runlog import RunLog, RunLogConfig
 from scripts import report as script
 
@@ -180,6 +189,7 @@ def record(section, timestamp="2025-10-24 01:00:00", settings=None, values=None,
         "timestamp": timestamp,
         "settings": settings or {},
         "values": values or {},
+        "items": more.pop("items", {}),
         "tables": more.pop("tables", []),
         "series": {},
         "metrics": None,
@@ -396,10 +406,10 @@ def test_a_difference_is_told_with_its_noise():
     ]
     table = summary.differences(summary.metrics(records))
     assert table["rows"] == [
-        ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise"],
-        ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "beyond noise"],
+        ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise", "-"],
+        ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "better", "-"],
     ]
-    assert "| AQUA | SFT to RL | -0.0039 | 0.0395 | within noise |" in report.render(
+    assert "| AQUA | SFT to RL | -0.0039 | 0.0395 | within noise | - |" in report.render(
         records, HEADER, "now"
     )
 
@@ -407,8 +417,74 @@ def test_a_difference_is_told_with_its_noise():
 def test_a_difference_without_errors_claims_nothing():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
     assert summary.differences(found)["rows"] == [
-        ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown"]
+        ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
+
+
+def test_fewer_bits_are_better():
+    found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
+    assert summary.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+
+
+def test_every_metric_of_two_stages_in_succession_has_its_difference():
+    stages = ("base", "mid", "sft", "rl")
+    values = [{"MMLU": 0.2}, {"AQUA": 0.3}, {"MMLU": 0.4, "AQUA": 0.5}, {"MMLU": 0.6, "AQUA": 0.6}]
+    records = [
+        record(f"Chat evaluation {stage}", values=v)
+        for stage, v in zip(stages, values, strict=True)
+    ]
+    rows = summary.differences(summary.metrics(records))["rows"]
+    assert [row[:3] for row in rows] == [
+        ["AQUA", "MID to SFT", "+0.2000"],
+        ["AQUA", "SFT to RL", "+0.1000"],
+        ["MMLU", "BASE to SFT", "+0.2000"],
+        ["MMLU", "SFT to RL", "+0.2000"],
+    ]
+
+
+def chat_record(stage, arc, gsm, items="the same"):
+    """A chat evaluation of two tasks, and of the mean of both, centred."""
+    values = {
+        "ARC-Easy": estimate(sum(arc) / len(arc), len(arc), 0.05),
+        "GSM8K": estimate(sum(gsm) / len(gsm), len(gsm), 0.05),
+    }
+    values["ChatCORE"] = estimate(
+        (values["ARC-Easy"]["value"] - 0.25) / 0.75 / 2 + values["GSM8K"]["value"] / 2, 200, 0.04
+    )
+    scores = {
+        "ARC-Easy": item_scores([items, "arc"], arc),
+        "GSM8K": item_scores([items, "gsm"], gsm),
+        "ChatCORE": weighted_scores({"ARC-Easy": 1 / 2 / 0.75, "GSM8K": 1 / 2}),
+    }
+    return record(f"Chat evaluation {stage}", values=values, items=scores)
+
+
+def test_stages_that_answered_the_same_items_are_compared_item_by_item():
+    before, after = [0, 1] * 50, [1] * 10 + [0, 1] * 45
+    records = [chat_record("mid", before, before), chat_record("sft", after, [1, 0] * 50)]
+    text = report.render(records, HEADER, "now")
+    # 5 of 100 changed, each for the better: se = sqrt(0.05 * 0.95 / 99)
+    assert (
+        "| ARC-Easy | MID to SFT | +0.0500 | 0.0219 | better | 5 won, 0 lost of 100 (p = 0.062) |"
+    ) in text
+    # all changed, half of them for the worse: se = sqrt(1 / 99)
+    assert (
+        "| GSM8K | MID to SFT | +0.0000 | 0.1005 | within noise | 50 won, 50 lost of 100 (p = 1) |"
+    ) in text
+    # 0.05 / 1.5, and the errors of both parts weighted alike
+    assert (
+        "| ChatCORE | MID to SFT | +0.0333 | 0.0523 | within noise | 55 won, 50 lost of 200 "
+    ) in text
+
+
+def test_stages_that_answered_other_items_are_compared_as_independent():
+    records = [
+        chat_record("mid", [0, 1] * 50, [0, 1] * 50),
+        chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
+    ]
+    rows = summary.differences(summary.metrics(records), summary.item_scores(records))["rows"]
+    assert rows[0] == ["ARC-Easy", "MID to SFT", "+0.5000", "0.0707", "better", "-"]
+    assert [row[-1] for row in rows] == ["-", "-", "-"]
 
 
 def test_the_ledger_adds_up_time_and_money():

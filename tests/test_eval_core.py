@@ -1,0 +1,432 @@
+"""The few-shot scorer: the right choice, the same for any batching, and nothing given away."""
+
+import math
+import re
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat import summary, world_suite
+from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.common import read_json
+from nanochat.eval_core import (
+    EXAMPLE_DELIMITER,
+    FewShotTask,
+    Question,
+    Subject,
+    ask,
+    batches,
+    core,
+    examine,
+    read,
+    subject_of,
+)
+from nanochat.gpt import build_model
+from nanochat.machine import Machine, MachineConfig
+from nanochat.tokenizer import Tokenizer
+from scripts import base_eval
+from tests.conftest import TINY, lively
+
+CPU = torch.device("cpu")
+WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
+
+
+class Letters:
+    """A tokenizer of one token per character, 0 for BOS."""
+
+    bos_id = 0
+
+    def encode(self, text):
+        return [1 + ord(c) % 63 for c in text]
+
+
+class Words:
+    """A tokenizer that joins a space to the word behind it, as ours do."""
+
+    bos_id = 0
+
+    def __init__(self):
+        self.ids = {}
+
+    def encode(self, text):
+        pieces = re.findall(r" ?\w+|\s|[^\w\s]", text)
+        return [self.ids.setdefault(piece, len(self.ids) + 1) for piece in pieces]
+
+
+class Pairs:
+    """A model that knows how likely each character is after the one before, and nothing else."""
+
+    def __init__(self, **chances):
+        self.table = torch.full((64, 64), math.log(0.001))
+        for (before, after), chance in chances.items():
+            b, a = Letters().encode(before + after)
+            self.table[b, a] = math.log(chance)
+        rest = 1 - self.table.exp().sum(dim=1)
+        self.table[:, 0] = (rest + 0.001).log()  # so that rows are distributions
+
+    def hidden(self, tokens, cache=None):
+        assert cache is None
+        return tokens[..., None]
+
+    def logits(self, hidden):
+        return self.table[hidden[:, 0]]
+
+
+def task(kind, items, num_fewshot=0, baseline=0.0, delimiter=""):
+    return FewShotTask("t", kind, num_fewshot, baseline, delimiter, items)
+
+
+def outcomes(model, one_task, machine):
+    return examine(Subject(model, Letters(), 100), one_task, machine).outcomes
+
+
+# ------------------------------------------------------------------------------------------------
+# The three kinds
+
+
+def test_a_choice_is_taken_by_the_mean_not_by_the_sum(machine):
+    model = Pairs(xa=0.3, xb=0.5, bc=0.5, cd=0.5)  # a: 1.20 nats; bcd: 3 times 0.69
+    item = {"query": "x", "choices": ["a", "bcd"], "gold": 1}
+    assert outcomes(model, task("multiple_choice", [item, {**item, "gold": 0}]), machine) == [1, 0]
+
+
+def test_a_choice_is_scored_from_where_the_options_part(machine):
+    model = Pairs(xa=0.01, ab=0.2, ac=0.4)
+    item = {"query": "x", "choices": ["ab", "ac"], "gold": 1}
+    asked = ask(task("multiple_choice", [item]), 0, Letters(), 100)
+    assert asked.starts == [3, 3]
+    readings = read(Subject(model, Letters(), 100), [asked], CPU)[0]
+    assert [r.nats for r in readings] == pytest.approx([-math.log(0.2), -math.log(0.4)], rel=1e-5)
+
+
+def test_a_schema_is_decided_by_the_common_ending_alone(machine):
+    model = Pairs(xa=0.01, xb=0.9, ac=0.5, bc=0.2, cd=0.5)  # b is likelier, the ending after a
+    item = {"context_options": ["xa", "xb"], "continuation": "cd", "gold": 0}
+    asked = ask(task("schema", [item]), 0, Letters(), 100)
+    assert asked.starts == [3, 3]
+    assert outcomes(model, task("schema", [item, {**item, "gold": 1}]), machine) == [1, 0]
+
+
+def test_a_continuation_is_right_when_every_token_is_the_first_choice(machine):
+    model = Pairs(ab=0.6, bc=0.4, bd=0.3, cd=0.9)
+    items = [{"context": "a", "continuation": c} for c in ("b", "bc", "bcd", "bd", "cd")]
+    assert outcomes(model, task("language_modeling", items), machine) == [1, 1, 1, 0, 0]
+
+
+def test_a_continuation_begins_with_the_token_that_joins_it_to_its_context():
+    item = {"context": "The capital of Alm is", "continuation": "Ost"}
+    tokenizer = Words()
+    asked = ask(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
+    scored = asked.options[0][asked.starts[0] :]
+    assert scored == [tokenizer.ids[" Ost"]]
+
+
+@pytest.mark.parametrize("options", [["ab", "abc"], ["abc", "ab"], ["ab", "ab"]])
+def test_an_option_that_begins_another_or_ends_it_has_something_to_score(options):
+    choice = {"query": "", "choices": options, "gold": 0}
+    schema = {"context_options": [text[::-1] for text in options], "continuation": "x", "gold": 0}
+    for kind, item in (("multiple_choice", choice), ("schema", schema)):
+        asked = ask(task(kind, [item]), 0, Letters(), 100)
+        for ids, start in zip(asked.options, asked.starts, strict=True):
+            assert 0 < start < len(ids)
+        assert len(read(Subject(Pairs(), Letters(), 100), [asked], CPU)[0]) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# Examples and contexts
+
+
+def test_an_item_is_never_its_own_example_and_all_others_can_be():
+    items = [{"context": f"<{i}>", "continuation": "!"} for i in range(8)]
+    one_task = task("language_modeling", items, num_fewshot=3)
+    seen = set()
+    for i in range(8):
+        shown = one_task.examples(i).split(EXAMPLE_DELIMITER)
+        assert len(set(shown)) == 4 and shown[-1] == ""
+        assert f"<{i}>!" not in shown
+        seen |= set(shown)
+    assert seen == {"", *(f"<{i}>!" for i in range(8))}
+
+
+def test_examples_show_the_right_option():
+    choice = {"query": "q", "choices": ["a", "b"], "gold": 1}
+    schema = {"context_options": ["u", "v"], "continuation": "w", "gold": 0}
+    assert task("multiple_choice", [choice] * 2, 1, delimiter=":").examples(0) == "q:b\n\n"
+    assert task("schema", [schema] * 2, 1, delimiter=":").examples(1) == "u:w\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_B10_more_examples_than_other_items_are_as_many_as_there_are(size, machine):
+    items = [{"context": f"<{i}>", "continuation": "!"} for i in range(size)]
+    one_task = task("language_modeling", items, num_fewshot=10)
+    for i in range(size):
+        shown = [f"<{j}>!" for j in range(size) if j != i]
+        assert sorted(one_task.examples(i).split(EXAMPLE_DELIMITER)[:-1]) == shown
+    assert len(outcomes(Pairs(), one_task, machine)) == size
+
+
+def test_a_task_cut_short_keeps_its_items_their_examples_and_its_choice():
+    items = [{"context": f"<{i}>", "continuation": "!"} for i in range(20)]
+    one_task = task("language_modeling", items, num_fewshot=2)
+    five, ten = one_task.chosen(5), one_task.chosen(10)
+    assert ten[:5] == five != sorted(five) and len(set(ten)) == 10
+    assert one_task.chosen() == one_task.chosen(99) == list(range(20))
+    asked = {one_task.examples(i) for i in range(20)}
+    assert len(asked) > 15  # every item draws its own
+
+
+def test_a_prompt_too_long_loses_its_beginning_and_is_counted(machine):
+    query = "".join(WORDS)
+    items = [
+        {"query": query, "choices": ["ab", "acde"], "gold": 0},
+        {"query": "x", "choices": ["a", "b"], "gold": 0},
+        {"query": "x", "choices": ["abcdefghijklmnopqrstuvwxyz", "b"], "gold": 0},
+    ]
+    one_task, tokenizer = task("multiple_choice", items), Letters()
+    long, short, endless = (ask(one_task, i, tokenizer, 10) for i in range(3))
+    assert [len(ids) for ids in long.options] == [9, 11]  # ten are read, the last is predicted
+    for ids, start, ending in zip(long.options, long.starts, ("b", "cde"), strict=True):
+        assert ids == [0, *tokenizer.encode(query + "a")[-7:], *tokenizer.encode(ending)]
+        assert ids[start:] == tokenizer.encode(ending)
+    assert not short.cropped
+    assert endless.options[0] == [0, *tokenizer.encode("qrstuvwxyz")] and endless.starts == [1, 1]
+    score = examine(Subject(Pairs(), tokenizer, 10), one_task, machine)
+    assert score.num_cropped == 2 and len(score.outcomes) == 3
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "essay"}, {"items": []}, {"random_baseline": 1.0}, {"num_fewshot": -1}]
+)
+def test_a_task_that_cannot_be_is_refused_by_name(change):
+    good = task("schema", [{"context_options": ["a", "b"], "continuation": "c", "gold": 0}])
+    with pytest.raises(ValueError, match="task t"):
+        replace(good, **change)
+
+
+# ------------------------------------------------------------------------------------------------
+# The fast path and its oracle
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """Three layers, the first of which sees only the last 128 tokens."""
+    cfg = replace(TINY, max_seq_len=400, window_pattern="SL", n_layer=3)
+    return lively(build_model(cfg, CPU, torch.float32, seed=0))
+
+
+def made_up_suite():
+    """Tasks of all kinds whose items differ widely in length; some exceed the window."""
+    rng = np.random.default_rng(0)
+
+    def words(low, high):
+        return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+
+    choices = [
+        {"query": words(1, 9), "choices": [words(1, 5) for _ in range(4)], "gold": i % 4}
+        for i in range(21)
+    ]
+    schemas = [
+        {
+            "context_options": [words(1, 20), words(1, 20)],
+            "continuation": words(1, 6),
+            "gold": i % 2,
+        }
+        for i in range(11)
+    ]
+    endings = [{"context": words(1, 30), "continuation": words(1, 2)[:1]} for _ in range(30)]
+    return [
+        FewShotTask("choice", "multiple_choice", 5, 0.25, "\n", choices),
+        FewShotTask("choice without examples", "multiple_choice", 0, 0.25, "\n", choices),
+        FewShotTask("schema", "schema", 3, 0.5, " ", schemas),
+        FewShotTask("ending", "language_modeling", 2, 0.0, " ", endings),
+    ]
+
+
+def questions_of(one_task):
+    return [ask(one_task, i, Letters(), 400) for i in range(len(one_task.items))]
+
+
+@pytest.mark.parametrize("one_task", made_up_suite(), ids=lambda t: t.name)
+def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, one_task):
+    fast = subject_of(gpt, Letters())
+    questions = questions_of(one_task)
+    assert one_task.kind == "language_modeling" or any(q.shared > 20 for q in questions)
+    got = read(fast, questions, CPU)
+    plain = read(replace(fast, new_cache=None), questions, CPU)
+    for q, quick, slow in zip(questions, got, plain, strict=True):
+        for ids, start, a, b in zip(q.options, q.starts, quick, slow, strict=True):
+            row = torch.tensor([ids])
+            nats = gpt.token_losses(row[:, :-1], row[:, 1:])[0, start - 1 :]
+            first = gpt(row[:, :-1])[0, start - 1 :].argmax(dim=1) == row[0, start:]
+            assert a.nats == pytest.approx(float(nats.mean()), abs=1e-4)
+            assert b.nats == pytest.approx(float(nats.mean()), abs=1e-4)
+            assert a.foretold == b.foretold == bool(first.all())
+        best = [min(range(len(r)), key=lambda n, r=r: r[n].nats) for r in (quick, slow)]
+        assert best[0] == best[1]
+
+
+def test_the_fast_path_reads_fewer_tokens(gpt):
+    questions = questions_of(made_up_suite()[0])
+    count = []
+
+    class Counted:
+        def hidden(self, tokens, cache=None):
+            count.append(tokens.numel())
+            return gpt.hidden(tokens, cache)
+
+        logits = staticmethod(gpt.logits)
+
+    fast = replace(subject_of(gpt, Letters()), model=Counted())
+    read(fast, questions, CPU)
+    quick, count[:] = sum(count), []
+    read(replace(fast, new_cache=None), questions, CPU)
+    assert quick < sum(count) / 2
+
+
+@dataclass(frozen=True)
+class Together(Machine):
+    """One of several ranks that are threads of this process."""
+
+    box: list
+    barrier_: threading.Barrier
+
+    def gather(self, value):
+        self.box[self.rank] = value
+        self.barrier_.wait(timeout=60)
+        return list(self.box)
+
+
+@pytest.mark.parametrize(("world_size", "pass_tokens"), [(1, 1), (1, 700), (2, 700), (5, 10**6)])
+def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_size, pass_tokens):
+    subject = subject_of(gpt, Letters())
+    for one_task in made_up_suite():
+        expected = examine(subject, one_task, machine, max_items=17)
+        box, barrier = [None] * world_size, threading.Barrier(world_size)
+        results = {}
+
+        def run(rank, one_task=one_task, box=box, barrier=barrier, results=results):
+            ours = Together(rank, rank, world_size, CPU, torch.float32, box, barrier)
+            results[rank] = examine(subject, one_task, ours, 17, pass_tokens)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(results[rank] == expected for rank in range(world_size))
+        assert len(expected.outcomes) == min(17, len(one_task.items))
+
+
+def test_batches_hold_every_question_once_and_what_fits():
+    questions = [Question(i, [[0] * n] * 2, [1, 1], 0, 0, False) for i, n in enumerate([9, 3, 50])]
+    found = list(batches(questions, 40))
+    assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
+
+
+def test_R17_an_evaluation_out_of_memory_goes_on_in_smaller_batches(gpt, machine):
+    class Small:
+        def hidden(self, tokens, cache=None):
+            if tokens.size(0) > 4:
+                raise torch.OutOfMemoryError("too many rows")
+            return gpt.hidden(tokens, cache)
+
+        logits = staticmethod(gpt.logits)
+
+    subject, one_task = subject_of(gpt, Letters()), made_up_suite()[0]
+    small = replace(subject, model=Small())
+    assert examine(small, one_task, machine) == examine(subject, one_task, machine)
+
+
+def test_core_is_the_mean_of_centred_scores(machine):
+    sure = Pairs(xa=0.9)
+    right = {"query": "x", "choices": ["a", "b"], "gold": 0}
+    half = task("multiple_choice", [right, {**right, "gold": 1}], baseline=0.25)
+    whole = task("language_modeling", [{"context": "x", "continuation": "a"}] * 3)
+    scores = [examine(Subject(sure, Letters(), 9), t, machine) for t in (half, whole)]
+    assert scores[0].centred == pytest.approx((1 / 3, 2, math.sqrt(0.125) / 0.75))
+    assert core(scores) == pytest.approx((2 / 3, 5, math.sqrt(0.125) / 0.75 / 2))
+
+
+# ------------------------------------------------------------------------------------------------
+# The script
+
+
+def save_base(tag, seed, dataset):
+    """A checkpoint of a tiny base model that was trained on `dataset`."""
+    tokenizer = Tokenizer.train([" ".join(WORDS)], 290)
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=64)
+    model = lively(build_model(cfg, CPU, torch.float32, seed))
+    origin = {"run_id": "run-1", "seed": seed, "inputs": {"tokenizer": tokenizer.fingerprint}}
+    state = {"source": {"dataset": dataset}, "provenance": origin}
+    save_checkpoint(stage_folder("base") / tag, 7, model, None, tokenizer, state)
+
+
+def evaluate(base, tag, **settings):
+    """Run the script as a user does; returns the record."""
+    machine = MachineConfig("cpu", "float32")
+    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, **settings))
+    return read_json(base / "report" / "base-model-evaluation.json")
+
+
+@pytest.fixture
+def small_suite(monkeypatch):
+    """In place of the embedded world's: a made-up one, as `world_suite.suite` gives it."""
+    suite = [dict(vars(one_task)) for one_task in made_up_suite()]
+    monkeypatch.setattr(world_suite, "suite", lambda: suite)
+
+
+def test_the_script_records_scores_with_their_errors_and_items(base, small_suite, capsys):
+    save_base("one", 1, "embedded")
+    record = evaluate(base, "one")
+    values = record["values"]
+    names = [one_task.name for one_task in made_up_suite()]
+    assert list(values) == ["Model", "CORE metric", *names, "Cropped items"]
+    assert values["Model"] == "base_model (step 7)"
+    assert (
+        values["CORE metric"]["n"] == sum(values[name]["n"] for name in names) == 21 * 2 + 11 + 30
+    )
+    assert values["CORE metric"]["value"] == pytest.approx(
+        np.mean([values[name]["value"] for name in names])
+    )
+    assert values["Cropped items"] > 0 and values["choice"]["se"] > 0
+    text = (base / "report.md").read_text()
+    assert (
+        "## Base model evaluation" in text
+        and "- Model: base_model (step 7)\n- CORE metric: " in text
+    )
+    assert "choice: 0." in capsys.readouterr().out
+
+
+def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite):
+    for tag, seed in (("one", 1), ("two", 2)):
+        save_base(tag, seed, "embedded")
+    one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
+    paired = summary.paired("CORE metric", one["items"], two["items"])
+    change = two["values"]["CORE metric"]["value"] - one["values"]["CORE metric"]["value"]
+    assert paired.n == one["values"]["CORE metric"]["n"] == 71
+    assert paired.difference == pytest.approx(change) and paired.difference != 0
+    all_items = evaluate(base, "two")["items"]
+    assert summary.paired("CORE metric", one["items"], all_items) is None
+
+
+def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys):
+    save_base("one", 1, "embedded")
+    first = evaluate(base, "one", once=True)
+    assert evaluate(base, "one", once=True) == first
+    assert "finished already" in capsys.readouterr().out
+    world_suite.suite().pop()
+    assert len(evaluate(base, "one", once=True)["items"]) == len(first["items"]) - 1
+
+
+def test_a_model_of_other_text_is_not_asked_about_the_embedded_world_unbidden(base, small_suite):
+    save_base("web", 1, "somebody/web")
+    with pytest.raises(ValueError, match="somebody/web.*--suite=embedded"):
+        evaluate(base, "web")
+    assert evaluate(base, "web", suite="embedded")["values"]["CORE metric"]["n"] > 0
+    with pytest.raises(ValueError, match="DCLM"):
+        evaluate(base, "web", suite="dclm")
+    with pytest.raises(ValueError, match="max_per_task"):
+        evaluate(base, "web", max_per_task=0)
