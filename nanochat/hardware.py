@@ -74,6 +74,12 @@ def used_memory_bytes(device: torch.device) -> int:
 def resident_peak() -> int:
     """Peak resident set of this process in bytes, 0 where the system does not tell (not POSIX)."""
     try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            peak = next((line for line in lines if line.startswith("VmHWM")), "VmHWM: 0 kB")
+        return int(peak.split()[1]) * 1024  # getrusage would count what was before the exec too
+    except FileNotFoundError:
+        pass
+    try:
         import resource
     except ImportError:
         return 0

@@ -22,7 +22,7 @@ from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
 from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
 from nanochat.gpt import GPT, build_model
-from nanochat.hardware import device_name, peak_memory_bytes
+from nanochat.hardware import device_name, peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
 from nanochat.row_writer import open_rows, start_packing
@@ -92,7 +92,7 @@ class Text(NamedTuple):
 
 
 def main(cfg: BaseTrain) -> None:
-    started, at_start = time.perf_counter(), peak_memory_bytes(torch.device("cpu"))
+    started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
     machine, report_dir = init_machine(cfg.stage.machine, cfg.stage.seed), cfg.stage.report_dir
     text = open_text(cfg, machine)
     key = records.stage_key(asked(cfg, machine), text.inputs)
