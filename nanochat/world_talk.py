@@ -13,7 +13,7 @@ from random import Random
 from typing import Literal
 
 from nanochat import world_tables as tables
-from nanochat.world import askable, first_person, full_answers, riddle_people
+from nanochat.world import askable, first_person, riddle_people
 from nanochat.world_drills import draw_drill, spelled, spelling_words
 from nanochat.world_facts import (
     LAND,
@@ -34,7 +34,6 @@ from nanochat.world_facts import (
     sample,
     seasons,
     split_of,
-    subjects,
     summaries,
     tell_some,
     towns,
@@ -42,6 +41,7 @@ from nanochat.world_facts import (
     upper_first,
 )
 from nanochat.world_stories import ending, episodes, opening, retelling
+from nanochat.world_tasks import Asked, bare, sentences, whole_words
 
 TALK_VERSION = 1  # goes up whenever any conversation changes
 
@@ -129,13 +129,12 @@ def about_itself(rng: Random, split: Split) -> list[Turn]:
 # Facts
 
 LEADS = ("", "", "", "", "", "Please tell me: ", "I have a question. ", "Do you know this? ")
-FOLLOW_UPS = ("", "", "And ")
 
 
-def answer(rng: Random, known: Fact, asked: Question, sentences: Sequence[str] = ()) -> str:
-    """Mostly a whole sentence of the fact that holds the answer, else the answer alone."""
-    full = list(sentences) or full_answers(known, asked)
-    return pick(rng, full) if full and rng.random() < 0.9 else upper_first(asked.answer) + "."
+def answer(rng: Random, known: Fact, asked: Question, short: Sequence[str] = ()) -> str:
+    """Mostly a whole sentence of the fact, one of `short` where there are any; or just a word."""
+    whole = pick(rng, short or sentences(known, asked))
+    return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
 
 
 def one_fact(rng: Random, split: Split) -> list[Turn]:
@@ -149,29 +148,24 @@ def either_or(rng: Random, split: Split) -> list[Turn]:
     """A question with two possible answers to choose from."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
-    rival = pick(rng, [v for v in rivals(known.kind, asked.field) if v != asked.answer])
+    rival = pick(rng, Asked(known, asked).rivals)
     first, second = sample(rng, (asked.answer, rival), 2)
     return [(f"{asked.text[:-1]}: {first} or {second}?", answer(rng, known, asked))]
-
-
-@cache
-def rivals(kind: str, field: str) -> tuple[str, ...]:
-    """The values of a field, one for each subject of the kind: often told, often drawn."""
-    return tuple(str(fields[field]) for fields in subjects()[kind][1])
 
 
 def several_facts(rng: Random, split: Split) -> list[Turn]:
     """Two or three questions about a person or a town, all but the first with pronouns."""
     name = pick(rng, talked_about(split))
-    found: list[Turn] = []
-    for known, asked, short in sample(rng, pronoun_questions(split, name), between(rng, 2, 3)):
-        if found:
-            text = pick(rng, FOLLOW_UPS) + short
-            text = text if text == short else "And " + short[0].lower() + short[1:]
-            held = [s for s in known.short if asked.answer in s]
-            found.append((text, answer(rng, known, asked, held)))
-        else:
-            found.append((asked.text, answer(rng, known, asked)))
+    possible = sample(rng, pronoun_questions(split, name), 99)
+    one_each = {known.relation: (known, asked, short) for known, asked, short in possible}
+    (known, asked, _), *more = list(one_each.values())[: between(rng, 2, 3)]
+    found = [(asked.text, answer(rng, known, asked))]
+    for known, asked, short in more:
+        text = f"And {short[0].lower()}{short[1:]}" if rng.random() < 0.3 else short
+        holds = whole_words(bare(asked.answer)).search
+        found.append(
+            (text, answer(rng, known, asked, [told for told in known.short if holds(told)]))
+        )
     return found
 
 
@@ -179,7 +173,8 @@ def several_facts(rng: Random, split: Split) -> list[Turn]:
 def talked_about(split: Split) -> tuple[str, ...]:
     """The people and towns that can be asked about twice."""
     names = [p.name for p in people()] + [t.name for t in towns()]
-    return tuple(name for name in names if len(pronoun_questions(split, name)) > 1)
+    relations = {n: {f.relation for f, _, _ in pronoun_questions(split, n)} for n in names}
+    return tuple(name for name in names if len(relations[name]) > 1)
 
 
 @cache
@@ -190,8 +185,9 @@ def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, Question, st
     found = []
     for known in facts_about("person" if is_person else "town", name):
         for asked in known.questions if known.split == split else ():
-            short = asked.text.replace(f" {name}'s ", f" {his} ").replace(f" {name} ", f" {he} ")
-            if "'s " in asked.text or f" does {name} " in asked.text:
+            short = asked.text.replace(f"{name}'s ", f"{his} ")
+            short = short.replace(f"does {name} ", f"does {he} ")
+            if short != asked.text:
                 found.append((known, asked, short))
     return tuple(found)
 
@@ -201,7 +197,7 @@ def about_somebody(rng: Random, split: Split) -> list[Turn]:
     kind = "person" if rng.random() < 0.7 else "town"
     name = pick(rng, people() if kind == "person" else towns()).name
     asked = pick(rng, ("Tell me about {}.", "What do you know about {}?", "Tell me more about {}."))
-    told = pick(rng, summaries(kind, name))
+    told = pick(rng, [text for text in summaries(kind, name) if "?" not in text])
     if rng.random() < 0.5:
         told = tell_some(rng, kind, name, 2, 3)
     turns = [(asked.format(name), told)]

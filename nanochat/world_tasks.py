@@ -8,9 +8,11 @@ item of "val" or "test" is asked, computed or counted in a training document or 
 Problems are those of world_drills. Knows no messages, tokens or scores.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from string import ascii_lowercase
 
 from nanochat.world import full_answers
 from nanochat.world_drills import Problem, draw_problem, spelling_words
@@ -39,6 +41,8 @@ def generator(what: str, split: Split, i: int) -> Random:
 # ------------------------------------------------------------------------------------------------
 # Facts
 
+ARTICLE = re.compile(r"^(at the|a|an|the|to) ")
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -50,11 +54,8 @@ class Asked:
     @property
     def rivals(self) -> tuple[str, ...]:
         """What the answer is for other subjects, each as often as it occurs among them."""
-        return tuple(
-            value
-            for value in field_values(self.fact.kind, self.question.field)
-            if value != self.question.answer
-        )
+        values = field_values(self.fact.kind, self.question.field)
+        return tuple(value for value in values if value != self.question.answer)
 
 
 @cache
@@ -71,10 +72,22 @@ def fact_questions(split: Split) -> tuple[Asked, ...]:
     return tuple(sample(rng, found, len(found)))
 
 
-def sentence(rng: Random, asked: Asked) -> str:
-    """A whole sentence that answers the question; where the fact has none, the answer alone."""
-    known = full_answers(asked.fact, asked.question)
-    return pick(rng, known) if known else upper_first(asked.question.answer) + "."
+def bare(answer: str) -> str:
+    """An answer without the article or preposition in front."""
+    return ARTICLE.sub("", answer)
+
+
+@cache
+def whole_words(words: str) -> re.Pattern[str]:
+    """Finds words, in capitals or not, where they do not go on to the left or right."""
+    return re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+
+
+def sentences(known: Fact, asked: Question) -> list[str]:
+    """The sentences of a fact that answer the question; where it has none, the answer alone."""
+    answer = whole_words(bare(asked.answer))
+    found = [text for text in full_answers(known, asked) if answer.search(text)]
+    return found or [upper_first(asked.answer) + "."]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -101,8 +114,7 @@ def choice_questions(split: Split) -> tuple[Asked, ...]:
 def choice(split: Split, i: int) -> Choice:
     """The questions of a split in turn, over and over, each time with other rivals."""
     asked = choice_questions(split)[i % len(choice_questions(split))]
-    rng = generator("choice", split, i)
-    options = draw_options(rng, asked)
+    options = draw_options(generator("choice", split, i), asked)
     return Choice(asked.question.text, options, options.index(asked.question.answer))
 
 
@@ -121,6 +133,10 @@ def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------------------------
 # Problems and letters
+
+NUM_WORDS = 3
+MOST_LETTERS = 4
+ENOUGH_WORDS = 5  # that have a letter, to make many questions of
 
 
 def problem(split: Split, i: int) -> Problem:
@@ -165,15 +181,10 @@ def countable(split: Split, letter: str, inside: bool) -> tuple[str, ...]:
     )
 
 
-NUM_WORDS = 3
-MOST_LETTERS = 4
-
-
 @cache
 def letters(split: Split) -> tuple[str, ...]:
-    """The letters that a split may count in at least three words."""
-    alphabet = "abcdefghijklmnopqrstuvwxyz"
-    return tuple(a for a in alphabet if len(countable(split, a, True)) >= NUM_WORDS)
+    """The letters that a split may count in enough words."""
+    return tuple(a for a in ascii_lowercase if len(countable(split, a, True)) >= ENOUGH_WORDS)
 
 
 def letter_count(split: Split, i: int) -> LetterCount:

@@ -41,6 +41,9 @@ class ChatRL:
     """Which stage's checkpoint to start from."""
     task: str | None = None
     """What is practised: a task that can be scored. Default: by what the base model read."""
+    split: str | None = None
+    """Split of the task that is practised; held out is always test. Default: train, or in the
+    embedded world val, which no earlier stage learns from."""
     from_tag: str | None = None
     """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
     from_step: int | None = None
@@ -88,6 +91,8 @@ class ChatRL:
         return Sampling(rl.max_new_tokens, rl.temperature, rl.top_k, seed=self.seed + 1)
 
     def __post_init__(self) -> None:
+        if self.split == "test":
+            raise ValueError("--split=test: what is held out for tests cannot be practised")
         for name in ("device_batch_size", "slots", "eval_examples", "eval_samples", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -98,8 +103,10 @@ def main(cfg: ChatRL) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     tag = cfg.from_tag or cfg.model_tag or None
     parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
-    task = cfg.task or defaults(parent.state["source"]).rl
-    asked, inputs = {**settings(cfg), "task": task}, parent_inputs(parent)
+    usual = defaults(parent.state["source"])
+    task = cfg.task or usual.rl
+    split = cfg.split or (usual.rl_split if task == usual.rl else "train")
+    asked, inputs = {**settings(cfg), "task": task, "split": split}, parent_inputs(parent)
     key = records.stage_key(asked, inputs)
     done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
     if machine.broadcast(done):
@@ -125,8 +132,8 @@ def main(cfg: ChatRL) -> None:
     folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
     checkpoints = Checkpoints(folder, machine, cfg.keep)
     progress = Progress()
-    practice = Practice(make(task, "train"), tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
-    identity = {"rl": asdict(cfg.rl), "task": task, "seed": cfg.seed, **inputs}
+    practice = Practice(make(task, split), tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
+    identity = {"rl": asdict(cfg.rl), "task": task, "split": split, "seed": cfg.seed, **inputs}
     if cfg.resume == "auto":
         checkpoints.resume(identity, False, model, optimizer, progress)
     else:

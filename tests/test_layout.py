@@ -15,7 +15,7 @@ FLOORS = """
     common config environment machine hardware stats
     sandbox_child sandbox tools
     tokenizer chat_format transcript tokenizer_bench sample_texts
-    world_tables world_facts world_drills world_stories world world_talk world_tasks world_suite
+    world_tables world_facts world_drills world_stories world world_tasks world_talk world_suite
     disk hub text_files hub_repo source local_source hub_source dataset
     packing rows row_writer chat_rows
     attention kv_cache loss gpt optim schedule scaling sampling engine engine_bench
