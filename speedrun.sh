@@ -50,7 +50,7 @@ cpu)
     score=(--split_tokens=131072 --max_documents=500 --sliding_documents=64)
     mid=(--num_iterations=150 --eval_every=50)
     sft=(--num_iterations=100 --eval_every=50)
-    rl=(--num_iterations=40 --num_samples=8 --max_new_tokens=96 --eval_examples=100)
+    rl=(--num_iterations=40 --num_samples=8 --max_new_tokens=64 --eval_examples=200)
     chat=(--max_problems=200 --max_new_tokens=96)
     minutes=(1 1 5 1 1 2 1 2 2)
     ;;
