@@ -12,12 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 # ---- The machine --------------------------------------------------------------------------------
-gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
-if [ -z "${PROFILE:-}" ]; then
-    PROFILE=cpu
-    [ "$gpus" -ge 1 ] && PROFILE=gpu1
-    [ "$gpus" -ge 8 ] && PROFILE=h100x8
-fi
+source dev/profile.sh
 
 # Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes each stage is
 # expected to take and the disk it needs. cpu: measured on 2 cores, 2026-11. GPUs: derived from

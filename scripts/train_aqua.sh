@@ -10,12 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
-if [ -z "${PROFILE:-}" ]; then
-    PROFILE=cpu
-    [ "$gpus" -ge 1 ] && PROFILE=gpu1
-    [ "$gpus" -ge 8 ] && PROFILE=h100x8
-fi
+source dev/profile.sh
 TEXT=${TEXT:-karpathy/climbmix-400b-shuffle}
 TALK=${TALK:-HuggingFaceTB/smol-smoltalk}
 
