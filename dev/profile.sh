@@ -3,6 +3,9 @@
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ -z "${PROFILE:-}" ]; then
     PROFILE=cpu
-    [ "$gpus" -ge 1 ] && PROFILE=gpu1
-    [ "$gpus" -ge 8 ] && PROFILE=h100x8
+    if [ "$gpus" -ge 8 ]; then
+        PROFILE=h100x8
+    elif [ "$gpus" -ge 1 ]; then
+        PROFILE=gpu1
+    fi
 fi
