@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from nanochat.gpt import GPT
-from nanochat.kv_cache import KVCache
 from nanochat.sampling import Sampling, sample
 from nanochat.tokenizer import Tokenizer
 
@@ -70,19 +69,10 @@ class Engine:
         capacity: int | None = None,
         tool: Tool | None = None,
     ):
-        cfg = model.cfg
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
         self.slots = slots
         self.device = model.head.weight.device
-        self.cache = KVCache(
-            cfg.n_layer,
-            slots,
-            capacity or cfg.max_seq_len,
-            cfg.n_kv_head,
-            cfg.head_dim,
-            self.device,
-            model.dtype,
-        )
+        self.cache = model.new_cache(slots, capacity)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # number i has slot i
         self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}

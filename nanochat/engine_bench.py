@@ -14,7 +14,7 @@ import torch
 
 from nanochat.engine import Engine
 from nanochat.gpt import GPTConfig, build_model, for_inference
-from nanochat.hardware import device_name, peak_memory_bytes
+from nanochat.hardware import peak_memory_bytes
 from nanochat.machine import Machine
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def bench_engine(cfg: GPTConfig, machine: Machine, repeats: int) -> None:
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
     weights = sum(p.nbytes for p in model.parameters())
     print(
-        f"device  {device_name(machine.device)}, {str(machine.dtype).removeprefix('torch.')}\n"
+        f"device  {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}\n"
         f"model   depth {cfg.n_layer}, width {cfg.d_model}, {weights / 2**20:,.0f} MiB of weights; "
         f"prompts of {PROMPT_TOKENS}, answers of {NEW_TOKENS} tokens, top_k 50"
     )

@@ -187,13 +187,7 @@ class Subject:
 
 def subject_of(model: GPT, tokenizer: Encoder) -> Subject:
     """One of our own models, best `gpt.for_inference` of it."""
-    cfg, device = model.cfg, model.head.weight.device
-
-    def new_cache(slots: int, capacity: int) -> KVCache:
-        shape = (cfg.n_layer, slots, capacity, cfg.n_kv_head, cfg.head_dim)
-        return KVCache(*shape, device, model.dtype)
-
-    return Subject(model, tokenizer, cfg.max_seq_len, new_cache)
+    return Subject(model, tokenizer, model.cfg.max_seq_len, model.new_cache)
 
 
 class Reading(NamedTuple):

@@ -11,26 +11,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import records
+from nanochat import records, report
 from nanochat.chat_rows import Conversations, open_chat_rows, pack_conversations, split_rows
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import fingerprint
 from nanochat.eval_bpb import Interrupted, bits_per_byte
 from nanochat.gpt import GPT
-from nanochat.hardware import device_name, used_memory_bytes
+from nanochat.hardware import used_memory_bytes
 from nanochat.loss import IGNORE
-from nanochat.machine import Machine
+from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import PREEMPTED
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 MIN_ROWS = 8  # in a batch, where nobody says how many
@@ -55,19 +56,39 @@ class Apart:
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
+class Mixture(Conversations, Protocol):
+    """Conversations of several origins; `tasks.base.Mixture` is one."""
+
+    def __len__(self) -> int: ...
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON-ready; decides which conversations there are, and in which order."""
+        ...
+
+    def composition(self) -> dict[str, int]:
+        """Origin -> how many conversations are from there."""
+        ...
+
+
 @dataclass(frozen=True)
 class Talk:
-    """What is learned: conversations for training and validation, and what describes them."""
+    """What is learned: conversations for training and validation, chosen by the words `spec`."""
 
-    train: Conversations
-    val: Conversations
-    description: Mapping[str, Any]
-    """JSON-ready; decides which conversations there are, and in which order."""
+    spec: str
+    train: Mixture
+    val: Mixture
 
     @property
-    def fingerprint(self) -> str:
-        """Names the conversations."""
-        return fingerprint(dict(self.description))
+    def description(self) -> dict[str, Any]:
+        """JSON-ready; equal for equal conversations."""
+        return {"train": self.train.identity, "val": self.val.identity}
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """What comes from where, as a record holds it."""
+        train, val = self.train.composition(), self.val.composition()
+        rows = [[name, train.get(name, 0), val.get(name, 0)] for name in {**train, **val}]
+        return {"title": "Conversations", "columns": ["Of", "Train", "Validation"], "rows": rows}
 
 
 @dataclass(frozen=True)
@@ -136,58 +157,62 @@ class AnswerLoss:
         return evaluate
 
 
-Figures = Callable[[Outcome, AnswerLoss], dict[str, Any]]
+@dataclass(frozen=True)
+class Lesson:
+    """A stage that learns from conversations, as its script describes it."""
+
+    section: str
+    kind: Literal["mid", "sft"]
+    source: Literal["base", "mid"]
+    """Which stage's checkpoint to start from."""
+    talk: Callable[[Checkpoint], Talk]
+    """What is learned after that checkpoint."""
+    figures: Callable[[Outcome, AnswerLoss, Talk], dict[str, Any]]
+    """What the section shows beside what all sections of training do."""
 
 
-def find_parent(source: str, plan: Plan, cfg: StageConfig, machine: Machine) -> Checkpoint:
-    """The checkpoint to start from. Raises MissingInput naming the script that makes one."""
-    return find_checkpoint(
-        source, plan.from_tag or cfg.model_tag or None, plan.from_step, machine.print0
-    )
-
-
-def fine_tune(
-    section: str,
-    kind: Literal["mid", "sft"],
-    parent: Checkpoint,
-    talk: Talk,
-    plan: Plan,
-    cfg: StageConfig,
-    asked: Mapping[str, Any],
-    figures: Figures,
-    machine: Machine,
-) -> bool:
+def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[str, Any]) -> None:
     """
-    Train `parent` on conversations and record it; False when asked to stop before the end.
+    Train a checkpoint on conversations and record it: all that such a script does.
 
-    asked: the script's settings. figures: what its section shows beside what all sections of
-    training do.
+    settings: all of the script's. Raises MissingInput naming the script that makes the checkpoint,
+    SystemExit when asked to stop before the end.
     """
     started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
-    inputs = {**parent_inputs(parent), "mixture": talk.fingerprint}
-    key = records.stage_key(asked, inputs)
-    if machine.broadcast(cfg.once and records.finished(section, key, cfg.report_dir) is not None):
-        machine.print0(f"{section}: finished already, skipped")
-        return True
-    stage, answers = build_stage(kind, parent, talk, plan, cfg, inputs, machine)
+    machine = init_machine(cfg.machine, cfg.seed)
+    tag = plan.from_tag or cfg.model_tag or None
+    parent = find_checkpoint(lesson.source, tag, plan.from_step, machine.print0)
+    talk = lesson.talk(parent)
+    eval_tokens = plan.num_eval_tokens(machine)
+    asked = {**settings, "mixture": talk.spec, "eval_tokens": eval_tokens}
+    inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
+    done = cfg.once and records.finished(
+        lesson.section, records.stage_key(asked, inputs), cfg.report_dir
+    )
+    if machine.broadcast(bool(done)):
+        machine.print0(f"{lesson.section}: finished already, skipped")
+        return machine.close()
+    stage, answers = build_stage(lesson.kind, parent, talk, plan, cfg, inputs, machine)
     outcome = carry_out(cfg, stage, machine, asked)
-    if outcome is None:
-        return False
-    if machine.is_main:
+    if machine.is_main and outcome:
         checkpoint = outcome.checkpoint
         assert checkpoint is not None, "the main rank writes checkpoints"
-        device = device_name(machine.device)
+        made = {lesson.kind: checkpoint.fingerprint}
         records.write_record(
-            section,
+            lesson.section,
             asked,
-            {**figures(outcome, answers), **outcome.figures(at_start)},
-            records.Provenance(stage.run_id, cfg.seed, inputs, {kind: checkpoint.fingerprint}),
-            records.Cost(time.perf_counter() - started, machine.world_size, device),
+            {**lesson.figures(outcome, answers, talk), **outcome.figures(at_start)},
+            records.Provenance(stage.run_id, cfg.seed, inputs, made),
+            records.Cost.since(started, machine),
             cfg.report_dir,
+            tables=[talk.table],
             metrics=checkpoint.folder.parent / METRICS_FILE,
             files=[checkpoint.folder],
         )
-    return True
+        report.update(cfg.report_dir)
+    machine.close()
+    if outcome is None:
+        raise SystemExit(PREEMPTED)
 
 
 def build_stage(
@@ -236,7 +261,7 @@ def build_stage(
         identity={"parent": parent.fingerprint},
         state={
             "source": parent.state["source"],
-            "mixture": dict(talk.description),
+            "mixture": talk.description,
             "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": dict(inputs)},
         },
         run_id=run_id,

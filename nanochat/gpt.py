@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_masked, attend_stored, visible
-from nanochat.kv_cache import CacheView
+from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
 Role = Literal["matrix", "embedding", "value_embedding", "head", "residual", "skip", "gate"]
@@ -361,6 +361,19 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
         return self.logits(self.hidden(tokens))
+
+    def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
+        """Memory for `slots` sequences of up to `capacity` tokens, by default the context."""
+        cfg = self.cfg
+        return KVCache(
+            cfg.n_layer,
+            slots,
+            capacity or cfg.max_seq_len,
+            cfg.n_kv_head,
+            cfg.head_dim,
+            self.head.weight.device,
+            self.dtype,
+        )
 
     def loss(
         self,

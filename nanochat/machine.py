@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.config import short
+from nanochat.hardware import device_name
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -46,6 +47,11 @@ class Machine:
     def is_main(self) -> bool:
         """True on the one rank that prints, logs and writes."""
         return self.rank == 0
+
+    @property
+    def device_name(self) -> str:
+        """The accelerator's name as its driver gives it; `cpu` or `mps` elsewhere."""
+        return device_name(self.device)
 
     def print0(self, *words: Any) -> None:
         """Print once, on the main rank."""

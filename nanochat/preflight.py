@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_plain
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import device_name, known_peak, peak_memory_bytes, used_memory_bytes
+from nanochat.hardware import known_peak, peak_memory_bytes, used_memory_bytes
 from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
@@ -322,7 +322,7 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> list[str]:
     """The lines a run prints about where it runs."""
     cfg = model.cfg
     return [
-        f"device     {device_name(machine.device)} x {machine.world_size}, compute in "
+        f"device     {machine.device_name} x {machine.world_size}, compute in "
         f"{str(machine.dtype).removeprefix('torch.')}, attention "
         f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
         f"model      {model.num_params():,} parameters: {cfg.n_layer} layers, width {cfg.d_model}, "

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_atomic
 from nanochat.environment import git_state
@@ -49,6 +49,15 @@ class Provenance:
     """Name -> fingerprint of every artifact the stage made."""
 
 
+class Devices(Protocol):
+    """What does the work; `machine.Machine` has it."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device_name(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a stage took. `devices` of the kind `device` worked for `device_seconds` in all."""
@@ -58,6 +67,11 @@ class Cost:
     device: str = "cpu"
     device_seconds: float | None = None
     """Default: every device for the whole time."""
+
+    @classmethod
+    def since(cls, started: float, machine: Devices) -> "Cost":
+        """All of a machine's devices since `time.perf_counter()` was `started`."""
+        return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
 
 
 def new_run_id() -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.gpt import GPTConfig, build_model
-from nanochat.hardware import device_name, known_peak, peak_memory_bytes
+from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import KernelConfig, matrix_rate, set_kernels
@@ -65,7 +65,7 @@ def bench_training(
     flops = rate * model.flops_per_token()
     peak = known_peak(machine.device)
     machine.print0(
-        f"device      {device_name(machine.device)}, {str(machine.dtype).removeprefix('torch.')}, "
+        f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
         f"attention {model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
         f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"

@@ -19,7 +19,6 @@ from nanochat.common import fingerprint
 from nanochat.config import settings, start
 from nanochat.eval_core import FewShotTask, TaskScore, core, examine, subject_of
 from nanochat.gpt import for_inference
-from nanochat.hardware import device_name
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.tokenizer import Tokenizer
 
@@ -119,9 +118,7 @@ def write_section(
         settings(cfg),
         values,
         records.Provenance(origin["run_id"], origin["seed"], inputs),
-        records.Cost(
-            time.perf_counter() - started, machine.world_size, device_name(machine.device)
-        ),
+        records.Cost.since(started, machine),
         cfg.report_dir,
         items=item_scores(scores),
     )

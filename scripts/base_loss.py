@@ -20,7 +20,6 @@ from nanochat.config import settings, start
 from nanochat.dataset import open_source
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_batches, row_batches
 from nanochat.gpt import GPT
-from nanochat.hardware import device_name
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.row_writer import ensure, open_rows
@@ -176,9 +175,7 @@ def write_section(
         settings(cfg),
         values,
         records.Provenance(origin["run_id"], origin["seed"], inputs),
-        records.Cost(
-            time.perf_counter() - started, machine.world_size, device_name(machine.device)
-        ),
+        records.Cost.since(started, machine),
         cfg.report_dir,
     )
     report.update(cfg.report_dir)

@@ -22,7 +22,7 @@ from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
 from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
 from nanochat.gpt import GPT, build_model
-from nanochat.hardware import device_name, peak_memory_bytes, used_memory_bytes
+from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
 from nanochat.row_writer import open_rows, start_packing
@@ -228,7 +228,6 @@ def write_section(
         "Final training loss": progress.smooth_loss,
         **outcome.figures(memory_at_start),
     }
-    device = device_name(machine.device)
     records.write_record(
         SECTION,
         asked(cfg, machine),
@@ -236,7 +235,7 @@ def write_section(
         records.Provenance(
             text.run_id, cfg.stage.seed, text.inputs, {"base": checkpoint.fingerprint}
         ),
-        records.Cost(time.perf_counter() - started, machine.world_size, device),
+        records.Cost.since(started, machine),
         cfg.stage.report_dir,
         metrics=checkpoint.folder.parent / METRICS_FILE,
         files=[checkpoint.folder],

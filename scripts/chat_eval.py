@@ -21,7 +21,6 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import Outcomes, by_letters, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
-from nanochat.hardware import device_name
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
@@ -177,13 +176,12 @@ def write_section(
         weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
         items["ChatCORE"] = records.weighted_scores(weights)
     origin = checkpoint.state["provenance"]
-    device = device_name(machine.device)
     records.write_record(
         cfg.section,
         asked(cfg),
         values,
         records.Provenance(origin["run_id"], cfg.seed, parent_inputs(checkpoint)),
-        records.Cost(time.perf_counter() - started, machine.world_size, device),
+        records.Cost.since(started, machine),
         cfg.report_dir,
         items=items,
         extend=True,

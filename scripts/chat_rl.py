@@ -20,7 +20,6 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import Outcomes
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT
-from nanochat.hardware import device_name
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
@@ -220,9 +219,7 @@ def write_section(
         asked,
         figures(before, after, read_metrics(metrics)),
         records.Provenance(run_id, cfg.seed, inputs, {"rl": saved.fingerprint}),
-        records.Cost(
-            time.perf_counter() - started, machine.world_size, device_name(machine.device)
-        ),
+        records.Cost.since(started, machine),
         cfg.report_dir,
         metrics=metrics,
         files=[saved.folder],

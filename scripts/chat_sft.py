@@ -11,14 +11,13 @@ Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "C
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nanochat import report
+from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
-from nanochat.finetune import AnswerLoss, Plan, Talk, find_parent, fine_tune
-from nanochat.machine import init_machine
+from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
 from nanochat.optim import OptimConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
-from nanochat.train import PREEMPTED, LoopConfig
+from nanochat.train import LoopConfig
 from tasks.defaults import defaults
 from tasks.registry import mixture
 
@@ -54,29 +53,23 @@ class ChatSft:
 
 
 def main(cfg: ChatSft) -> None:
-    machine = init_machine(cfg.stage.machine, cfg.stage.seed)
-    parent = find_parent(cfg.source, cfg.plan, cfg.stage, machine)
-    spec = cfg.mixture or defaults(parent.state["source"]).sft
-    train, val = mixture(spec, "train", cfg.stage.seed), mixture(spec, "val", cfg.stage.seed)
-    talk = Talk(train, val, {"train": train.identity, "val": val.identity})
-    asked = {**settings(cfg), "mixture": spec, "eval_tokens": cfg.plan.num_eval_tokens(machine)}
+    def talk(parent: Checkpoint) -> Talk:
+        spec, seed = cfg.mixture or defaults(parent.state["source"]).sft, cfg.stage.seed
+        return Talk(spec, mixture(spec, "train", seed), mixture(spec, "val", seed))
 
-    def figures(outcome: Outcome, answers: AnswerLoss) -> dict[str, Any]:
-        return {
-            "Training rows": len(train),
-            "Number of iterations": outcome.run.num_steps,
-            "Training loss": outcome.progress.smooth_loss,
-            "Validation loss": answers.loss,
-            "DDP world size": machine.world_size,
-            "Minimum validation bpb": outcome.progress.min_val,
-        }
+    fine_tune(Lesson(SECTION, "sft", cfg.source, talk, figures), cfg.plan, cfg.stage, settings(cfg))
 
-    done = fine_tune(SECTION, "sft", parent, talk, cfg.plan, cfg.stage, asked, figures, machine)
-    if machine.is_main and done:
-        report.update(cfg.stage.report_dir)
-    machine.close()
-    if not done:
-        raise SystemExit(PREEMPTED)
+
+def figures(outcome: Outcome, answers: AnswerLoss, talk: Talk) -> dict[str, Any]:
+    """What the section shows."""
+    return {
+        "Training rows": len(talk.train),
+        "Number of iterations": outcome.run.num_steps,
+        "Training loss": outcome.progress.smooth_loss,
+        "Validation loss": answers.loss,
+        "DDP world size": outcome.run.machine.world_size,
+        "Minimum validation bpb": outcome.progress.min_val,
+    }
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtr
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanochat import report
+from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
-from nanochat.finetune import AnswerLoss, Plan, Talk, find_parent, fine_tune
-from nanochat.machine import init_machine
+from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
 from nanochat.optim import OptimConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
-from nanochat.train import PREEMPTED, LoopConfig
+from nanochat.train import LoopConfig
 from tasks.defaults import defaults
 from tasks.registry import mixture
 
@@ -45,21 +44,14 @@ class MidTrain:
 
 
 def main(cfg: MidTrain) -> None:
-    machine = init_machine(cfg.stage.machine, cfg.stage.seed)
-    parent = find_parent("base", cfg.plan, cfg.stage, machine)
-    spec = cfg.mixture or defaults(parent.state["source"]).mid
-    train, val = mixture(spec, "train", cfg.stage.seed), mixture(spec, "val", cfg.stage.seed)
-    talk = Talk(train, val, {"train": train.identity, "val": val.identity})
-    asked = {**settings(cfg), "mixture": spec, "eval_tokens": cfg.plan.num_eval_tokens(machine)}
-    done = fine_tune(SECTION, "mid", parent, talk, cfg.plan, cfg.stage, asked, figures, machine)
-    if machine.is_main and done:
-        report.update(cfg.stage.report_dir)
-    machine.close()
-    if not done:
-        raise SystemExit(PREEMPTED)
+    def talk(parent: Checkpoint) -> Talk:
+        spec, seed = cfg.mixture or defaults(parent.state["source"]).mid, cfg.stage.seed
+        return Talk(spec, mixture(spec, "train", seed), mixture(spec, "val", seed))
+
+    fine_tune(Lesson(SECTION, "mid", "base", talk, figures), cfg.plan, cfg.stage, settings(cfg))
 
 
-def figures(outcome: Outcome, answers: AnswerLoss) -> dict[str, Any]:
+def figures(outcome: Outcome, answers: AnswerLoss, talk: Talk) -> dict[str, Any]:
     """What the section shows."""
     return {
         "Number of iterations": outcome.run.num_steps,

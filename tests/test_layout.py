@@ -12,7 +12,7 @@ from nanochat.common import REPOSITORY
 
 # Reading order: a module imports only from modules above it.
 FLOORS = """
-    common config environment machine hardware stats
+    common config environment hardware machine stats
     sandbox_child sandbox tools
     tokenizer chat_format transcript tokenizer_bench sample_texts
     world_tables world_facts world_drills world_stories world world_tasks world_talk world_suite
@@ -20,8 +20,8 @@ FLOORS = """
     packing rows row_writer chat_rows
     attention kv_cache loss gpt optim schedule scaling sampling engine engine_bench
     records runlog preflight train_bench train checkpoint stage samples
-    eval_bpb eval_core finetune eval_chat rl
     plots sections summary figures report
+    eval_bpb eval_core finetune eval_chat rl
 """.split()
 # An outside package, and the only modules that import it.
 OWNERS = {
