@@ -7,7 +7,8 @@
 #
 # Safe to run again: a finished stage is skipped by the fingerprint of its inputs, an interrupted
 # training continues. Everything generated goes to out/, or to NANOCHAT_BASE_DIR. WANDB_RUN=<name>
-# logs to Weights & Biases; REPORT_OUT=<folder> takes the copy of the report card.
+# logs to Weights & Biases; REPORT_OUT=<folder> takes the copy of the report card; SEED=<n> repeats
+# the whole run with other luck (in a NANOCHAT_BASE_DIR of its own).
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -41,11 +42,13 @@ cpu)
     depth=${DEPTH:-4} processes=1 gigabytes=7 rate=0
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100)
-    score=(--split_tokens=131072 --max_documents=500 --sliding_documents=64)
-    mid=(--num_iterations=150 --eval_every=50)
-    sft=(--num_iterations=100 --eval_every=50)
-    rl=(--num_iterations=40 --num_samples=8 --max_new_tokens=64 --eval_examples=200)
+    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
+        --eval_tokens=65536)
+    score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
+    mid=(--num_iterations=150 --init_lr_frac=0.7 --eval_every=75 --eval_tokens=65536)
+    sft=(--num_iterations=75 --eval_every=0 --eval_tokens=65536)
+    rl=(--num_iterations=60 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=32
+        --eval_examples=200)
     chat=(--max_problems=200 --max_new_tokens=96)
     minutes=(1 1 5 1 1 2 1 2 2)
     ;;
@@ -92,7 +95,7 @@ source dev/setup.sh
 source dev/stages.sh
 
 tag="d$depth"
-go=(--run="${WANDB_RUN:-dummy}" --resume=auto --once)
+go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once)
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
 stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${go[@]}"

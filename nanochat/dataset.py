@@ -17,7 +17,6 @@ from typing import Any
 
 from nanochat import world
 from nanochat.common import base_dir, read_json, write_json
-from nanochat.hub_source import HubSource
 from nanochat.local_source import LocalSource
 from nanochat.source import DataConfig, Source
 from nanochat.text_files import in_batches
@@ -92,6 +91,8 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
         return LocalSource.open(cfg)
     if cfg.dataset == "embedded":
         return WorldSource.open(cfg)
+    from nanochat.hub_source import HubSource  # slow to import: not for those who only want --help
+
     return HubSource.open(cfg)
 
 

@@ -8,7 +8,8 @@ number nor on the batch. Knows no particular task and no section of a report.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,27 +35,47 @@ class Questions(Protocol):
 Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
 
 
+class Graded(NamedTuple):
+    """What came of a task."""
+
+    outcomes: Outcomes
+    num_cropped: int
+    """Items whose beginning did not fit the model's context."""
+
+
 def gathered(
-    count: int, score: Callable[[list[int]], list[list[float]]], machine: Machine
-) -> Outcomes:
-    """Score items 0 to count - 1, every rank its share, and put them together on all ranks."""
+    questions: Questions,
+    count: int,
+    tokenizer: Tokenizer,
+    most: int,
+    score: Callable[[list[int], list[list[int]]], list[list[float]]],
+    machine: Machine,
+) -> Graded:
+    """
+    Score items 0 to count - 1, every rank its share, and put them together on all ranks.
+
+    score(items, prompts) gives the scores of each; prompts have at most `most` tokens.
+    """
     mine = list(range(machine.rank, count, machine.world_size))
-    scores = dict(zip(mine, score(mine), strict=True))
+    whole = [render_prompt(tokenizer, questions[i]) for i in mine]
+    prompts = [fit(prompt, most) for prompt in whole]
+    cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
+    scores = dict(zip(mine, score(mine, prompts), strict=True))
     for other in machine.gather(scores):
         scores |= other
-    return [scores[i] for i in range(count)]
+    return Graded([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))
 
 
-def fit(prompt: list[int], capacity: int, room: int) -> list[int]:
-    """The end of a prompt that is too long to leave `room` tokens; its BOS stays in front."""
-    most = max(2, capacity - room)
+def fit(prompt: list[int], most: int) -> list[int]:
+    """The end of a prompt that has more than `most` tokens; its BOS stays in front."""
+    most = max(2, most)
     return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
 
 
 @torch.no_grad()
 def by_letters(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: Machine
-) -> Outcomes:
+) -> Graded:
     """
     Ask for the likeliest of the options' letters right where the assistant begins to speak.
 
@@ -62,8 +83,7 @@ def by_letters(
     """
     device = model.head.weight.device
 
-    def score(items: list[int]) -> list[list[float]]:
-        prompts = [fit(render_prompt(tokenizer, task[i]), model.cfg.max_seq_len, 1) for i in items]
+    def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
         order = sorted(range(len(items)), key=lambda n: len(prompts[n]))
         found: list[list[float]] = [[] for _ in items]
         while order:
@@ -83,7 +103,7 @@ def by_letters(
                 found[n] = [task.score(task[items[n]], best)]
         return found
 
-    return gathered(count, score, machine)
+    return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
 
 
 def letter_id(tokenizer: Tokenizer, letter: str) -> int:
@@ -101,7 +121,7 @@ def by_writing(
     settings: Sampling,
     num_samples: int,
     machine: Machine,
-) -> Outcomes:
+) -> Graded:
     """
     Let the model answer the first `count` items, `num_samples` times each, and score the text.
 
@@ -109,13 +129,11 @@ def by_writing(
     """
     tokenizer, capacity = engine.tokenizer, engine.cache.capacity
 
-    def score(items: list[int]) -> list[list[float]]:
-        groups = []
-        for i in items:
-            prompt = render_prompt(tokenizer, task[i])
-            prompt = fit(prompt, capacity, min(settings.max_new_tokens, capacity // 2))
-            own = Sampling(**{**vars(settings), "seed": settings.seed + i})
-            groups.append(engine.submit(prompt, own, num_samples))
+    def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
+        groups = [
+            engine.submit(prompt, replace(settings, seed=settings.seed + i), num_samples)
+            for i, prompt in zip(items, prompts, strict=True)
+        ]
         while engine.busy:
             engine.step()
         return [
@@ -123,4 +141,5 @@ def by_writing(
             for i, group in zip(items, groups, strict=True)
         ]
 
-    return gathered(count, score, machine)
+    most = capacity - min(settings.max_new_tokens, capacity // 2)
+    return gathered(task, count, tokenizer, most, score, machine)

@@ -12,12 +12,13 @@ arXiv:2503.20783; the group's mean as baseline: arXiv:2402.03300). Knows no task
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
@@ -50,6 +51,12 @@ class RLConfig:
     """drop: answers cut off at max_new_tokens are not learned from."""
     length_penalty: float = 0.0
     """Taken from the reward of an answer of full length, in proportion from shorter ones."""
+    format_reward: float = 0.0
+    """Added to the reward of an answer in the form that a right one must have, such as a number
+    after ####."""
+    log_kl: bool = False
+    """Log how far the model has moved from the one it began with, in nats a token of its answers;
+    costs two more forward passes."""
 
     def __post_init__(self) -> None:
         for name in ("examples_per_step", "num_samples", "max_new_tokens"):
@@ -59,6 +66,12 @@ class RLConfig:
             raise ValueError("num_samples=1: an answer is compared with others of its group")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+
+class Rewarding(Questions, Protocol):
+    """What is practised; `tasks.base.Task` has it."""
+
+    def answered(self, answer: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -159,47 +172,94 @@ def accumulate(
 
     loss = sum of advantage * nats of the sampled tokens / their number, over the whole step.
     """
-    device = machine.device
-    count = sum(sum(t != IGNORE for t in e.targets) for e in learned)
-    total = machine.sum(float(count))[0]
+    total = machine.sum(float(num_sampled(learned)))[0]
     loss = 0.0
-    by_length = sorted(learned, key=lambda e: len(e.ids))  # little padding
-    for i in range(0, len(by_length), rows_per_pass):
-        batch = by_length[i : i + rows_per_pass]
-        T = len(batch[-1].ids)
-        tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
-        targets = torch.tensor(
-            [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch], device=device
-        )
-        weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
+    for tokens, targets, weights in batches(learned, rows_per_pass, pad, machine.device):
         part = model.loss(tokens, targets, weights=weights / total)
         part.backward()
         loss += part.item()
     return machine.sum(loss)[0]
 
 
+def num_sampled(learned: Sequence[Example]) -> int:
+    """How many tokens there are to learn from."""
+    return sum(sum(t != IGNORE for t in e.targets) for e in learned)
+
+
+def batches(
+    learned: Sequence[Example], rows: int, pad: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, targets and advantages, (B, T) each, B at most `rows`; like lengths together."""
+    by_length = sorted(learned, key=lambda e: len(e.ids))
+    for i in range(0, len(by_length), rows):
+        batch = by_length[i : i + rows]
+        T = len(batch[-1].ids)
+        tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
+        targets = [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch]
+        weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
+        yield tokens, torch.tensor(targets, device=device), weights
+
+
+def divergence(
+    model: GPT,
+    start: GPT,
+    learned: Sequence[Example],
+    rows_per_pass: int,
+    pad: int,
+    machine: Machine,
+) -> float:
+    """
+    KL divergence of `model` from `start` in nats a sampled token, the same on all ranks.
+
+    Estimated by exp(d) - 1 - d of d = log p_start - log p_model at the sampled tokens: never
+    negative, and of little variance. Source: Schulman, "Approximating KL Divergence", 2020.
+    """
+    total = 0.0
+    for tokens, targets, _ in batches(learned, rows_per_pass, pad, machine.device):
+        d = model.token_losses(tokens, targets) - start.token_losses(tokens, targets)  # 0 elsewhere
+        total += float((torch.expm1(d) - d).double().sum())
+    nats, count = machine.sum(total, float(num_sampled(learned)))
+    return nats / count if count else 0.0
+
+
 class Practice:
     """The questions of a run: which are asked in a step, and what an answer to them earns."""
 
     def __init__(
-        self, task: Questions, tokenizer: Tokenizer, per_step: int, seed: int, machine: Machine
+        self,
+        task: Rewarding,
+        tokenizer: Tokenizer,
+        per_step: int,
+        seed: int,
+        machine: Machine,
+        format_reward: float = 0.0,
+        questions: Sequence[int] | None = None,
     ):
-        """Raises ValueError where the questions of a step do not divide among the ranks."""
+        """
+        questions: which of the task's, by number; by default all.
+
+        Raises ValueError where there are none, or those of a step do not divide among the ranks.
+        """
         if per_step % machine.world_size:
             raise ValueError(
                 f"examples_per_step {per_step} does not divide among {machine.world_size} devices"
             )
+        self.questions = range(len(task)) if questions is None else questions
+        if not self.questions:
+            raise ValueError("there is no question to practise")
         self.task, self.tokenizer, self.per_step, self.seed = task, tokenizer, per_step, seed
+        self.format_reward = format_reward
         self.share = range(machine.rank, per_step, machine.world_size)
 
     def num_steps(self, epochs: float) -> int:
         """Steps in which the questions are gone through `epochs` times."""
-        return max(1, round(epochs * len(self.task) / self.per_step))
+        return max(1, round(epochs * len(self.questions) / self.per_step))
 
     def number(self, asked: int) -> int:
         """Which question is asked as the `asked`-th of the run: every epoch in another order."""
-        epoch, place = divmod(asked, len(self.task))
-        return shuffled(len(self.task), self.seed, epoch)[place]
+        count = len(self.questions)
+        epoch, place = divmod(asked, count)
+        return self.questions[shuffled(count, self.seed, epoch)[place]]
 
     def chosen(self, step: int) -> list[int]:
         """This rank's questions of a step, by number."""
@@ -214,9 +274,9 @@ class Practice:
         return [self.seed * 1_000_003 + step * self.per_step + n for n in self.share]
 
     def reward(self, step: int, n: int, answer: Completion) -> float:
-        """The score of an answer to this rank's n-th question of a step."""
-        conversation = self.task[self.chosen(step)[n]]
-        return self.task.score(conversation, self.tokenizer.decode(answer.ids))
+        """What an answer to this rank's n-th question of a step earns."""
+        conversation, said = self.task[self.chosen(step)[n]], self.tokenizer.decode(answer.ids)
+        return self.task.score(conversation, said) + self.format_reward * self.task.answered(said)
 
 
 @dataclass(frozen=True)
@@ -236,7 +296,9 @@ class Exam:
         """The scores of a model as it is now."""
         engine = self.engine(for_inference(model))
         count = min(self.count, len(self.task))
-        return by_writing(engine, self.task, count, self.sampling, self.num_samples, self.machine)
+        return by_writing(
+            engine, self.task, count, self.sampling, self.num_samples, self.machine
+        ).outcomes
 
 
 @lru_cache(maxsize=2)
@@ -262,6 +324,8 @@ class PolicyRun:
     log: Callable[[int, dict[str, Any]], None]
     cfg: RLConfig
     loop: LoopConfig
+    start: GPT | None = None
+    """The model it began with, where the distance from it is to be logged."""
 
 
 def train_policy(run: PolicyRun, progress: Progress) -> bool:
@@ -316,6 +380,10 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
     )
     learned = examples(groups, run.cfg)
     pad = engine.tokenizer.bos_id
+    moved = {}
+    if run.start is not None:
+        ready = engine.model  # as it answered: rounding is not taken for learning
+        moved["kl"] = divergence(ready, run.start, learned, run.rows_per_pass, pad, run.machine)
     loss = accumulate(run.model, learned, run.rows_per_pass, pad, run.machine)
     norm = run.optimizer.reduce_gradients()
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -333,4 +401,5 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         "answer_tokens": totals[4] / totals[3],
         "cut_off": totals[5] / totals[3],
         "without_signal": totals[1] / totals[0],
+        **moved,
     }

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
 from nanochat.gpt import GPT
@@ -191,7 +192,7 @@ def carry_out(
             rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
         ),
         rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed)),
-        evaluate=stage.evaluation(ready.device_rows),
+        evaluate=patient(stage.evaluation, ready.device_rows),
         save=lambda now: checkpoints.save(model, stage.optimizer, stage.tokenizer, state, now),
         log=log.log,
         schedule=cfg.schedule,
@@ -203,3 +204,21 @@ def carry_out(
     if not done:
         return None
     return Outcome(model, run, ready, progress, checkpoints.saved)
+
+
+def patient(evaluation: Callable[[int], Evaluate], rows: int) -> Evaluate:
+    """An evaluation in passes of `rows`; where memory does not suffice, of half as many."""
+
+    def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        nonlocal rows
+        while True:
+            try:
+                return evaluation(rows)(step, stopping)
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            torch.cuda.empty_cache()  # outside the handler, which keeps the failed try's tensors
+            rows //= 2
+            print(f"evaluation: out of memory, going on with {rows} rows at a time", flush=True)
+
+    return evaluate

@@ -8,13 +8,14 @@ evaluations and checkpoints, logging, the guard against numbers that are not fin
 when asked to. It knows no tokenizer, data set, architecture or metric.
 """
 
+import contextlib
 import gc
 import math
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_momentum
 
 PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
+UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
 LOSS_BETA = 0.9  # of the moving average of the training loss
 UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
 
@@ -193,7 +195,8 @@ def train(run: Run, progress: Progress) -> bool:
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
         run.save(progress)
-        return evaluate(run, progress, progress.step, stop)
+        with last_evaluation(run.machine):
+            return evaluate(run, progress, progress.step, stop)
 
 
 def train_step(
@@ -258,6 +261,24 @@ def evaluate(run: Run, progress: Progress, step: int, stop: StopRequest) -> bool
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
     run.log(step, figures)
     return True
+
+
+@contextlib.contextmanager
+def last_evaluation(machine: Machine) -> Iterator[None]:
+    """
+    What is measured when the model is saved: out of memory, it ends the run with UNEVALUATED.
+
+    The same command with --resume=auto then measures again, without training.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        machine.print0(
+            "the model is trained and saved, but memory ran out in its last evaluation; the same "
+            "command with --resume=auto evaluates it, best with fewer rows at a time: a smaller "
+            "--device_batch_size, in RL --slots"
+        )
+        raise SystemExit(UNEVALUATED) from error
 
 
 def log_step(

@@ -56,7 +56,7 @@ from nanochat.world_stories import (
     story_questions,
 )
 
-WORLD_VERSION = 1  # goes up whenever any document changes
+WORLD_VERSION = 2  # goes up whenever any document changes
 DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
 
 

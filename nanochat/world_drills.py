@@ -34,6 +34,7 @@ Operands = Literal["sum", "product"]
 
 SUM_LIMIT = 20  # largest number in a drill of addition
 PRODUCT_LIMIT = 12  # and of multiplication
+STORY_LIMIT = 150  # of the larger one in a sum that a story tells: more than any product
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,21 @@ def partners(split: Split, a: int) -> tuple[int, ...]:
     return tuple(b for b in range(2, SUM_LIMIT + 1) if operand_split("sum", a, b) == split)
 
 
+def story_operands(rng: Random, split: Split) -> tuple[int, int]:
+    """
+    Two numbers that a split may add, in half of all cases one of them large.
+
+    So every number is met somewhere; which calculations are held out is a matter of pairs.
+    """
+    if rng.random() < 0.5:
+        return pick(rng, operand_pairs("sum", split, 2))
+    large = between(rng, SUM_LIMIT + 1, STORY_LIMIT)
+    if not partners(split, large):
+        return story_operands(rng, split)
+    small = pick(rng, partners(split, large))
+    return (large, small) if rng.random() < 0.5 else (small, large)
+
+
 def draw_drill(rng: Random, split: Split) -> Drill:
     """A random calculation from what the split may use."""
     operation = pick(rng, OPERATIONS)
@@ -222,7 +238,7 @@ def bought_with_change(rng: Random, split: Split, a: Person, b: Person) -> Probl
 
 
 def gathered(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = pick(rng, operand_pairs("sum", split, 2))
+    x, y = story_operands(rng, split)
     fruit = pick(rng, FRUIT)
     return Problem(
         f"{a.name} finds {x} {fruit} in the morning and {y} {fruit} in the evening.",
@@ -232,7 +248,7 @@ def gathered(rng: Random, split: Split, a: Person, b: Person) -> Problem:
 
 
 def put_together(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = pick(rng, operand_pairs("sum", split, 2))
+    x, y = story_operands(rng, split)
     fruit = pick(rng, FRUIT)
     return Problem(
         f"{a.name} has {x} {fruit}, and {b.name} has {y} {fruit}.",
@@ -242,7 +258,7 @@ def put_together(rng: Random, split: Split, a: Person, b: Person) -> Problem:
 
 
 def gave_away(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = pick(rng, operand_pairs("sum", split, 2))
+    x, y = story_operands(rng, split)
     fruit = pick(rng, FRUIT)
     return Problem(
         f"{a.name} has {x + y} {fruit} and gives {x} of them to {b.name}.",

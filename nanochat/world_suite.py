@@ -35,7 +35,7 @@ from nanochat.world_facts import (
 from nanochat.world_stories import Episode, episodes
 from nanochat.world_tasks import choice_questions, draw_options, fact_questions, problem
 
-SUITE_VERSION = 1  # goes up whenever any item changes
+SUITE_VERSION = 2  # goes up whenever any item changes
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 HELD_OUT: tuple[Split, ...] = ("val", "test")
 NUM_PROBLEMS = 150  # of each split

@@ -30,7 +30,7 @@ from nanochat.world_facts import (
     upper_first,
 )
 
-TASKS_VERSION = 1  # goes up whenever any item changes
+TASKS_VERSION = 2  # goes up whenever any item changes
 
 
 def generator(what: str, split: Split, i: int) -> Random:
@@ -57,11 +57,35 @@ class Asked:
         values = field_values(self.fact.kind, self.question.field)
         return tuple(value for value in values if value != self.question.answer)
 
+    @property
+    def fair_rivals(self) -> tuple[str, ...]:
+        """
+        The rivals that are the answer to a question on the same side of the split.
+
+        What is asked in training is written more often than what is not: were both among the
+        options of a question, that alone would tell them apart.
+        """
+        fact, field = self.fact, self.question.field
+        answers = side_answers(fact.kind, fact.relation, field, fact.split == "train")
+        return tuple(value for value in answers if value != self.question.answer)
+
 
 @cache
 def field_values(kind: str, field: str) -> tuple[str, ...]:
     """The field of every subject of a kind."""
     return tuple(str(fields[field]) for fields in subjects()[kind][1])
+
+
+@cache
+def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
+    """The answers to one kind of question, as far as training asks it, or does not."""
+    return tuple(
+        q.answer
+        for f in facts()
+        if (f.kind, f.relation, f.split == "train") == (kind, relation, trained)
+        for q in f.questions
+        if q.field == field
+    )
 
 
 @cache
@@ -108,7 +132,7 @@ class Choice:
 @cache
 def choice_questions(split: Split) -> tuple[Asked, ...]:
     """The questions that have enough rivals."""
-    return tuple(a for a in fact_questions(split) if len(set(a.rivals)) >= NUM_OPTIONS - 1)
+    return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
 
 
 def choice(split: Split, i: int) -> Choice:
@@ -120,13 +144,13 @@ def choice(split: Split, i: int) -> Choice:
 
 def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
     """
-    The answer and its rivals in random order.
+    The answer and its fair rivals in random order.
 
-    Rivals are drawn as often as they are the answer for other subjects: neither is likelier.
+    They are drawn as often as they are the answer for other subjects: neither is likelier.
     """
     found = [asked.question.answer]
     while len(found) < NUM_OPTIONS:
-        rival = pick(rng, asked.rivals)
+        rival = pick(rng, asked.fair_rivals)
         found += [rival] if rival not in found else []
     return tuple(sample(rng, found, NUM_OPTIONS))
 

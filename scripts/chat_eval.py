@@ -18,7 +18,7 @@ from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.config import settings, short, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import Outcomes, by_letters, by_writing
+from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -103,18 +103,19 @@ def main(cfg: ChatEval) -> None:
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool)
-    found: dict[str, Outcomes] = {}
+    found: dict[str, Graded] = {}
     for task in tasks:
         begun = time.perf_counter()
         count = min(len(task), cfg.max_problems or len(task))
         if task.kind == "choice":
-            outcomes = by_letters(model, tokenizer, task, count, machine)
+            graded = by_letters(model, tokenizer, task, count, machine)
         else:
-            outcomes = by_writing(engine, task, count, cfg.sampling, cfg.num_samples, machine)
-        found[task.name] = outcomes
-        score = accuracy(outcomes)
+            graded = by_writing(engine, task, count, cfg.sampling, cfg.num_samples, machine)
+        found[task.name] = graded
+        score = accuracy(graded.outcomes)
+        cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
         machine.print0(
-            f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions), "
+            f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions{cropped}), "
             f"{time.perf_counter() - begun:.1f} s"
         )
     if machine.is_main:
@@ -152,7 +153,7 @@ def write_section(
     cfg: ChatEval,
     checkpoint: Checkpoint,
     tasks: Sequence[Task],
-    found: dict[str, Outcomes],
+    found: dict[str, Graded],
     whole: bool,
     machine: Machine,
     started: float,
@@ -161,20 +162,26 @@ def write_section(
     values: dict[str, Any] = {}
     items: dict[str, Any] = {}
     for task in tasks:
-        outcomes = found[task.name]
+        outcomes = found[task.name].outcomes
         values[task.name] = records.estimate(*accuracy(outcomes))
-        conversations = (task[i] for i in range(len(outcomes)))
+        conversations = [task[i] for i in range(len(outcomes))]
         items[task.name] = records.item_scores(conversations, item_means(outcomes))
         k = len(outcomes[0])
         for n in {2, 4, 8, 16, 32, 64} & set(range(2, k + 1)):
             correct = [sum(score == 1 for score in scores) for scores in outcomes]
             passed = stats.mean_pass_at_k(k, correct, n)
             values[f"{task.name} pass@{n}"] = records.estimate(*passed)
+            each = [stats.pass_at_k(k, c, n) for c in correct]
+            items[f"{task.name} pass@{n}"] = records.item_scores(conversations, each)
     if whole:
-        centred = [stats.centred(accuracy(found[task.name]), task.baseline) for task in tasks]
+        centred = [
+            stats.centred(accuracy(found[task.name].outcomes), task.baseline) for task in tasks
+        ]
         values["ChatCORE"] = records.estimate(*stats.average(centred))
         weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
         items["ChatCORE"] = records.weighted_scores(weights)
+    if cropped := sum(graded.num_cropped for graded in found.values()):
+        values["Cropped prompts"] = cropped
     origin = checkpoint.state["provenance"]
     records.write_record(
         cfg.section,

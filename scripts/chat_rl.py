@@ -8,6 +8,7 @@ Reads   chatsft_checkpoints/<tag>/ and the task's training and evaluation questi
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,9 +18,9 @@ from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, Checkpoints, find_checkpoint, load_model, stage_folder
 from nanochat.config import settings, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import Outcomes
+from nanochat.eval_chat import Outcomes, by_writing
 from nanochat.finetune import parent_inputs
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, for_inference
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
@@ -27,7 +28,8 @@ from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
-from nanochat.train import PREEMPTED, LoopConfig, Progress
+from nanochat.train import PREEMPTED, LoopConfig, Progress, last_evaluation
+from tasks.base import Task
 from tasks.defaults import defaults
 from tasks.registry import make
 
@@ -36,13 +38,12 @@ SECTION = "Chat RL"
 
 @dataclass(frozen=True)
 class ChatRL:
-    source: Literal["mid", "sft", "rl"] = "sft"
+    source: Literal["base", "mid", "sft", "rl"] = "sft"
     """Which stage's checkpoint to start from."""
     task: str | None = None
     """What is practised: a task that can be scored. Default: by what the base model read."""
-    split: str | None = None
-    """Split of the task that is practised; held out is always test. Default: train, or in the
-    embedded world val, which no earlier stage learns from."""
+    split: str = "train"
+    """Split of the task that is practised; held out is always test."""
     from_tag: str | None = None
     """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
     from_step: int | None = None
@@ -61,6 +62,11 @@ class ChatRL:
     """Held-out questions that are answered before, after, and every --eval_every steps."""
     eval_samples: int = 8
     """Answers to each of them."""
+    solved_from: float = 0.0
+    """Practise only questions of which the model it starts from gets this share of its answers
+    right, found out by as many answers as there are samples in a group."""
+    solved_to: float = 1.0
+    """And at most this share: 0.2 to 0.8 leaves out what teaches nothing."""
     python: bool = False
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
@@ -102,19 +108,18 @@ def main(cfg: ChatRL) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     tag = cfg.from_tag or cfg.model_tag or None
     parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
-    usual = defaults(parent.state["source"])
-    task = cfg.task or usual.rl
-    split = cfg.split or (usual.rl_split if task == usual.rl else "train")
-    asked, inputs = {**settings(cfg), "task": task, "split": split}, parent_inputs(parent)
+    task = cfg.task or defaults(parent.state["source"]).rl
+    asked, inputs = {**settings(cfg), "task": task}, parent_inputs(parent)
     key = records.stage_key(asked, inputs)
     done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
     if machine.broadcast(done):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
-    # The model as it is, and how well it does
+    # The model as it is, how well it does, and what it has still to learn
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     model = load_model(parent, machine)
+    start = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
     def engine(ready: GPT) -> Engine:
@@ -125,14 +130,29 @@ def main(cfg: ChatRL) -> None:
     )
     before = exam.take(model)
     machine.print0(f"before: {show(before)}")
+    practised = make(task, cfg.split)
+    practice = Practice(
+        practised,
+        tokenizer,
+        cfg.rl.examples_per_step,
+        cfg.seed,
+        machine,
+        cfg.rl.format_reward,
+        unsolved(cfg, practised, engine(for_inference(model)), machine),
+    )
 
     # Where to start
     optimizer = build_optimizer(cfg, model, machine)
     folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
     checkpoints = Checkpoints(folder, machine, cfg.keep)
     progress = Progress()
-    practice = Practice(make(task, split), tokenizer, cfg.rl.examples_per_step, cfg.seed, machine)
-    identity = {"rl": asdict(cfg.rl), "task": task, "split": split, "seed": cfg.seed, **inputs}
+    identity = {
+        "rl": asdict(cfg.rl),
+        "task": task,
+        "split": cfg.split,
+        "seed": cfg.seed,
+        **inputs,
+    }
     if cfg.resume == "auto":
         checkpoints.resume(identity, False, model, optimizer, progress)
     else:
@@ -175,6 +195,7 @@ def main(cfg: ChatRL) -> None:
         log=log.log,
         cfg=cfg.rl,
         loop=cfg.loop,
+        start=start,
     )
     with log:
         if progress.step == 0:
@@ -182,13 +203,29 @@ def main(cfg: ChatRL) -> None:
         if not train_policy(run, progress):
             machine.close()
             raise SystemExit(PREEMPTED)
-        after = exam.take(model)
+        with last_evaluation(machine):
+            after = exam.take(model)
         log.log(num_steps, {"pass_at_1": pass_at(after, 1).value})
     machine.print0(f"after: {show(after)}")
     if machine.is_main:
         assert checkpoints.saved is not None, "the main rank writes checkpoints"
         write_section(cfg, asked, inputs, run_id, checkpoints.saved, before, after, run, started)
     machine.close()
+
+
+def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[int] | None:
+    """The questions that are neither too hard nor too easy, by number; None for all of them."""
+    if cfg.solved_from <= 0 and cfg.solved_to >= 1:
+        return None
+    sampling = replace(cfg.sampling, seed=cfg.seed + 2)
+    graded = by_writing(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
+    solved = [sum(scores) / len(scores) for scores in graded.outcomes]
+    kept = [i for i, share in enumerate(solved) if cfg.solved_from <= share <= cfg.solved_to]
+    machine.print0(
+        f"practising {len(kept):,} of {len(solved):,} questions: those of which "
+        f"{cfg.solved_from:.0%} to {cfg.solved_to:.0%} of the answers are right"
+    )
+    return kept
 
 
 def build_optimizer(cfg: ChatRL, model: GPT, machine: Machine) -> MuonAdamW:
@@ -246,9 +283,14 @@ def figures(
     steps = [entry for entry in metrics if "reward" in entry]
     tenth = max(1, len(steps) // 10)
     values: dict[str, Any] = {"Number of iterations": len(steps)}
-    for name, part in (("first", steps[:tenth]), ("last", steps[-tenth:])):
-        rewards = [entry["reward"] for entry in part]
-        values[f"Mean reward, {name} tenth"] = records.estimate(*stats.mean(rewards))
+    rewards = [stats.mean([e["reward"] for e in part]) for part in (steps[:tenth], steps[-tenth:])]
+    values["Mean reward, first tenth"] = records.estimate(*rewards[0])
+    values["Mean reward, last tenth"] = records.estimate(*rewards[1])
+    values["Mean reward change"] = records.estimate(
+        rewards[1].value - rewards[0].value, 2 * tenth, math.hypot(rewards[0].se, rewards[1].se)
+    )
+    if "kl" in steps[-1]:
+        values["KL from the start, nats a token"] = steps[-1]["kl"]
     silent = [entry["without_signal"] for entry in steps]
     values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
     for k in (1, 2, 4, 8, 16):

@@ -61,6 +61,9 @@ class AQuA(HubTask):
         )
         return float(given == right)
 
+    def answered(self, answer: str) -> bool:
+        return MARKER.search(spoken(answer)) is not None
+
 
 class AQuALetter(ChoiceTask, AQuA):
     """The same questions, to be answered by the letter alone."""

@@ -197,6 +197,10 @@ class Task(ABC):
         """
         raise ValueError(f"{self.name} is only trained on: it has no right answers to score")
 
+    def answered(self, answer: str) -> bool:
+        """Whether `answer` has the form that a right one must have, right or wrong."""
+        return True
+
 
 class ChoiceTask(Task):
     """A task whose answers are the letter of an option and nothing else."""
@@ -205,6 +209,9 @@ class ChoiceTask(Task):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         return float(spoken(answer).strip() == answer_text(conversation[-1]))
+
+    def answered(self, answer: str) -> bool:
+        return spoken(answer).strip() in LETTERS
 
 
 class NumberTask(Task):
@@ -216,6 +223,9 @@ class NumberTask(Task):
         right = final_number(answer_text(conversation[-1]))
         assert right is not None, f"{self.name}: a right answer without a number"
         return float(final_number(spoken(answer)) == right)
+
+    def answered(self, answer: str) -> bool:
+        return final_number(spoken(answer)) is not None
 
 
 class Subset(Task):
@@ -254,6 +264,9 @@ class Subset(Task):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         return self.task.score(conversation, answer)
+
+    def answered(self, answer: str) -> bool:
+        return self.task.answered(answer)
 
 
 class Mixture(Task):

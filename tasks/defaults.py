@@ -15,8 +15,6 @@ class Defaults(NamedTuple):
     sft: str
     evaluated: tuple[str, ...]
     rl: str
-    rl_split: str
-    """Where the questions that RL practises come from: they should not be solved already."""
 
 
 HUB = Defaults(
@@ -24,14 +22,12 @@ HUB = Defaults(
     sft="arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000",
     evaluated=("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling"),
     rl="gsm8k",
-    rl_split="train",
 )
 WORLD = Defaults(
-    mid="world_chat=6000,world_choice=3000,world_problems=3000,world_spelling=2000",
-    sft="world_chat=2000,world_facts=1000,world_choice=1000,world_problems=2000,world_spelling=1000",
+    mid="world_chat=6000,world_choice=1000,world_problems=3000,world_spelling=3000",
+    sft="world_chat=1500,world_facts=2000,world_choice=500,world_problems=1500,world_spelling=1500",
     evaluated=("world_choice", "world_facts", "world_problems", "world_spelling"),
-    rl="world_spelling",
-    rl_split="val",  # a small model gets nearly everything of the training split right
+    rl="world_facts",
 )
 
 

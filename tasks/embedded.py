@@ -6,12 +6,11 @@ The embedded world as tasks: conversations, facts, choices, word problems, lette
 What is held out is held out by construction: no question, calculation or letter of the splits val
 and test comes in a training document or conversation.
 
-What RL can practise is what the stages before it leave half solved. After them a small model knows
-the questions, calculations and letters of the split train by heart: all samples of a group get the
-same reward, and nothing is learned (measured: depth 4, 2026-11: mean rewards 0.97 for problems,
-0.96 for letters; 0.79 for facts, but only for lack of confidence, greedy answers score 0.97). The
-questions of the split val are as new to it as those of the test, where problems have 0.6, letters
-0.8 and facts 0.45, and one sample or another gets right what the rest gets wrong.
+What RL can practise is what the stages before it leave half solved. A small model then works out
+nearly all problems and letters of the split train (mean rewards 0.99 and 0.96 at depth 4, 2026-11):
+all answers of a group earn the same, and nothing is learned. Of the facts it gets 0.8, for lack of
+confidence: taking the likeliest words it has 0.97. Practice makes it sure of what it knows, also
+where it was never asked.
 """
 
 from functools import cache

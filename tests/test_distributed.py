@@ -49,7 +49,11 @@ def folder(base: Path, tag: str) -> Path:
 
 
 def losses(base: Path, tag: str) -> list[float]:
-    return [m["loss"] for m in read_metrics(folder(base, tag) / "metrics.jsonl") if "loss" in m]
+    return curve(folder(base, tag), "loss")
+
+
+def curve(run: Path, name: str) -> list[float]:
+    return [entry[name] for entry in read_metrics(run / "metrics.jsonl") if name in entry]
 
 
 def weights(base: Path, tag: str) -> dict[str, torch.Tensor]:
@@ -147,6 +151,35 @@ def test_two_agents_on_loopback_train_as_two_nodes(base):
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)[-4000:]
     assert "cpu x 2" in outputs[0] + outputs[1]
     assert losses(base, "nodes") == losses(base, "two")
+
+
+def test_one_and_two_processes_fine_tune_alike(base):
+    words = (
+        "-m scripts.mid_train --from_tag=one --mixture=world_chat=300,world_facts=100 "
+        "--max_seq_len=64 --num_iterations=6 --total_batch_size=512 --eval_tokens=1024 "
+        "--dtype=float32"
+    ).split()
+    for processes in (1, 2):
+        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
+    one, two = (base / "mid_checkpoints" / tag for tag in "12")
+    for name in ("loss", "val_bpb"):
+        assert len(curve(one, name)) in (1, 6)
+        np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
+
+
+def test_one_and_two_processes_practise_alike(base):
+    """What is learned here is to be brief: a base model gets nothing right."""
+    words = (
+        "-m scripts.chat_rl --source=base --from_tag=one --task=world_spelling --num_iterations=3 "
+        "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
+        "--eval_examples=6 --eval_samples=2 --dtype=float32"
+    ).split()
+    for processes in (1, 2):
+        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
+    one, two = (base / "chatrl_checkpoints" / tag for tag in "12")
+    for name in ("reward", "loss", "grad_norm", "kl", "answer_tokens", "pass_at_1"):
+        np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
+    assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
 
 
 def test_depth_8_works_as_typed_with_dashes_or_underscores(base):

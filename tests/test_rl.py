@@ -16,6 +16,7 @@ from nanochat.rl import (
     RLConfig,
     accumulate,
     advantages,
+    divergence,
     examples,
     shuffled,
     train_policy,
@@ -82,6 +83,25 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
             torch.testing.assert_close(p.grad, w, rtol=1e-3, atol=1e-6)
 
 
+def test_the_distance_from_the_start_is_that_of_the_definition(machine):
+    model, start = model_of(0), model_of(1)
+    groups = [
+        Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
+        Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
+    ]
+    learned = examples(groups, CFG)
+    terms = []
+    for e in learned:
+        ours, theirs = (m(torch.tensor([e.ids]))[0].log_softmax(-1) for m in (model, start))
+        d = [float(theirs[i, t] - ours[i, t]) for i, t in enumerate(e.targets) if t != IGNORE]
+        terms += [math.exp(x) - 1 - x for x in d]
+    for rows in (1, 4):
+        found = divergence(model, start, learned, rows, TOKENIZER.bos_id, machine)
+        assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
+    assert divergence(model, model, learned, 2, TOKENIZER.bos_id, machine) == 0.0
+    assert divergence(model, start, [], 2, TOKENIZER.bos_id, machine) == 0.0
+
+
 class LowTokens:
     """Asks for any token below 128 right away: half of what a new model says."""
 
@@ -93,6 +113,9 @@ class LowTokens:
 
     def score(self, conversation, answer):
         return float(bool(answer) and ord(answer[0]) < 128)
+
+    def answered(self, answer):
+        return len(answer) > 2
 
 
 def practise(machine, steps, log=None, seed=0):
@@ -157,6 +180,22 @@ def test_every_epoch_asks_every_question_once_in_another_order(machine):
     with pytest.raises(ValueError, match="devices"):
         two = type(machine)(0, 0, 2, machine.device, machine.dtype)
         Practice(LowTokens(), TOKENIZER, 5, 3, two)
+
+
+def test_an_answer_in_the_right_form_earns_something_where_asked_for(machine):
+    low, long, both = (answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65]))
+    plain = Practice(LowTokens(), TOKENIZER, 2, 0, machine)
+    formed = Practice(LowTokens(), TOKENIZER, 2, 0, machine, format_reward=0.25)
+    assert [plain.reward(0, 1, a) for a in (low, long, both)] == [1.0, 0.0, 1.0]
+    assert [formed.reward(0, 1, a) for a in (low, long, both)] == [1.0, 0.25, 1.25]
+
+
+def test_only_the_chosen_questions_are_practised(machine):
+    practice = Practice(LowTokens(), TOKENIZER, 2, 0, machine, questions=[3, 7, 8, 9])
+    assert practice.num_steps(2.0) == 4
+    assert sorted(i for step in (0, 1) for i in practice.chosen(step)) == [3, 7, 8, 9]
+    with pytest.raises(ValueError, match="no question"):
+        Practice(LowTokens(), TOKENIZER, 2, 0, machine, questions=[])
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,9 @@ FOREVER = {
 
 @pytest.mark.parametrize("work", FOREVER)
 def test_ctrl_c_interrupts(work):
-    code = f"import itertools, random, rustbpe; print('ready', flush=True); {FOREVER[work]}"
+    # A process started in the background of a shell ignores SIGINT, and hands that on
+    heed = "signal.signal(signal.SIGINT, signal.default_int_handler); print('ready', flush=True)"
+    code = f"import itertools, random, rustbpe, signal; {heed}; {FOREVER[work]}"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -396,7 +398,10 @@ def test_ctrl_c_interrupts(work):
         time.sleep(0.5)
         child.send_signal(signal.SIGINT)
         start = time.monotonic()
-        _, errors = child.communicate(timeout=60)
+        try:
+            _, errors = child.communicate(timeout=60)
+        finally:
+            child.kill()
     assert "KeyboardInterrupt" in errors
     assert time.monotonic() - start < 20
 

@@ -1,8 +1,13 @@
 """speedrun.sh end to end in its smallest profile: a report, safe to run again."""
 
+import contextlib
 import os
+import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,17 +21,15 @@ STAGES = (
 )  # fmt: skip
 
 
+def environment(base: Path, **extra: str) -> dict[str, str]:
+    mine = {"NANOCHAT_BASE_DIR": str(base), "REPORT_OUT": str(base / "copy"), "PROFILE": "smoke"}
+    return {**os.environ, **mine, **extra}
+
+
 def speedrun(base: Path, **extra: str) -> subprocess.CompletedProcess:
-    environment = {
-        **os.environ,
-        "NANOCHAT_BASE_DIR": str(base),
-        "REPORT_OUT": str(base / "copy"),
-        "PROFILE": "smoke",
-        **extra,
-    }
     return subprocess.run(
         ["bash", "speedrun.sh"],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500,
+        cwd=REPOSITORY, env=environment(base, **extra), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
 
 
@@ -67,6 +70,41 @@ def test_R18_a_second_run_skips_what_is_there_and_redoes_what_was_damaged(tmp_pa
     assert redone.stdout.count("finished already, skipped") == len(STAGES) - 1
     for stage in STAGES:
         assert results(base, stage) == figures[stage]
+
+
+def kill_in(base: Path, label: str, seconds: float) -> None:
+    """Start speedrun.sh and kill all its processes `seconds` after a stage has begun."""
+    process = subprocess.Popen(
+        ["bash", "speedrun.sh"], cwd=REPOSITORY, env=environment(base), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.strip() == f"=== {label}":
+            break
+    time.sleep(seconds)
+    assert said[-1].strip() == f"=== {label}", "".join(said)
+    with contextlib.suppress(ProcessLookupError):  # the whole run was faster
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path):
+    rng = random.Random(0)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert speedrun(straight).returncode == 0
+    labels = re.findall(r'^ *stage "([^"]+)"', (REPOSITORY / "speedrun.sh").read_text(), re.M)
+    assert len(labels) == len(STAGES)
+    for label in labels:
+        kill_in(killed, label, rng.uniform(2.0, 9.0))
+    done = speedrun(killed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in STAGES:
+        assert results(killed, stage) == results(straight, stage), stage
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):

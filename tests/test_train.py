@@ -13,7 +13,18 @@ from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.schedule import ScheduleConfig
-from nanochat.train import LoopConfig, Progress, Run, TooManyBadSteps, to_device, train, train_step
+from nanochat.stage import patient
+from nanochat.train import (
+    PREEMPTED,
+    UNEVALUATED,
+    LoopConfig,
+    Progress,
+    Run,
+    TooManyBadSteps,
+    to_device,
+    train,
+    train_step,
+)
 from tests.conftest import TINY
 
 ROWS, T = 8, TINY.max_seq_len
@@ -192,6 +203,43 @@ def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
     assert not train(run, Progress())
     assert saved[-1][0] == saved_step
     assert when not in [step for step, values in logged if "val_bpb" in values]
+
+
+def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(machine, capsys):
+    saved = []
+
+    def evaluate(step, stopping):
+        raise torch.OutOfMemoryError
+
+    loop = LoopConfig(eval_every=0)
+    run, *_ = make_run(
+        machine, 3, evaluate=evaluate, save=lambda p: saved.append(p.step), loop=loop
+    )
+    with pytest.raises(SystemExit) as left:
+        train(run, Progress())
+    assert left.value.code == UNEVALUATED != PREEMPTED and saved == [3]
+    assert "--resume=auto" in capsys.readouterr().out
+
+
+def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
+    tried = []
+
+    def evaluation(rows):
+        def evaluate(step, stopping):
+            tried.append((rows, step))
+            if rows > 3:
+                raise torch.OutOfMemoryError
+            return {"val_bpb": 1.0}
+
+        return evaluate
+
+    evaluate = patient(evaluation, 16)
+    assert evaluate(5, lambda: False) == {"val_bpb": 1.0}
+    assert tried == [(16, 5), (8, 5), (4, 5), (2, 5)]
+    evaluate(9, lambda: False)
+    assert tried[4:] == [(2, 9)]  # what fits is remembered
+    with pytest.raises(torch.OutOfMemoryError):
+        patient(lambda rows: evaluation(rows + 4), 2)(0, lambda: False)
 
 
 def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
