@@ -47,7 +47,7 @@ cpu)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
     mid=(--num_iterations=150 --init_lr_frac=0.7 --eval_every=75 --eval_tokens=65536)
     sft=(--num_iterations=75 --eval_every=0 --eval_tokens=65536)
-    rl=(--num_iterations=60 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=32
+    rl=(--num_iterations=60 --init_lr_frac=0.08 --num_samples=8 --max_new_tokens=32
         --eval_examples=200)
     chat=(--max_problems=200 --max_new_tokens=96)
     minutes=(1 1 5 1 1 2 1 2 2)

@@ -116,21 +116,22 @@ def main(cfg: ChatRL) -> None:
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
-    # The model as it is, how well it does, and what it has still to learn
+    # The model as it is, and how well it does
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     model = load_model(parent, machine)
-    start = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
     def engine(ready: GPT) -> Engine:
         return Engine(ready, tokenizer, cfg.slots, tool=tool)
 
-    exam = Exam(
-        make(task, "test"), cfg.eval_examples, cfg.eval_samples, cfg.sampling, engine, machine
-    )
+    held_out = make(task, "test")
+    exam = Exam(held_out, cfg.eval_examples, cfg.eval_samples, cfg.sampling, engine, machine)
     before = exam.take(model)
     machine.print0(f"before: {show(before)}")
+
+    # What it practises, and from where on
     practised = make(task, cfg.split)
+    questions = unsolved(cfg, practised, engine(for_inference(model)), machine)
     practice = Practice(
         practised,
         tokenizer,
@@ -138,14 +139,10 @@ def main(cfg: ChatRL) -> None:
         cfg.seed,
         machine,
         cfg.rl.format_reward,
-        unsolved(cfg, practised, engine(for_inference(model)), machine),
+        questions,
     )
-
-    # Where to start
     optimizer = build_optimizer(cfg, model, machine)
-    folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
-    checkpoints = Checkpoints(folder, machine, cfg.keep)
-    progress = Progress()
+    start = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
     identity = {
         "rl": asdict(cfg.rl),
         "task": task,
@@ -153,6 +150,8 @@ def main(cfg: ChatRL) -> None:
         "seed": cfg.seed,
         **inputs,
     }
+    folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
+    checkpoints, progress = Checkpoints(folder, machine, cfg.keep), Progress()
     if cfg.resume == "auto":
         checkpoints.resume(identity, False, model, optimizer, progress)
     else:
@@ -198,19 +197,27 @@ def main(cfg: ChatRL) -> None:
         start=start,
     )
     with log:
-        if progress.step == 0:
-            log.log(0, {"pass_at_1": pass_at(before, 1).value})
-        if not train_policy(run, progress):
-            machine.close()
-            raise SystemExit(PREEMPTED)
-        with last_evaluation(machine):
-            after = exam.take(model)
-        log.log(num_steps, {"pass_at_1": pass_at(after, 1).value})
+        after = practise(run, progress, exam, before)
+    if after is None:
+        machine.close()
+        raise SystemExit(PREEMPTED)
     machine.print0(f"after: {show(after)}")
     if machine.is_main:
         assert checkpoints.saved is not None, "the main rank writes checkpoints"
         write_section(cfg, asked, inputs, run_id, checkpoints.saved, before, after, run, started)
     machine.close()
+
+
+def practise(run: PolicyRun, progress: Progress, exam: Exam, before: Outcomes) -> Outcomes | None:
+    """Train, and answer the held-out questions again; None when asked to stop on the way."""
+    if progress.step == 0:
+        run.log(0, {"pass_at_1": pass_at(before, 1).value})
+    if not train_policy(run, progress):
+        return None
+    with last_evaluation(run.machine):
+        after = exam.take(run.model)
+    run.log(run.num_steps, {"pass_at_1": pass_at(after, 1).value})
+    return after
 
 
 def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[int] | None:
