@@ -45,12 +45,12 @@ cpu)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
         --eval_tokens=65536)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
-    mid=(--num_iterations=150 --init_lr_frac=0.7 --eval_every=75 --eval_tokens=65536)
-    sft=(--num_iterations=75 --eval_every=0 --eval_tokens=65536)
+    mid=(--num_iterations=130 --init_lr_frac=0.7 --eval_every=65 --eval_tokens=65536)
+    sft=(--num_iterations=80 --eval_every=40 --eval_tokens=65536)
     rl=(--num_iterations=60 --init_lr_frac=0.08 --num_samples=8 --max_new_tokens=32
-        --eval_examples=200)
+        --eval_examples=200 --eval_every=20)
     chat=(--max_problems=200 --max_new_tokens=96)
-    minutes=(1 1 5 1 1 2 1 2 2)
+    minutes=(1 1 6 1 1 2 1 1 1)
     ;;
 smoke)
     depth=${DEPTH:-2} processes=1 gigabytes=7 rate=0

@@ -66,6 +66,12 @@ def gathered(
     return Graded([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))
 
 
+def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
+    """What leaves room for an answer; where all cannot fit, prompts get at least half."""
+    capacity = engine.cache.capacity
+    return capacity - min(max_new_tokens, capacity // 2)
+
+
 def fit(prompt: list[int], most: int) -> list[int]:
     """The end of a prompt that has more than `most` tokens; its BOS stays in front."""
     most = max(2, most)
@@ -127,7 +133,7 @@ def by_writing(
 
     Item i draws from seed `settings.seed` + i.
     """
-    tokenizer, capacity = engine.tokenizer, engine.cache.capacity
+    tokenizer = engine.tokenizer
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
         groups = [
@@ -141,5 +147,5 @@ def by_writing(
             for i, group in zip(items, groups, strict=True)
         ]
 
-    most = capacity - min(settings.max_new_tokens, capacity // 2)
+    most = longest_prompt(engine, settings.max_new_tokens)
     return gathered(task, count, tokenizer, most, score, machine)

@@ -51,7 +51,7 @@ def draw_run(metrics_file: Path) -> dict[str, tuple[str, bytes]]:
         return [(entry["step"], entry[name]) for entry in entries if name in entry]
 
     figures = {}
-    if curve("loss"):
+    if curve("loss") and not curve("reward"):  # the loss of a policy says nothing by itself
         image = loss_figure(curve("loss"), curve("val_bpb"))
         figures["loss"] = ("Training and validation loss", image)
     if curve("reward"):

@@ -99,8 +99,9 @@ class Machine:
             torch.mps.synchronize()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, all ranks at once: none is torn down while another works."""
         if dist.is_initialized():
+            self.barrier()
             dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
-from nanochat.eval_chat import Outcomes, Questions, by_writing
+from nanochat.eval_chat import Outcomes, Questions, by_writing, fit, longest_prompt
 from nanochat.gpt import GPT, for_inference
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
@@ -112,12 +112,14 @@ def roll_out(
     """
     Answer every prompt `num_samples` times and score the answers.
 
-    reward(i, answer) scores an answer to prompt i; prompt i draws from seeds[i], so what is
-    answered depends on the question and the step, not on ranks or company.
+    Of a prompt that leaves no room for an answer, only the end is read. reward(i, answer) scores
+    an answer to prompt i, which draws from seeds[i]: what is answered depends on the question and
+    the step, not on ranks or company.
     """
+    most = longest_prompt(engine, cfg.max_new_tokens)
     waiting = [
         engine.submit(
-            prompt,
+            fit(list(prompt), most),
             Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed),
             cfg.num_samples,
         )
