@@ -153,15 +153,20 @@ def test_two_agents_on_loopback_train_as_two_nodes(base):
     assert losses(base, "nodes") == losses(base, "two")
 
 
+def by_one_and_two(base: Path, words: list[str], stage: str) -> tuple[Path, Path]:
+    """The folders of the same stage carried out by one process and by two."""
+    for processes in (1, 2):
+        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
+    return base / stage / "1", base / stage / "2"
+
+
 def test_one_and_two_processes_fine_tune_alike(base):
     words = (
         "-m scripts.mid_train --from_tag=one --mixture=world_chat=300,world_facts=100 "
         "--max_seq_len=64 --num_iterations=6 --total_batch_size=512 --eval_tokens=1024 "
         "--dtype=float32"
     ).split()
-    for processes in (1, 2):
-        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
-    one, two = (base / "mid_checkpoints" / tag for tag in "12")
+    one, two = by_one_and_two(base, words, "mid_checkpoints")
     for name in ("loss", "val_bpb"):
         assert len(curve(one, name)) in (1, 6)
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
@@ -174,9 +179,7 @@ def test_one_and_two_processes_practise_alike(base):
         "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
         "--eval_examples=6 --eval_samples=2 --dtype=float32"
     ).split()
-    for processes in (1, 2):
-        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
-    one, two = (base / "chatrl_checkpoints" / tag for tag in "12")
+    one, two = by_one_and_two(base, words, "chatrl_checkpoints")
     for name in ("reward", "loss", "grad_norm", "kl", "answer_tokens", "pass_at_1"):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
