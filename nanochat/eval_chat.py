@@ -28,8 +28,15 @@ class Questions(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> Sequence[Message]: ...
+    def locate(self, i: int) -> "tuple[Questions, int]": ...
     def letters(self, i: int) -> tuple[str, ...]: ...
     def score(self, conversation: Any, answer: str) -> float: ...
+
+
+def grade(questions: Questions, i: int, answer: str) -> float:
+    """The score of an answer to item i, given by the task that the item is of."""
+    task, number = questions.locate(i)
+    return task.score(task[number], answer)
 
 
 Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
@@ -106,7 +113,7 @@ def by_letters(
                 letters = task.letters(items[n])
                 ids = [letter_id(tokenizer, letter) for letter in letters]
                 best = letters[int(row[ids].argmax())]
-                found[n] = [task.score(task[items[n]], best)]
+                found[n] = [grade(task, items[n], best)]
         return found
 
     return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
@@ -143,7 +150,7 @@ def by_writing(
         while engine.busy:
             engine.step()
         return [
-            [task.score(task[i], tokenizer.decode(answer.ids)) for answer in group]
+            [grade(task, i, tokenizer.decode(answer.ids)) for answer in group]
             for i, group in zip(items, groups, strict=True)
         ]
 

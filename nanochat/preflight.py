@@ -61,7 +61,7 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str |
     except Exception as error:  # whatever a kernel raises, it does not work here
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     want = attend_plain(q, k, v, window, cfg.head_dim**-0.5)
-    error = float((got.float() - want).abs().max())
+    error = float((got.detach().float() - want.detach()).abs().max())
     limit = 0.05 if machine.dtype == torch.bfloat16 else 1e-3
     if not error < limit or q.grad is None or not bool(q.grad.isfinite().all()):
         return f"differs from the definition by {error:.3g}"

@@ -71,6 +71,7 @@ class RLConfig:
 class Rewarding(Questions, Protocol):
     """What is practised; `tasks.base.Task` has it."""
 
+    def locate(self, i: int) -> "tuple[Rewarding, int]": ...
     def answered(self, answer: str) -> bool: ...
 
 
@@ -100,38 +101,6 @@ def advantages(
     if kind == "leave_one_out":
         return [c * n / (n - 1) for c in centred]
     return centred
-
-
-def roll_out(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    reward: Callable[[int, Completion], float],
-    cfg: RLConfig,
-    seeds: Sequence[int],
-) -> list[Group]:
-    """
-    Answer every prompt `num_samples` times and score the answers.
-
-    Of a prompt that leaves no room for an answer, only the end is read. reward(i, answer) scores
-    an answer to prompt i, which draws from seeds[i]: what is answered depends on the question and
-    the step, not on ranks or company.
-    """
-    most = longest_prompt(engine, cfg.max_new_tokens)
-    waiting = [
-        engine.submit(
-            fit(list(prompt), most),
-            Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed),
-            cfg.num_samples,
-        )
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-    while engine.busy:
-        engine.step()
-
-    def earned(i: int, answer: Completion) -> float:
-        return reward(i, answer) - cfg.length_penalty * len(answer.ids) / cfg.max_new_tokens
-
-    return [Group(group, [earned(i, a) for a in group]) for i, group in enumerate(waiting)]
 
 
 @dataclass(frozen=True)
@@ -225,16 +194,15 @@ def divergence(
 
 
 class Practice:
-    """The questions of a run: which are asked in a step, and what an answer to them earns."""
+    """What is practised: which questions a step asks, and what the answers to them earn."""
 
     def __init__(
         self,
         task: Rewarding,
         tokenizer: Tokenizer,
-        per_step: int,
+        cfg: RLConfig,
         seed: int,
         machine: Machine,
-        format_reward: float = 0.0,
         questions: Sequence[int] | None = None,
     ):
         """
@@ -242,43 +210,80 @@ class Practice:
 
         Raises ValueError where there are none, or those of a step do not divide among the ranks.
         """
-        if per_step % machine.world_size:
+        if cfg.examples_per_step % machine.world_size:
             raise ValueError(
-                f"examples_per_step {per_step} does not divide among {machine.world_size} devices"
+                f"examples_per_step {cfg.examples_per_step} does not divide among "
+                f"{machine.world_size} devices"
             )
         self.questions = range(len(task)) if questions is None else questions
         if not self.questions:
             raise ValueError("there is no question to practise")
-        self.task, self.tokenizer, self.per_step, self.seed = task, tokenizer, per_step, seed
-        self.format_reward = format_reward
-        self.share = range(machine.rank, per_step, machine.world_size)
+        self.task, self.tokenizer, self.cfg, self.seed = task, tokenizer, cfg, seed
+        self.machine, self.per_step = machine, cfg.examples_per_step
 
     def num_steps(self, epochs: float) -> int:
         """Steps in which the questions are gone through `epochs` times."""
         return max(1, round(epochs * len(self.questions) / self.per_step))
 
+    def asked(self, step: int) -> range:
+        """This rank's questions of a step, counted over the whole run."""
+        first = step * self.per_step
+        return range(first + self.machine.rank, first + self.per_step, self.machine.world_size)
+
     def number(self, asked: int) -> int:
-        """Which question is asked as the `asked`-th of the run: every epoch in another order."""
+        """Which question of the task is asked: every epoch in another order."""
         count = len(self.questions)
         epoch, place = divmod(asked, count)
         return self.questions[shuffled(count, self.seed, epoch)[place]]
 
-    def chosen(self, step: int) -> list[int]:
-        """This rank's questions of a step, by number."""
-        return [self.number(step * self.per_step + n) for n in self.share]
+    def roll_out(self, engine: Engine, step: int) -> list[Group]:
+        """
+        Answer this rank's questions of a step `num_samples` times each, and score the answers.
 
-    def prompts(self, step: int) -> list[list[int]]:
-        """The same as token ids."""
-        return [render_prompt(self.tokenizer, self.task[i]) for i in self.chosen(step)]
+        Of a prompt that leaves no room for an answer, only the end is read. What is answered
+        depends on the question and when it is asked, not on ranks or company.
+        """
+        cfg, numbers = self.cfg, [self.number(asked) for asked in self.asked(step)]
+        most = longest_prompt(engine, cfg.max_new_tokens)
+        waiting = [
+            engine.submit(
+                fit(render_prompt(self.tokenizer, self.task[i]), most),
+                Sampling(
+                    cfg.max_new_tokens,
+                    cfg.temperature,
+                    cfg.top_k,
+                    seed=self.seed * 1_000_003 + asked,
+                ),
+                cfg.num_samples,
+            )
+            for asked, i in zip(self.asked(step), numbers, strict=True)
+        ]
+        while engine.busy:
+            engine.step()
+        return [
+            Group(group, [self.reward(i, answer) for answer in group])
+            for i, group in zip(numbers, waiting, strict=True)
+        ]
 
-    def seeds(self, step: int) -> list[int]:
-        """What the answers to each of them draw from: another seed for every question asked."""
-        return [self.seed * 1_000_003 + step * self.per_step + n for n in self.share]
+    def reward(self, i: int, answer: Completion) -> float:
+        """What an answer to question i of the task earns."""
+        task, number = self.task.locate(i)
+        said = self.tokenizer.decode(answer.ids)
+        return (
+            task.score(task[number], said)
+            + self.cfg.format_reward * task.answered(said)
+            - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
+        )
 
-    def reward(self, step: int, n: int, answer: Completion) -> float:
-        """What an answer to this rank's n-th question of a step earns."""
-        conversation, said = self.task[self.chosen(step)[n]], self.tokenizer.decode(answer.ids)
-        return self.task.score(conversation, said) + self.format_reward * self.task.answered(said)
+    def mean_rewards(self, engine: Engine, num_steps: int) -> list[float]:
+        """The mean reward of each question of the first steps, answered by the model as it is."""
+        mine = {}
+        for step in range(num_steps):
+            groups = self.roll_out(engine, step)
+            for asked, group in zip(self.asked(step), groups, strict=True):
+                mine[asked] = sum(group.rewards) / len(group.rewards)
+        every = {k: v for other in self.machine.gather(mine) for k, v in other.items()}
+        return [every[asked] for asked in sorted(every)]
 
 
 @dataclass(frozen=True)
@@ -286,8 +291,6 @@ class Exam:
     """Held-out questions, answered as training answers its own."""
 
     task: Questions
-    count: int
-    """Questions, counted from the first; at most all."""
     num_samples: int
     """Answers to each."""
     sampling: Sampling
@@ -296,8 +299,7 @@ class Exam:
 
     def take(self, model: GPT) -> Outcomes:
         """The scores of a model as it is now."""
-        engine = self.engine(for_inference(model))
-        count = min(self.count, len(self.task))
+        engine, count = self.engine(for_inference(model)), len(self.task)
         return by_writing(
             engine, self.task, count, self.sampling, self.num_samples, self.machine
         ).outcomes
@@ -324,7 +326,6 @@ class PolicyRun:
     evaluate: Callable[[int], dict[str, float]]
     save: Callable[[Progress], None]
     log: Callable[[int, dict[str, Any]], None]
-    cfg: RLConfig
     loop: LoopConfig
     start: GPT | None = None
     """The model it began with, where the distance from it is to be logged."""
@@ -363,13 +364,7 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
 def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
     """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
     engine = run.engine(for_inference(run.model))
-    groups = roll_out(
-        engine,
-        run.practice.prompts(step),
-        lambda n, answer: run.practice.reward(step, n, answer),
-        run.cfg,
-        run.practice.seeds(step),
-    )
+    groups = run.practice.roll_out(engine, step)
     answers = [answer for group in groups for answer in group.answers]
     dead = sum(not group.has_signal for group in groups)
     totals = run.machine.sum(
@@ -380,7 +375,7 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         float(sum(len(answer.ids) for answer in answers)),
         float(sum(answer.finish == "length" for answer in answers)),
     )
-    learned = examples(groups, run.cfg)
+    learned = examples(groups, run.practice.cfg)
     pad = engine.tokenizer.bos_id
     moved = {}
     if run.start is not None:

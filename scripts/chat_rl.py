@@ -2,9 +2,9 @@
 Reinforcement learning: the model answers, right answers become likelier.
 
     python -m scripts.chat_rl                                      # the SFT checkpoint written last
-    torchrun --nproc_per_node=8 -m scripts.chat_rl --task=GSM8K --num_samples=16
+    torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k,aqua
 
-Reads   chatsft_checkpoints/<tag>/ and the task's training and evaluation questions
+Reads   chatsft_checkpoints/<tag>/ and the tasks' training and evaluation questions
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, Checkpoints, find_checkpoint, load_model, stage_folder
@@ -29,9 +29,9 @@ from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from nanochat.train import PREEMPTED, LoopConfig, Progress, last_evaluation
-from tasks.base import Task
+from tasks.base import Mixture, Task
 from tasks.defaults import defaults
-from tasks.registry import make
+from tasks.registry import held_out_questions, mixture
 
 SECTION = "Chat RL"
 
@@ -41,9 +41,10 @@ class ChatRL:
     source: Literal["base", "mid", "sft", "rl"] = "sft"
     """Which stage's checkpoint to start from."""
     task: str | None = None
-    """What is practised: a task that can be scored. Default: by what the base model read."""
+    """What is practised: one task or a mixture of tasks whose answers can be scored, as in gsm8k or
+    gsm8k,aqua=2000. Default: by what the base model read."""
     split: str = "train"
-    """Split of the task that is practised; held out is always test."""
+    """Split of the tasks that is practised; held out is always test."""
     from_tag: str | None = None
     """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
     from_step: int | None = None
@@ -59,7 +60,8 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak of all rates, as a fraction of those of pretraining; they fall linearly to 0."""
     eval_examples: int = 400
-    """Held-out questions that are answered before, after, and every --eval_every steps."""
+    """Held-out questions, of all tasks together, that are answered before, after, and every
+    --eval_every steps."""
     eval_samples: int = 8
     """Answers to each of them."""
     solved_from: float = 0.0
@@ -108,44 +110,109 @@ def main(cfg: ChatRL) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     tag = cfg.from_tag or cfg.model_tag or None
     parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
-    task = cfg.task or defaults(parent.state["source"]).rl
-    asked, inputs = {**settings(cfg), "task": task}, parent_inputs(parent)
+    spec = cfg.task or defaults(parent.state["source"]).rl
+    asked, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
     key = records.stage_key(asked, inputs)
     done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
     if machine.broadcast(done):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
-    # The model as it is, and how well it does
+    # What it practises, and how well it does before
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
-    model = load_model(parent, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
     def engine(ready: GPT) -> Engine:
         return Engine(ready, tokenizer, cfg.slots, tool=tool)
 
-    held_out = make(task, "test")
-    exam = Exam(held_out, cfg.eval_examples, cfg.eval_samples, cfg.sampling, engine, machine)
-    before = exam.take(model)
-    machine.print0(f"before: {show(before)}")
-
-    # What it practises, and from where on
-    practised = make(task, cfg.split)
+    model = load_model(parent, machine)
+    practised = mixture(spec, cfg.split, cfg.seed)
     questions = unsolved(cfg, practised, engine(for_inference(model)), machine)
-    practice = Practice(
-        practised,
-        tokenizer,
-        cfg.rl.examples_per_step,
-        cfg.seed,
-        machine,
-        cfg.rl.format_reward,
-        questions,
+    practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, questions)
+    num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
+    held_out = held_out_questions(spec, cfg.eval_examples)
+    exam = Exam(held_out, cfg.eval_samples, cfg.sampling, engine, machine)
+    review = min(num_steps, math.ceil(cfg.eval_examples / practice.per_step))
+
+    def measure() -> Standing:
+        rewards = practice.mean_rewards(engine(for_inference(model)), review)
+        return Standing(rewards, exam.take(model))
+
+    before = measure()
+    machine.print0(f"before: {before}")
+
+    # Practise
+    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    run, checkpoints, progress, log = open_run(
+        cfg, asked, parent, model, practice, exam, num_steps, run_id
     )
+    with log:
+        if progress.step == 0:
+            log.log(0, before.logged)
+        if not train_policy(run, progress):
+            machine.close()
+            raise SystemExit(PREEMPTED)
+        with last_evaluation(machine):
+            after = measure()
+        log.log(num_steps, after.logged)
+    machine.print0(f"after: {after}")
+
+    # What came of it
+    if machine.is_main:
+        checkpoint = checkpoints.saved
+        assert checkpoint is not None, "the main rank writes checkpoints"
+        metrics = checkpoint.folder.parent / METRICS_FILE
+        made = {"rl": checkpoint.fingerprint}
+        records.write_record(
+            SECTION,
+            asked,
+            figures(read_metrics(metrics), held_out, before, after),
+            records.Provenance(run_id, cfg.seed, inputs, made),
+            records.Cost.since(started, machine),
+            cfg.report_dir,
+            metrics=metrics,
+            files=[checkpoint.folder],
+        )
+        report.update(cfg.report_dir)
+    machine.close()
+
+
+class Standing(NamedTuple):
+    """How well a model does."""
+
+    rewards: list[float]
+    """Mean reward of each of the first questions that are practised."""
+    held_out: Outcomes
+
+    @property
+    def logged(self) -> dict[str, float]:
+        return {"pass_at_1": pass_at(self.held_out, 1).value}
+
+    def __str__(self) -> str:
+        reward, right = stats.mean(self.rewards), pass_at(self.held_out, 1)
+        return (
+            f"mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), held-out "
+            f"pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
+        )
+
+
+def open_run(
+    cfg: ChatRL,
+    asked: Mapping[str, Any],
+    parent: Checkpoint,
+    model: GPT,
+    practice: Practice,
+    exam: Exam,
+    num_steps: int,
+    run_id: str,
+) -> tuple[PolicyRun, Checkpoints, Progress, RunLog]:
+    """The run that continues `parent`, from the beginning or from where it was interrupted."""
+    machine, inputs = exam.machine, parent_inputs(parent)
     optimizer = build_optimizer(cfg, model, machine)
     start = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
     identity = {
         "rl": asdict(cfg.rl),
-        "task": task,
+        "task": asked["task"],
         "split": cfg.split,
         "seed": cfg.seed,
         **inputs,
@@ -157,17 +224,13 @@ def main(cfg: ChatRL) -> None:
     else:
         checkpoints.make_room()
     checkpoints.require_space(model)
-
-    # Practise
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     state = {
         "stage": "rl",
         "identity": identity,
-        "settings": asked,
+        "settings": dict(asked),
         "source": parent.state["source"],
         "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": inputs},
     }
-    num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
     machine.print0(
         f"training   {num_steps:,} steps of {practice.per_step} questions, "
         f"{cfg.rl.num_samples} answers to each; from step {progress.step:,}"
@@ -184,40 +247,18 @@ def main(cfg: ChatRL) -> None:
     run = PolicyRun(
         model=model,
         optimizer=optimizer,
-        engine=engine,
+        engine=exam.engine,
         machine=machine,
         num_steps=num_steps,
         rows_per_pass=cfg.device_batch_size,
         practice=practice,
         evaluate=lambda step: {"pass_at_1": pass_at(exam.take(model), 1).value},
-        save=lambda now: checkpoints.save(model, optimizer, tokenizer, state, now),
+        save=lambda now: checkpoints.save(model, optimizer, practice.tokenizer, state, now),
         log=log.log,
-        cfg=cfg.rl,
         loop=cfg.loop,
         start=start,
     )
-    with log:
-        after = practise(run, progress, exam, before)
-    if after is None:
-        machine.close()
-        raise SystemExit(PREEMPTED)
-    machine.print0(f"after: {show(after)}")
-    if machine.is_main:
-        assert checkpoints.saved is not None, "the main rank writes checkpoints"
-        write_section(cfg, asked, inputs, run_id, checkpoints.saved, before, after, run, started)
-    machine.close()
-
-
-def practise(run: PolicyRun, progress: Progress, exam: Exam, before: Outcomes) -> Outcomes | None:
-    """Train, and answer the held-out questions again; None when asked to stop on the way."""
-    if progress.step == 0:
-        run.log(0, {"pass_at_1": pass_at(before, 1).value})
-    if not train_policy(run, progress):
-        return None
-    with last_evaluation(run.machine):
-        after = exam.take(run.model)
-    run.log(run.num_steps, {"pass_at_1": pass_at(after, 1).value})
-    return after
+    return run, checkpoints, progress, log
 
 
 def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[int] | None:
@@ -244,71 +285,45 @@ def build_optimizer(cfg: ChatRL, model: GPT, machine: Machine) -> MuonAdamW:
     return MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
 
 
-def write_section(
-    cfg: ChatRL,
-    asked: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    run_id: str,
-    saved: Checkpoint,
-    before: Outcomes,
-    after: Outcomes,
-    run: PolicyRun,
-    started: float,
-) -> None:
-    """The record and the report."""
-    metrics = saved.folder.parent / METRICS_FILE
-    machine = run.machine
-    records.write_record(
-        SECTION,
-        asked,
-        figures(before, after, read_metrics(metrics)),
-        records.Provenance(run_id, cfg.seed, inputs, {"rl": saved.fingerprint}),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-        metrics=metrics,
-        files=[saved.folder],
-    )
-    report.update(cfg.report_dir)
-
-
 def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
     """pass@k over the held-out questions."""
     correct = [sum(score == 1 for score in scores) for scores in outcomes]
     return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
 
 
-def show(outcomes: Outcomes) -> str:
-    """pass@1 with its error."""
-    found = pass_at(outcomes, 1)
-    return f"pass@1 {found.value:.4f} +- {found.se:.4f} ({found.n} held-out questions)"
-
-
 def figures(
-    before: Outcomes, after: Outcomes, metrics: Sequence[Mapping[str, Any]]
+    metrics: Sequence[Mapping[str, Any]], held_out: Mixture, before: Standing, after: Standing
 ) -> dict[str, Any]:
-    """What came of it: rewards of the first and last tenth of the steps, pass@k on both sides."""
+    """What came of it: rewards and pass@k on both sides; of several tasks, the change of each."""
     steps = [entry for entry in metrics if "reward" in entry]
-    tenth = max(1, len(steps) // 10)
     values: dict[str, Any] = {"Number of iterations": len(steps)}
-    rewards = [stats.mean([e["reward"] for e in part]) for part in (steps[:tenth], steps[-tenth:])]
-    values["Mean reward, first tenth"] = records.estimate(*rewards[0])
-    values["Mean reward, last tenth"] = records.estimate(*rewards[1])
-    values["Mean reward change"] = records.estimate(
-        rewards[1].value - rewards[0].value, 2 * tenth, math.hypot(rewards[0].se, rewards[1].se)
-    )
+    values["Mean reward before"] = records.estimate(*stats.mean(before.rewards))
+    values["Mean reward after"] = records.estimate(*stats.mean(after.rewards))
+    values |= changed("Mean reward", before.rewards, after.rewards)
     if "kl" in steps[-1]:
         values["KL from the start, nats a token"] = steps[-1]["kl"]
     silent = [entry["without_signal"] for entry in steps]
     values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
     for k in (1, 2, 4, 8, 16):
-        if k <= len(before[0]):
-            values[f"pass@{k} before"] = records.estimate(*pass_at(before, k))
-            values[f"pass@{k} after"] = records.estimate(*pass_at(after, k))
-    items = [[sum(scores) / len(scores) for scores in outcomes] for outcomes in (before, after)]
-    change = stats.compare(*items)
-    values["pass@1 change"] = records.estimate(change.difference, change.n, change.se)
-    values["pass@1 verdict"] = change.verdict
+        if k <= len(before.held_out[0]):
+            values[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
+            values[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
+    items = [[sum(o) / len(o) for o in standing.held_out] for standing in (before, after)]
+    values |= changed("pass@1", *items)
+    names = [held_out.locate(i)[0].name for i in range(len(held_out))]
+    for name in sorted(set(names)) if len(set(names)) > 1 else ():
+        of = [i for i, other in enumerate(names) if other == name]
+        values |= changed(f"pass@1 {name}", *([scores[i] for i in of] for scores in items))
     return values
+
+
+def changed(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """By how much the same items moved, and whether that is more than noise."""
+    found = stats.compare(before, after)
+    return {
+        f"{name} change": records.estimate(found.difference, found.n, found.se),
+        f"{name} verdict": found.verdict,
+    }
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
 from tasks.defaults import defaults
-from tasks.registry import mixture
+from tasks.registry import mixture, validation
 
 SECTION = "Chat SFT"
 RETIRED = {
@@ -55,7 +55,7 @@ class ChatSft:
 def main(cfg: ChatSft) -> None:
     def talk(parent: Checkpoint) -> Talk:
         spec, seed = cfg.mixture or defaults(parent.state["source"]).sft, cfg.stage.seed
-        return Talk(spec, mixture(spec, "train", seed), mixture(spec, "val", seed))
+        return Talk(spec, mixture(spec, seed=seed), validation(spec, seed))
 
     fine_tune(Lesson(SECTION, "sft", cfg.source, talk, figures), cfg.plan, cfg.stage, settings(cfg))
 

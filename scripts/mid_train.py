@@ -19,7 +19,7 @@ from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
 from tasks.defaults import defaults
-from tasks.registry import mixture
+from tasks.registry import mixture, validation
 
 SECTION = "Midtraining"
 RETIRED = {"dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere"}
@@ -46,7 +46,7 @@ class MidTrain:
 def main(cfg: MidTrain) -> None:
     def talk(parent: Checkpoint) -> Talk:
         spec, seed = cfg.mixture or defaults(parent.state["source"]).mid, cfg.stage.seed
-        return Talk(spec, mixture(spec, "train", seed), mixture(spec, "val", seed))
+        return Talk(spec, mixture(spec, seed=seed), validation(spec, seed))
 
     fine_tune(Lesson(SECTION, "mid", "base", talk, figures), cfg.plan, cfg.stage, settings(cfg))
 

@@ -180,6 +180,10 @@ class Task(ABC):
     def __iter__(self) -> Iterator[Conversation]:
         return map(self.conversation, range(len(self)))
 
+    def locate(self, i: int) -> tuple["Task", int]:
+        """The task that conversation i is of, and its number there: a mixture has several."""
+        return self, i
+
     def letters(self, i: int) -> tuple[str, ...]:
         """The letters of the options of question i; none where there are no options."""
         return ()
@@ -295,7 +299,6 @@ class Mixture(Task):
         return self.ends[-1]
 
     def locate(self, i: int) -> tuple[Task, int]:
-        """The task that conversation i comes from, and its number there."""
         assert i < len(self), f"{self.name} has no conversation {i}"
         number = self.order[i]
         part = bisect.bisect_right(self.ends, number)

@@ -2,7 +2,7 @@
 Tasks by name, and mixtures of them in words.
 
     make("ARC-Easy", "test") -> Task
-    mixture("smoltalk=10000,gsm8k*2,jsonl:identity.jsonl", "train") -> Mixture
+    mixture("smoltalk=10000,gsm8k*2,jsonl:identity.jsonl") -> Mixture
 
 A mixture is a list of `name[:source][=rows][*repeats]`: a task, how many of its conversations, how
 often they come. Where its data come from can be chosen for some: jsonl:<file>, spelling:<file of
@@ -11,9 +11,10 @@ is downloaded before it is needed.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
@@ -115,22 +116,40 @@ def parse_mixture(spec: str) -> list[Part]:
     return parts
 
 
-def mixture(spec: str, split: Literal["train", "val"], seed: int = 0) -> Mixture:
+def mixture(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     """
-    The tasks of a mixture, shuffled together.
+    One split of the tasks of a mixture, shuffled together.
 
-    "train": their splits for training. "val": what measures the loss on them, up to VAL_ROWS
-    conversations of each task's split "val", or where there is none "test". Raises ValueError
-    for a spec that is amiss.
+    Raises ValueError for a spec that is amiss.
     """
-    parts = parse_mixture(spec)
-    if split == "val":
-        return Mixture([Subset(p.task(held_out(p.name)), 0, VAL_ROWS) for p in unique(parts)], seed)
     tasks = []
-    for part in parts:
-        task = part.task("train")
+    for part in parse_mixture(spec):
+        task = part.task(split)
         tasks += [task if part.rows is None else Subset(task, 0, part.rows)] * part.repeats
     return Mixture(tasks, seed)
+
+
+def validation(spec: str, seed: int = 0) -> Mixture:
+    """
+    What measures the loss on a mixture.
+
+    Up to VAL_ROWS conversations of each task's split "val", or where there is none "test".
+    """
+    parts = unique(parse_mixture(spec))
+    return Mixture([Subset(p.task(held_out(p.name)), 0, VAL_ROWS) for p in parts], seed)
+
+
+def held_out_questions(spec: str, count: int) -> Mixture:
+    """
+    About `count` questions of the split "test", as many from each task of a mixture.
+
+    Raises ValueError for a task whose answers cannot be scored.
+    """
+    parts = unique(parse_mixture(spec))
+    for part in parts:
+        if TASKS[part.name].task.kind == "talk":
+            raise ValueError(f"{part.name} is only trained on: it has no right answers to score")
+    return Mixture([Subset(p.task("test"), 0, math.ceil(count / len(parts))) for p in parts])
 
 
 def unique(parts: Sequence[Part]) -> list[Part]:

@@ -175,7 +175,8 @@ def test_one_and_two_processes_fine_tune_alike(base):
 def test_one_and_two_processes_practise_alike(base):
     """What is learned here is to be brief: a base model gets nothing right."""
     words = (
-        "-m scripts.chat_rl --source=base --from_tag=one --task=world_spelling --num_iterations=3 "
+        "-m scripts.chat_rl --source=base --from_tag=one --num_iterations=3 "
+        "--task=world_spelling=50,world_facts=50 "
         "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
         "--eval_examples=6 --eval_samples=2 --dtype=float32"
     ).split()
@@ -183,6 +184,10 @@ def test_one_and_two_processes_practise_alike(base):
     for name in ("reward", "loss", "grad_norm", "kl", "answer_tokens", "pass_at_1"):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
+    values = read_json(base / "report" / "chat-rl.json")["values"]
+    tasks = [f"pass@1 {of}change" for of in ("", "World-Facts ", "World-Spelling ")]
+    assert [values[name]["n"] for name in tasks] == [6, 3, 3]
+    assert values["Mean reward change"]["n"] == 8
 
 
 def test_depth_8_works_as_typed_with_dashes_or_underscores(base):

@@ -1,12 +1,13 @@
 """Learning from rewards: the gradient is that of the definition, and reward goes up."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nanochat.engine import Completion, Engine
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.gpt import GPTConfig, build_model, for_inference
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import (
@@ -24,6 +25,7 @@ from nanochat.rl import (
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress
+from tasks.base import Mixture
 from tests.conftest import lively
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -93,7 +95,11 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
     terms = []
     for e in learned:
         ours, theirs = (m(torch.tensor([e.ids]))[0].log_softmax(-1) for m in (model, start))
-        d = [float(theirs[i, t] - ours[i, t]) for i, t in enumerate(e.targets) if t != IGNORE]
+        d = [
+            float((theirs[i, t] - ours[i, t]).detach())
+            for i, t in enumerate(e.targets)
+            if t != IGNORE
+        ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
         found = divergence(model, start, learned, rows, TOKENIZER.bos_id, machine)
@@ -105,11 +111,16 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
 class LowTokens:
     """Asks for any token below 128 right away: half of what a new model says."""
 
+    name = split = "low"
+
     def __len__(self):
         return 10
 
     def __getitem__(self, i):
         return [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]
+
+    def locate(self, i):
+        return self, i
 
     def score(self, conversation, answer):
         return float(bool(answer) and ord(answer[0]) < 128)
@@ -130,11 +141,10 @@ def practise(machine, steps, log=None, seed=0):
         machine=machine,
         num_steps=steps,
         rows_per_pass=8,
-        practice=Practice(LowTokens(), TOKENIZER, CFG.examples_per_step, seed, machine),
+        practice=Practice(LowTokens(), TOKENIZER, CFG, seed, machine),
         evaluate=lambda step: {},
         save=lambda progress: None,
         log=log or (lambda step, values: entries.append(values)),
-        cfg=CFG,
         loop=LoopConfig(eval_every=0),
     )
     assert train_policy(run, Progress())
@@ -164,38 +174,81 @@ def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
     progress = Progress()
     run = PolicyRun(
         model, optimizer, lambda ready: Engine(ready, TOKENIZER), machine, 1, 8,
-        Practice(LowTokens(), TOKENIZER, 4, 0, machine), lambda step: {}, lambda p: None,
-        lambda step, values: None, CFG, LoopConfig(eval_every=0),
+        Practice(LowTokens(), TOKENIZER, CFG, 0, machine), lambda step: {}, lambda p: None,
+        lambda step, values: None, LoopConfig(eval_every=0),
     )  # fmt: skip
     train_policy(run, progress)
     assert progress.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def practice_of(machine, task=None, questions=None, seed=0, **changed):
+    cfg = replace(CFG, **changed)
+    return Practice(task or LowTokens(), TOKENIZER, cfg, seed, machine, questions)
+
+
+def numbers(practice, step):
+    return [practice.number(asked) for asked in practice.asked(step)]
+
+
 def test_every_epoch_asks_every_question_once_in_another_order(machine):
-    practice = Practice(LowTokens(), TOKENIZER, 5, 3, machine)
-    epochs = [[i for step in (s, s + 1) for i in practice.chosen(step)] for s in (0, 2)]
+    practice = practice_of(machine, seed=3, examples_per_step=5)
+    epochs = [[i for step in (s, s + 1) for i in numbers(practice, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1] == shuffled(10, 3, 1)
-    with pytest.raises(ValueError, match="devices"):
-        two = type(machine)(0, 0, 2, machine.device, machine.dtype)
-        Practice(LowTokens(), TOKENIZER, 5, 3, two)
+
+
+def test_ranks_share_the_questions_of_a_step_or_it_is_refused(machine):
+    first, second = (type(machine)(r, r, 2, machine.device, machine.dtype) for r in (0, 1))
+    one, two = practice_of(first), practice_of(second)
+    assert sorted([*one.asked(3), *two.asked(3)]) == list(practice_of(machine).asked(3))
+    with pytest.raises(ValueError, match="5 does not divide among 2 devices"):
+        practice_of(first, examples_per_step=5)
 
 
 def test_an_answer_in_the_right_form_earns_something_where_asked_for(machine):
-    low, long, both = (answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65]))
-    plain = Practice(LowTokens(), TOKENIZER, 2, 0, machine)
-    formed = Practice(LowTokens(), TOKENIZER, 2, 0, machine, format_reward=0.25)
-    assert [plain.reward(0, 1, a) for a in (low, long, both)] == [1.0, 0.0, 1.0]
-    assert [formed.reward(0, 1, a) for a in (low, long, both)] == [1.0, 0.25, 1.25]
+    said = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
+    plain, formed = practice_of(machine), practice_of(machine, format_reward=0.25)
+    assert [plain.reward(1, a) for a in said] == [1.0, 0.0, 1.0]
+    assert [formed.reward(1, a) for a in said] == [1.0, 0.25, 1.25]
+    brief = practice_of(machine, length_penalty=0.6)
+    assert [brief.reward(1, a) for a in said] == pytest.approx([0.9, -0.4, 0.7])
 
 
 def test_only_the_chosen_questions_are_practised(machine):
-    practice = Practice(LowTokens(), TOKENIZER, 2, 0, machine, questions=[3, 7, 8, 9])
+    practice = practice_of(machine, questions=[3, 7, 8, 9], examples_per_step=2)
     assert practice.num_steps(2.0) == 4
-    assert sorted(i for step in (0, 1) for i in practice.chosen(step)) == [3, 7, 8, 9]
+    assert sorted(i for step in (0, 1) for i in numbers(practice, step)) == [3, 7, 8, 9]
     with pytest.raises(ValueError, match="no question"):
-        Practice(LowTokens(), TOKENIZER, 2, 0, machine, questions=[])
+        practice_of(machine, questions=[])
+
+
+def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
+    engine = Engine(for_inference(model_of()), TOKENIZER, slots=16)
+    practice = practice_of(machine)
+    found = practice.mean_rewards(engine, 2)
+    groups = [group for step in (0, 1) for group in practice.roll_out(engine, step)]
+    assert found == [sum(group.rewards) / 6 for group in groups]
+    assert len(set(found)) > 1
+
+
+class High(LowTokens):
+    """Asks for the rest."""
+
+    def __getitem__(self, i):
+        return [{"role": "user", "content": f"h{i}"}, {"role": "assistant", "content": "a"}]
+
+    def score(self, conversation, answer):
+        assert conversation[0]["content"].startswith("h")
+        return 1 - super().score(conversation, answer)
+
+
+def test_what_a_mixture_asks_is_rewarded_by_the_task_it_is_of(machine):
+    tasks = Mixture([LowTokens(), High()])
+    practice = practice_of(machine, tasks)
+    low = [type(tasks.locate(i)[0]) is LowTokens for i in range(20)]
+    assert sorted(low) == [False] * 10 + [True] * 10
+    assert [practice.reward(i, answer([1], [65])) for i in range(20)] == low
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from decimal import Decimal
 
 import pytest
@@ -17,7 +18,15 @@ from tasks.defaults import HUB, WORLD
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import HELD_OUT, JSONL
 from tasks.mmlu import MMLU
-from tasks.registry import Part, key_of, make, mixture, parse_mixture
+from tasks.registry import (
+    Part,
+    held_out_questions,
+    key_of,
+    make,
+    mixture,
+    parse_mixture,
+    validation,
+)
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
 
@@ -428,25 +437,38 @@ def test_a_mixture_that_is_amiss_is_refused_with_the_part_and_the_way_out(spec, 
 
 def test_a_mixture_takes_rows_and_repeats_and_downloads_nothing_before_it_must(loaded, tmp_path):
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
-    mixed = mixture(f"gsm8k,jsonl:{path}=7*3,aqua", "train")
+    mixed = mixture(f"gsm8k,jsonl:{path}=7*3,aqua")
     assert not loaded
     assert mixed.composition() == {
         "GSM8K (openai/gsm8k main/train)": 1,
         "JSONL (own.jsonl train)": 21,
         "AQUA (deepmind/aqua_rat raw/train)": 1,
     }
-    val = mixture(f"gsm8k*5,jsonl:{path},jsonl:{path},aqua", "val")
+    val = validation(f"gsm8k*5,jsonl:{path},jsonl:{path},aqua")
     assert list(val.composition())[:1] == ["GSM8K (openai/gsm8k main/test)"]
     assert val.composition()["GSM8K (openai/gsm8k main/test)"] == 1
     assert val.composition()["JSONL (own.jsonl val)"] == len(JSONL("val", path=path))
+
+
+def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
+    asked = held_out_questions("world_facts=5,world_spelling*3,world_facts", 20)
+    counts = Counter(asked.locate(i)[0].name for i in range(len(asked)))
+    assert counts == {"World-Facts": 10, "World-Spelling": 10}
+    assert {task.split for task in asked.tasks} == {"test"}
+    for i in range(len(asked)):
+        task, number = asked.locate(i)
+        assert task[number] == asked[i] and task.locate(number) == (task, number)
+    with pytest.raises(ValueError, match="smoltalk is only trained on"):
+        held_out_questions("gsm8k,smoltalk", 20)
 
 
 def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(loaded):
     for world in (HUB, WORLD):
         for spec in (world.mid, world.sft):
             assert len(mixture(spec, "train")) > 1000
-        for name in (*world.evaluated, world.rl):
+        for name in world.evaluated:
             assert make(name, "test").kind != "talk"
+        assert len(held_out_questions(world.rl, 4)) > 0
 
 
 @pytest.mark.parametrize("key", registry.TASKS)
