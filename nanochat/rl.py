@@ -54,6 +54,9 @@ class RLConfig:
     format_reward: float = 0.0
     """Added to the reward of an answer in the form that a right one must have, such as a number
     after ####."""
+    resample: int = 0
+    """How often a question whose answers all earned the same, which teaches nothing, is replaced by
+    another one."""
     log_kl: bool = False
     """Log how far the model has moved from the one it began with, in nats a token of its answers;
     costs two more forward passes."""
@@ -62,6 +65,8 @@ class RLConfig:
         for name in ("examples_per_step", "num_samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.resample < 0:
+            raise ValueError(f"resample must be zero or positive, got {self.resample}")
         if self.num_samples == 1:
             raise ValueError("num_samples=1: an answer is compared with others of its group")
         if self.temperature <= 0:
@@ -230,34 +235,41 @@ class Practice:
         first = step * self.per_step
         return range(first + self.machine.rank, first + self.per_step, self.machine.world_size)
 
-    def number(self, asked: int) -> int:
-        """Which question of the task is asked: every epoch in another order."""
+    def number(self, asked: int, attempt: int = 0) -> int:
+        """Which question of the task is asked: every epoch and attempt has an order of its own."""
         count = len(self.questions)
         epoch, place = divmod(asked, count)
-        return self.questions[shuffled(count, self.seed, epoch)[place]]
+        return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[place]]
 
     def roll_out(self, engine: Engine, step: int) -> list[Group]:
+        """Answer this rank's questions of a step and score the answers."""
+        return self.answered(engine, self.asked(step))
+
+    def resampled(self, engine: Engine, step: int, groups: Sequence[Group]) -> list[Group]:
+        """The groups of `roll_out`; those without signal replaced where the settings say so."""
+        groups = list(groups)
+        for attempt in range(1, self.cfg.resample + 1):
+            silent = [n for n, group in enumerate(groups) if not group.has_signal]
+            others = self.answered(engine, [self.asked(step)[n] for n in silent], attempt)
+            for n, group in zip(silent, others, strict=True):
+                groups[n] = group
+        return groups
+
+    def answered(self, engine: Engine, asked: Sequence[int], attempt: int = 0) -> list[Group]:
         """
-        Answer this rank's questions of a step `num_samples` times each, and score the answers.
+        Answer questions `num_samples` times each, and score the answers.
 
         Of a prompt that leaves no room for an answer, only the end is read. What is answered
         depends on the question and when it is asked, not on ranks or company.
         """
-        cfg, numbers = self.cfg, [self.number(asked) for asked in self.asked(step)]
+        cfg, numbers = self.cfg, [self.number(count, attempt) for count in asked]
         most = longest_prompt(engine, cfg.max_new_tokens)
-        waiting = [
-            engine.submit(
-                fit(render_prompt(self.tokenizer, self.task[i]), most),
-                Sampling(
-                    cfg.max_new_tokens,
-                    cfg.temperature,
-                    cfg.top_k,
-                    seed=self.seed * 1_000_003 + asked,
-                ),
-                cfg.num_samples,
-            )
-            for asked, i in zip(self.asked(step), numbers, strict=True)
-        ]
+        waiting = []
+        for count, i in zip(asked, numbers, strict=True):
+            seed = self.seed * 1_000_003 + count + attempt * 1_000_000_007
+            settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
+            prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
+            waiting.append(engine.submit(prompt, settings, cfg.num_samples))
         while engine.busy:
             engine.step()
         return [
@@ -305,10 +317,10 @@ class Exam:
         ).outcomes
 
 
-@lru_cache(maxsize=2)
-def shuffled(n: int, seed: int, epoch: int) -> list[int]:
-    """The numbers 0 to n - 1 in the order of an epoch."""
-    return random.Random(f"{seed}-{epoch}").sample(range(n), n)
+@lru_cache(maxsize=8)
+def shuffled(n: int, seed: str) -> list[int]:
+    """The numbers 0 to n - 1 in random order."""
+    return random.Random(seed).sample(range(n), n)
 
 
 @dataclass(frozen=True)
@@ -375,7 +387,7 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         float(sum(len(answer.ids) for answer in answers)),
         float(sum(answer.finish == "length" for answer in answers)),
     )
-    learned = examples(groups, run.practice.cfg)
+    learned = examples(run.practice.resampled(engine, step, groups), run.practice.cfg)
     pad = engine.tokenizer.bos_id
     moved = {}
     if run.start is not None:

@@ -195,7 +195,7 @@ def test_every_epoch_asks_every_question_once_in_another_order(machine):
     practice = practice_of(machine, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(practice, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
-    assert epochs[0] != epochs[1] == shuffled(10, 3, 1)
+    assert epochs[0] != epochs[1] == shuffled(10, "3-1-0")
 
 
 def test_ranks_share_the_questions_of_a_step_or_it_is_refused(machine):
@@ -221,6 +221,22 @@ def test_only_the_chosen_questions_are_practised(machine):
     assert sorted(i for step in (0, 1) for i in numbers(practice, step)) == [3, 7, 8, 9]
     with pytest.raises(ValueError, match="no question"):
         practice_of(machine, questions=[])
+
+
+def test_questions_without_signal_are_replaced_where_asked_for(machine):
+    engine = Engine(for_inference(model_of()), TOKENIZER, slots=16)
+    practice = practice_of(machine, num_samples=3, examples_per_step=10, resample=2)
+    groups = practice.roll_out(engine, 0)
+    learned = practice.resampled(engine, 0, groups)
+    silent = [n for n, group in enumerate(groups) if not group.has_signal]
+    assert 1 < len(silent) < 10
+    still = [n for n, group in enumerate(learned) if not group.has_signal]
+    assert set(still) < set(silent)
+    for n in range(10):
+        assert n in silent or learned[n] is groups[n]
+    again = practice.resampled(engine, 0, groups)  # the same others, whatever the company
+    assert [g.rewards for g in again] == [g.rewards for g in learned]
+    assert practice_of(machine, num_samples=3).resampled(engine, 0, groups) == groups
 
 
 def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
@@ -252,7 +268,7 @@ def test_what_a_mixture_asks_is_rewarded_by_the_task_it_is_of(machine):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"num_samples": 1}, {"temperature": 0.0}, {"examples_per_step": 0}]
+    "bad", [{"num_samples": 1}, {"temperature": 0.0}, {"examples_per_step": 0}, {"resample": -1}]
 )
 def test_settings_that_cannot_work_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
