@@ -47,8 +47,8 @@ cpu)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
     mid=(--num_iterations=130 --init_lr_frac=0.7 --eval_every=65 --eval_tokens=65536)
     sft=(--num_iterations=80 --eval_every=40 --eval_tokens=65536)
-    rl=(--num_iterations=60 --init_lr_frac=0.08 --num_samples=8 --max_new_tokens=32
-        --eval_examples=200 --eval_every=20)
+    rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
+        --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)
     minutes=(1 1 6 1 1 2 1 1 1)
     ;;

@@ -6,9 +6,9 @@ The embedded world as tasks: conversations, facts, choices, word problems, lette
 What is held out is held out by construction: no question, calculation or letter of the splits val
 and test comes in a training document or conversation.
 
-What RL can practise is what the stages before it leave half solved. A small model then works out
+What RL can improve is what the stages before it leave half solved. A small model then works out
 nearly all problems and letters of the split train (mean rewards 0.99 and 0.96 at depth 4, 2026-11):
-all answers of a group earn the same, and nothing is learned. Of the facts it gets 0.8, for lack of
+most groups of answers earn the same, and little is learned. Of the facts it gets 0.8, for lack of
 confidence: taking the likeliest words it has 0.97. Practice makes it sure of what it knows, also
 where it was never asked.
 """
