@@ -43,10 +43,10 @@ cpu)
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
-        --eval_tokens=65536)
+        --eval_tokens=32768)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
-    mid=(--num_iterations=130 --init_lr_frac=0.7 --eval_every=65 --eval_tokens=65536)
-    sft=(--num_iterations=80 --eval_every=40 --eval_tokens=65536)
+    mid=(--num_iterations=130 --init_lr_frac=0.7 --eval_every=65 --eval_tokens=32768)
+    sft=(--num_iterations=80 --eval_every=40 --eval_tokens=32768)
     rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
         --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)

@@ -23,5 +23,5 @@ fi
 need cargo "See https://rustup.rs"
 
 echo "setup: installing packages (PyTorch brings CUDA: about 5 GB on disk, once)"
-uv sync --quiet
+uv sync --quiet --compile-bytecode # once, not at the start of every stage
 source .venv/bin/activate

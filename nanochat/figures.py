@@ -1,13 +1,14 @@
 """
 Which figures a record has: curves of its metrics file, bars of its scores, series of its own.
 
-    record -> {name: (title, SVG)}
+    record -> {name: (title, what draws the SVG)}
 
 Knows neither how a figure is drawn (`plots`) nor where it goes (`report`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from nanochat.common import base_dir
@@ -25,22 +26,24 @@ from nanochat.runlog import read_metrics
 from nanochat.sections import SECTIONS
 from nanochat.summary import Record, plain_value, standard_error
 
+Drawing = tuple[str, Callable[[], bytes]]  # its title, and what makes the SVG
 
-def draw(record: Record) -> dict[str, tuple[str, bytes]]:
-    """A record's figures: file name -> title and SVG."""
-    figures = draw_run(base_dir() / record["metrics"]) if record["metrics"] else {}
+
+def drawings(record: Record) -> dict[str, Drawing]:
+    """A record's figures by file name."""
+    figures = of_run(base_dir() / record["metrics"]) if record["metrics"] else {}
     if record["section"] == "Base model evaluation":
-        figures |= draw_core(record)
+        figures |= of_scores(record)
     if record["series"]:
         curves = {
             name: [(x, float(y)) for x, y in points] for name, points in record["series"].items()
         }
-        panel = Panel(record["section"], curves)
-        figures["series"] = (record["section"], line_figure([panel]))
+        panels = [Panel(record["section"], curves)]
+        figures["series"] = (record["section"], partial(line_figure, panels))
     return figures
 
 
-def draw_run(metrics_file: Path) -> dict[str, tuple[str, bytes]]:
+def of_run(metrics_file: Path) -> dict[str, Drawing]:
     """Figures of a training run, those for which its metrics file has curves."""
     if not metrics_file.exists():
         print(f"report: {metrics_file} is gone, so its figures are left out", flush=True)
@@ -50,22 +53,22 @@ def draw_run(metrics_file: Path) -> dict[str, tuple[str, bytes]]:
     def curve(name: str) -> Points:
         return [(entry["step"], entry[name]) for entry in entries if name in entry]
 
-    figures = {}
+    figures: dict[str, Drawing] = {}
     if curve("loss") and not curve("reward"):  # the loss of a policy says nothing by itself
-        image = loss_figure(curve("loss"), curve("val_bpb"))
+        image = partial(loss_figure, curve("loss"), curve("val_bpb"))
         figures["loss"] = ("Training and validation loss", image)
     if curve("reward"):
-        image = reward_figure(curve("reward"), curve("pass_at_1"))
+        image = partial(reward_figure, curve("reward"), curve("pass_at_1"))
         figures["reward"] = ("Mean reward and held-out pass@1", image)
     if curve("lr"):
-        figures["lr"] = ("Learning rate", lr_figure(curve("lr")))
+        figures["lr"] = ("Learning rate", partial(lr_figure, curve("lr")))
     if curve("tokens_per_second"):
-        image = throughput_figure(curve("tokens_per_second"))
+        image = partial(throughput_figure, curve("tokens_per_second"))
         figures["throughput"] = ("Throughput", image)
     return figures
 
 
-def draw_core(record: Record) -> dict[str, tuple[str, bytes]]:
+def of_scores(record: Record) -> dict[str, Drawing]:
     """The bars of CORE, one per task."""
     tasks = {
         key: value
@@ -76,4 +79,4 @@ def draw_core(record: Record) -> dict[str, tuple[str, bytes]]:
     scores = {key: float(plain_value(value)) for key, value in tasks.items()}
     errors = {key: standard_error(value) for key, value in tasks.items()}
     errors = {key: error for key, error in errors.items() if math.isfinite(error)}
-    return {"core": ("CORE per task", core_figure(scores, errors))} if scores else {}
+    return {"core": ("CORE per task", partial(core_figure, scores, errors))} if scores else {}

@@ -102,6 +102,13 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Embedding(nn.Embedding):
+    """A table of vectors, filled by `init_weights` or a checkpoint."""
+
+    def reset_parameters(self) -> None:
+        """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
+
+
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., 1, D/2) of positions (...), float32. RoFormer, arXiv:2104.09864."""
     step = torch.arange(0, head_dim, 2, device=positions.device).float()
@@ -229,9 +236,9 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.dtype = cfg, dtype
         kv_width = cfg.n_kv_head * cfg.head_dim
-        self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        self.embed = Embedding(cfg.vocab_size, cfg.d_model)
         tables = {
-            str(i): nn.Embedding(cfg.vocab_size, kv_width)
+            str(i): Embedding(cfg.vocab_size, kv_width)
             for i in range(cfg.n_layer)
             if cfg.has_value_embedding(i)
         }

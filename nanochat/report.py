@@ -49,16 +49,21 @@ class Figure(NamedTuple):
 # What stages and scripts call
 
 
-def update(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path:
+def update(
+    report_dir: Path | str | None = None,
+    hourly_rate: float | None = None,
+    redraw: bool = False,
+) -> Path:
     """
-    Render the report of a record folder again, figures included. Returns the path of report.md:
-    in the base directory for the main report, else beside the records.
+    Render the report of a record folder again. Returns the path of report.md: in the base
+    directory for the main report, else beside the records.
 
-    hourly_rate: dollars per hour of the whole machine, kept for later calls.
+    hourly_rate: dollars per hour of the whole machine, kept for later calls. redraw: all figures,
+    not only those of records that are newer.
     """
     folder = report_folder(report_dir)
     report = report_path(report_dir)
-    write_report(folder, report, folder / "figures", hourly_rate)
+    write_report(folder, report, folder / "figures", hourly_rate, redraw)
     return report
 
 
@@ -92,18 +97,24 @@ def report_path(report_dir: Path | str | None = None) -> Path:
 
 
 def write_report(
-    folder: Path, report: Path, figure_folder: Path, hourly_rate: float | None = None
+    folder: Path,
+    report: Path,
+    figure_folder: Path,
+    hourly_rate: float | None = None,
+    redraw: bool = True,
 ) -> None:
     """Draw, render and write; figures that the report no longer shows are removed."""
-    from nanochat.figures import draw  # brings matplotlib: not for those who only want --help
+    from nanochat.figures import drawings  # brings matplotlib: not for those who only want --help
 
     records = read_records(folder)
     header = header_of(folder, records, hourly_rate)
     figures: dict[str, list[Figure]] = {}
     for record in records:
-        for name, (title, image) in draw(record).items():
+        written = (folder / f"{slug(record['section'])}.json").stat().st_mtime
+        for name, (title, draw) in drawings(record).items():
             path = figure_folder / f"{slug(record['section'])}-{name}.svg"
-            write_atomic(path, image)
+            if redraw or not path.exists() or path.stat().st_mtime < written:
+                write_atomic(path, draw())
             link = Path(os.path.relpath(path, report.parent)).as_posix()
             figures.setdefault(record["section"], []).append(Figure(title, link))
     shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}

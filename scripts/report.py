@@ -42,7 +42,7 @@ def main(cfg: Report) -> None:
     if not read_records(cfg.report_dir):
         where = report_folder(cfg.report_dir)
         raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
-    print(report.update(cfg.report_dir, cfg.hourly_rate))
+    print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True))
     if cfg.out:
         print(report.export(Path(cfg.out), cfg.report_dir))
 

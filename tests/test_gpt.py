@@ -1,6 +1,8 @@
 """What other modules rely on: causality, initial values, counts, and a model that can learn."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
+from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT, GPTConfig, build_model, rotary, rotate
 from nanochat.loss import IGNORE
 from tests.conftest import TINY, lively
@@ -140,6 +143,18 @@ def test_B15_rotary_tables_are_right_after_loading_on_the_meta_device(tiny_gpt):
     loaded.load_state_dict(tiny_gpt.state_dict())
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(tokens), tiny_gpt(tokens))
+
+
+def test_building_a_model_does_not_load_the_compiler():
+    """It takes longer than the rest of what a model needs to answer its first question."""
+    program = (
+        "import sys, torch\n"
+        "from nanochat.gpt import GPT\n"
+        "from tests.conftest import TINY\n"
+        "with torch.device('meta'): GPT(TINY)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
 
 
 def test_flops_of_the_seed_shape_are_those_of_the_seed_report():

@@ -610,10 +610,27 @@ def test_a_stage_leaves_a_report_with_its_figures(base):
 def test_rendering_again_changes_nothing_but_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
-    report.update()
+    report.update(redraw=True)
     for p, content in first.items():
         again = re.sub(rb"Generated: .*", b"", p.read_bytes())
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
+
+
+def test_only_figures_of_newer_records_are_drawn_but_all_where_asked_for(base):
+    drawn = links(finish_base_stage(base))
+    for link in drawn:
+        link.write_text("old")
+    report.update()
+    assert all(link.read_text() == "old" for link in drawn)
+    drawn[0].unlink()
+    report.update()
+    assert [link.read_text() == "old" for link in drawn] == [False, True, True]
+    os.utime(base / "report" / "base-model-training.json")  # as written by another run
+    report.update()
+    assert not any(link.read_text() == "old" for link in drawn)
+    drawn[1].write_text("old")
+    script.main(script.Report())
+    assert drawn[1].read_text() != "old"
 
 
 def test_the_header_stays_that_of_the_machine_that_ran(base, monkeypatch):
