@@ -50,7 +50,7 @@ cpu)
     rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
         --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)
-    minutes=(1 1 6 1 1 2 1 1 1)
+    minutes=(1 0 6 1 0 2 1 2 1)
     ;;
 smoke)
     depth=${DEPTH:-2} processes=1 gigabytes=7 rate=0

@@ -243,19 +243,19 @@ class Practice:
 
     def roll_out(self, engine: Engine, step: int) -> list[Group]:
         """Answer this rank's questions of a step and score the answers."""
-        return self.answered(engine, self.asked(step))
+        return self.ask(engine, self.asked(step))
 
     def resampled(self, engine: Engine, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups of `roll_out`; those without signal replaced where the settings say so."""
         groups = list(groups)
         for attempt in range(1, self.cfg.resample + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.answered(engine, [self.asked(step)[n] for n in silent], attempt)
+            others = self.ask(engine, [self.asked(step)[n] for n in silent], attempt)
             for n, group in zip(silent, others, strict=True):
                 groups[n] = group
         return groups
 
-    def answered(self, engine: Engine, asked: Sequence[int], attempt: int = 0) -> list[Group]:
+    def ask(self, engine: Engine, asked: Sequence[int], attempt: int = 0) -> list[Group]:
         """
         Answer questions `num_samples` times each, and score the answers.
 

@@ -61,7 +61,7 @@ class ChatRL:
     """Peak of all rates, as a fraction of those of pretraining; they fall linearly to 0."""
     eval_examples: int = 400
     """Held-out questions, of all tasks together, that are answered before, after, and every
-    --eval_every steps."""
+    --eval_every steps; before and after, about as many of those that are practised."""
     eval_samples: int = 8
     """Answers to each of them."""
     solved_from: float = 0.0
@@ -186,6 +186,7 @@ class Standing(NamedTuple):
 
     @property
     def logged(self) -> dict[str, float]:
+        """As the loop logs what it evaluates."""
         return {"pass_at_1": pass_at(self.held_out, 1).value}
 
     def __str__(self) -> str:
