@@ -1,5 +1,6 @@
 # Sourced by speedrun.sh and tests/run.sh: make sure that uv and Rust are there, and install.
 # Installs for the current user only; where the network does not allow it, says what to do by hand.
+# GROUPS_WANTED="--group interop" adds an optional group of packages.
 
 export PATH="$HOME/.local/bin:$HOME/.cargo/bin:$PATH"
 
@@ -23,5 +24,6 @@ fi
 need cargo "See https://rustup.rs"
 
 echo "setup: installing packages (PyTorch brings CUDA: about 5 GB on disk, once)"
-uv sync --quiet --compile-bytecode # once, not at the start of every stage
+# bytecode: once, not at the start of every stage; inexact: leaves in place what others installed
+uv sync --quiet --inexact --compile-bytecode ${GROUPS_WANTED-}
 source .venv/bin/activate

@@ -293,6 +293,12 @@ def find_checkpoint(
     return found
 
 
+def carried(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's state says where its model comes from, wherever it is taken."""
+    batch = {"batch_tokens": state["identity"]["batch_tokens"]}
+    return {"source": state["source"], "provenance": state["provenance"], "identity": batch}
+
+
 def newest_stage() -> str:
     """The last of base, mid, sft, rl that has a checkpoint. Raises MissingInput where none has."""
     for stage in reversed(FOLDERS):

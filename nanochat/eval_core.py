@@ -9,11 +9,13 @@ The few-shot scorer of a base model: CORE, or any other suite of the same three 
 
 Items are dealt out to the ranks and read in batches; what the options of an item have in common
 is read once. None of this changes a result. Knows neither where tasks come from nor the report.
-Source: the centred accuracy of DataComp-LM, arXiv:2406.11794.
+Sources: the centred accuracy of DataComp-LM, arXiv:2406.11794; seeds and form of the prompts as
+published with nanochat, so that scores can be compared.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -22,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import stats
+from nanochat.eval_bpb import Interrupted
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CacheView, KVCache
 from nanochat.machine import Machine
 
 EXAMPLE_DELIMITER = "\n\n"  # behind each solved example
-CUT_SEED = 1337  # decides which items remain of a task that is cut short
-EXAMPLES_SEED = 1234  # plus the number of an item: decides which examples it gets
+ORDER_SEED = 1337  # of the items: the first ones are what remains of a task that is cut short
+EXAMPLES_SEED = 1234  # plus an item's place in that order: decides which examples it gets
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 8192, 32_768  # of one forward pass, padding included
 HEAD_TOKENS = 512  # tokens whose logits exist at once
 
@@ -73,16 +76,17 @@ class FewShotTask:
         elif self.kind == "schema":
             pairs = [(context, item["continuation"]) for context in item["context_options"]]
         else:
-            pairs = [(item["context"], item["continuation"])]
+            pairs = [(item["context"].strip(), item["continuation"])]
         return [(context + self.continuation_delimiter, ending) for context, ending in pairs]
 
-    def chosen(self, max_items: int | None = None) -> list[int]:
-        """Which items to score: all, or `max_items` of them, always the same."""
-        order = list(range(len(self.items)))
-        if max_items is None or max_items >= len(order):
-            return order
-        Random(CUT_SEED).shuffle(order)
-        return order[:max_items]
+    def drawn(self, max_items: int | None = None) -> "FewShotTask":
+        """
+        The task as it is asked: its items in an order that is always the same, or the first
+        `max_items` of them, which then are each other's examples too.
+        """
+        order = list(self.items)
+        Random(ORDER_SEED).shuffle(order)
+        return replace(self, items=order[:max_items])
 
     def examples(self, number: int) -> str:
         """The solved examples in front of an item: other items of the task, always the same."""
@@ -136,16 +140,30 @@ def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Que
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
         same = common_prefix(options if len(options) > 1 else [*options, alone])
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
+    gold = None if task.kind == "language_modeling" else item["gold"]
+    return fitted(number, options, starts, gold, context)
+
+
+def fitted(
+    number: int,
+    options: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    gold: int | None,
+    context: int,
+) -> Question:
+    """
+    A question whose options are cropped from the left, behind their BOS, where the longest does not
+    fit: all lose the same, and what is scored is cut only where it alone is too long.
+    """
     limit = context + 1  # the last token is only predicted
     over = max(map(len, options)) - limit
     if over > 0:
         cuts = [
             max(min(over, start - 1), len(ids) - limit)
             for ids, start in zip(options, starts, strict=True)
-        ]  # the same context for all; what is scored is cut only where it alone is too long
-        options = [ids[:1] + ids[1 + cut :] for ids, cut in zip(options, cuts, strict=True)]
+        ]
+        options = [[*ids[:1], *ids[1 + cut :]] for ids, cut in zip(options, cuts, strict=True)]
         starts = [max(1, start - cut) for start, cut in zip(starts, cuts, strict=True)]
-    gold = None if task.kind == "language_modeling" else item["gold"]
     shared = min(common_prefix(options), *starts) - 1 if len(options) > 1 else 0
     return Question(number, options, starts, gold, shared, over > 0)
 
@@ -183,6 +201,8 @@ class Subject:
     """The most tokens it reads at once."""
     new_cache: Callable[[int, int], KVCache] | None = None
     """(slots, capacity) -> a cache for `hidden`. None: every option is read from its beginning."""
+    pass_tokens: int | None = None
+    """The most tokens of one forward pass, padding included. None: what suits the device."""
 
 
 def subject_of(model: GPT, tokenizer: Encoder) -> Subject:
@@ -267,12 +287,12 @@ class TaskScore:
     """How a model did on a task."""
 
     task: FewShotTask
-    numbers: list[int]
-    """Which items were scored."""
+    """With the items that were asked, in their order."""
     outcomes: list[int]
     """1 for each of them that it got right, else 0."""
     num_cropped: int
     """Items whose beginning did not fit the model's context."""
+    seconds: float = field(compare=False)
 
     @property
     def accuracy(self) -> stats.Estimate:
@@ -290,25 +310,35 @@ def examine(
     machine: Machine,
     max_items: int | None = None,
     pass_tokens: int | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> TaskScore:
     """
     Score a model on a task, on all ranks together; the result is on every rank.
 
-    pass_tokens: padded tokens of one forward pass, by default what suits the device. A batch that
-    does not fit into memory is read in halves.
+    pass_tokens: padded tokens of one forward pass, by default the subject's. A batch that does not
+    fit into memory is read in halves. Raises Interrupted on all ranks where `stopping()` is true
+    on one of them.
     """
+    begun = time.perf_counter()
     default = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
-    numbers = task.chosen(max_items)
-    mine = numbers[machine.rank :: machine.world_size]
+    pass_tokens = pass_tokens or subject.pass_tokens or default
+    task = task.drawn(max_items)
+    mine = range(machine.rank, len(task.items), machine.world_size)
     questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
     found: dict[int, tuple[int, bool]] = {}
-    for batch in batches(questions, pass_tokens or default):
+    stopped = False
+    for batch in batches(questions, pass_tokens):
+        if stopped := stopping():
+            break
         for q, options in zip(batch, read_safely(subject, batch, machine.device), strict=True):
             found[q.number] = (outcome(q, options), q.cropped)
-    for others in machine.gather(found):
+    for others, stopped_too in machine.gather((found, stopped)):
         found |= others
-    outcomes, cropped = zip(*(found[number] for number in numbers), strict=True)
-    return TaskScore(task, numbers, list(outcomes), sum(cropped))
+        stopped |= stopped_too
+    if stopped:
+        raise Interrupted
+    outcomes, cropped = zip(*(found[number] for number in range(len(task.items))), strict=True)
+    return TaskScore(task, list(outcomes), sum(cropped), time.perf_counter() - begun)
 
 
 def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Question]]:

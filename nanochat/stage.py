@@ -7,7 +7,7 @@ What base, mid and SFT do alike, so that their scripts say only what differs: wh
 how long to train, what to measure. Knows no data set, task or section of the report.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -86,6 +86,8 @@ class Stage:
     """Gives the loss. Default: the model itself."""
     background: Callable[[], AbstractContextManager] = nullcontext
     """What goes on beside the training."""
+    also_every: Sequence[int] = ()
+    """Cadences of evaluation beside the loop's own, see train.Run."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def carry_out(
         schedule=cfg.schedule,
         loop=cfg.loop,
         grad_clip=cfg.optim.grad_clip,
+        also_every=stage.also_every,
     )
     with log, stage.background():
         done = train(run, progress)

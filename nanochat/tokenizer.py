@@ -73,14 +73,8 @@ class Tokenizer:
         bpe.train_from_iterator(
             texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN, num_threads=num_threads
         )
-        tokenizer = cls(
-            {
-                "format": FORMAT,
-                "pattern": PATTERN,
-                "special_tokens": list(SPECIAL_TOKENS),
-                "tokens": [token.decode("latin-1") for token, _ in bpe.get_mergeable_ranks()],
-            }
-        )
+        tokens = [token for token, _ in bpe.get_mergeable_ranks()]
+        tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
             print(
                 f"tokenizer: the text has nothing left to merge after {tokenizer.vocab_size} ids, "
@@ -88,6 +82,18 @@ class Tokenizer:
                 flush=True,
             )
         return tokenizer
+
+    @classmethod
+    def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
+        """From its parts, tokens by id. Raises ValueError for special tokens that are not ours."""
+        return cls(
+            {
+                "format": FORMAT,
+                "pattern": pattern,
+                "special_tokens": list(special),
+                "tokens": [token.decode("latin-1") for token in tokens],
+            }
+        )
 
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
@@ -117,6 +123,16 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The number of ids, special tokens included."""
         return len(self._bytes)
+
+    @property
+    def pattern(self) -> str:
+        """What splits a text into words, within which tokens are merged."""
+        return self._content["pattern"]
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The id of every token but the special ones, by its bytes, in order of ids."""
+        return dict(self._ranks)
 
     @property
     def bos_id(self) -> int:

@@ -15,7 +15,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,14 @@ class Run:
     schedule: ScheduleConfig
     loop: LoopConfig
     grad_clip: float = 0.0
+    also_every: Sequence[int] = ()
+    """Further cadences, in steps, at which `evaluate` is called; 0 = never."""
+
+    def evaluates(self, step: int) -> bool:
+        """Whether `evaluate` is called after so many steps."""
+        return any(
+            every and step % every == 0 for every in (self.loop.eval_every, *self.also_every)
+        )
 
 
 def train(run: Run, progress: Progress) -> bool:
@@ -154,7 +162,7 @@ def train(run: Run, progress: Progress) -> bool:
     with StopRequest() as stop:
         while progress.step < run.num_steps:
             step = progress.step
-            if step and run.loop.eval_every and step % run.loop.eval_every == 0:
+            if step and run.evaluates(step):
                 evaluate(run, progress, step, stop)
             started = time.perf_counter()
             loss, norm, stopping = train_step(run, step, lambda: stop.asked)

@@ -3,23 +3,25 @@ Score a base model on a suite of few-shot tasks: the centred score of each, and 
 
     python -m scripts.base_eval                                    # the checkpoint written last
     torchrun --nproc_per_node=8 -m scripts.base_eval --model_tag=d24 --max_per_task=500
+    python -m scripts.base_eval --hf_path=openai-community/gpt2    # another project's model
 
-Reads   base_checkpoints/<tag>/; the suite of the embedded world is generated
-Writes  the section "Base model evaluation"
+Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,
+        downloaded at first use, or that of the embedded world, which is generated
+Writes  the section "Base model evaluation", of a Hugging Face model "Evaluation of <model>"
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from nanochat import records, report, world_suite
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.common import fingerprint
+from nanochat import records, report
+from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, start
-from nanochat.eval_core import FewShotTask, TaskScore, core, examine, subject_of
+from nanochat.eval_core import Subject, TaskScore, core, examine, subject_of
 from nanochat.gpt import for_inference
 from nanochat.machine import Machine, MachineConfig, init_machine
+from nanochat.suites import Suite, SuiteConfig, open_suite
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model evaluation"
@@ -33,8 +35,12 @@ class BaseEval:
     """Step of the checkpoint. Default: the last good one."""
     max_per_task: int | None = None
     """Items to score of each task. Default: all."""
-    suite: Literal["embedded", "dclm"] | None = None
-    """Which tasks. Default: those of the embedded world for a model that was trained on it."""
+    hf_path: str | None = None
+    """A causal language model of Hugging Face, by its name there or as a folder, instead of one of
+    ours. Needs the packages of `uv sync --group interop`."""
+    trust_remote_code: bool = False
+    """Run the code that comes with that model."""
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
     once: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""
     report_dir: str | None = None
@@ -46,45 +52,69 @@ class BaseEval:
             raise ValueError(f"max_per_task must be at least 1, got {self.max_per_task}")
 
 
+class Candidate(NamedTuple):
+    """Who is examined, for the record."""
+
+    section: str
+    name: str
+    run_id: str
+    seed: int
+    inputs: dict[str, str]
+
+
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
-    checkpoint = find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0)
-    suite = open_suite(cfg.suite, checkpoint)
-    inputs = {
-        "base": checkpoint.fingerprint,
-        "suite": fingerprint([asdict(task) for task in suite]),
-        **checkpoint.state["provenance"]["inputs"],
-    }
-    key = records.stage_key(settings(cfg), inputs)
-    if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
-        machine.print0(f"{SECTION}: finished already, skipped")
+    load, candidate, dataset = (open_hf if cfg.hf_path else open_own)(cfg, machine)
+    suite: Suite = machine.broadcast(open_suite(cfg.suite, dataset) if machine.is_main else None)
+    candidate.inputs["suite"] = suite.fingerprint
+    key = records.stage_key(settings(cfg), candidate.inputs)
+    done = cfg.once and records.finished(candidate.section, key, cfg.report_dir) is not None
+    if machine.broadcast(done):
+        machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    subject = subject_of(for_inference(load_model(checkpoint, machine)), tokenizer)
+    machine.print0(f"{candidate.name} on {suite.about}")
+    subject = load()
     scores = []
-    for task in suite:
-        begun = time.perf_counter()
-        score = examine(subject, task, machine, cfg.max_per_task)
-        machine.print0(f"{describe(score)}, {time.perf_counter() - begun:.1f} s")
-        scores.append(score)
-    machine.print0(f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f}")
-
+    for task in suite.tasks:
+        scores.append(examine(subject, task, machine, cfg.max_per_task))
+        machine.print0(describe(scores[-1]))
+    machine.print0(
+        f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f} over {len(scores)} tasks"
+    )
     if machine.is_main:
-        write_section(cfg, machine, checkpoint, scores, inputs, started)
+        write_section(cfg, machine, candidate, suite, scores, started)
     machine.close()
 
 
-def open_suite(name: str | None, checkpoint: Checkpoint) -> list[FewShotTask]:
-    """The tasks asked for, or those that suit the model. Raises ValueError naming the way out."""
-    text = checkpoint.state["source"].get("dataset") or "local files"
-    if name == "dclm" or (name is None and text != "embedded"):
-        raise ValueError(
-            f"{checkpoint.folder} was trained on {text}; the tasks of DCLM cannot be read yet, "
-            "only those of the embedded world: --suite=embedded"
-        )
-    return [FewShotTask(**task) for task in world_suite.suite()]
+Opened = tuple[Callable[[], Subject], Candidate, str | None]
+
+
+def open_own(cfg: BaseEval, machine: Machine) -> Opened:
+    """One of our checkpoints: what loads it, who it is, and the data set it was trained on."""
+    checkpoint = find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0)
+
+    def load() -> Subject:
+        tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+        return subject_of(for_inference(load_model(checkpoint, machine)), tokenizer)
+
+    origin = checkpoint.state["provenance"]
+    inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
+    name = f"base_model (step {checkpoint.step})"
+    candidate = Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs)
+    return load, candidate, checkpoint.state["source"].get("dataset")
+
+
+def open_hf(cfg: BaseEval, machine: Machine) -> Opened:
+    """A model of Hugging Face; nobody knows what it was trained on."""
+    from nanochat import hf_model  # its packages are an optional group
+
+    found = hf_model.find(cfg.hf_path or "", cfg.trust_remote_code)
+    candidate = Candidate(
+        f"Evaluation of {cfg.hf_path}", str(cfg.hf_path), found.revision, 0, {"hf": found.revision}
+    )
+    return lambda: found.load(machine), candidate, None
 
 
 def describe(score: TaskScore) -> str:
@@ -93,45 +123,63 @@ def describe(score: TaskScore) -> str:
     cropped = f", {score.num_cropped} cropped" if score.num_cropped else ""
     return (
         f"{score.task.name}: {accuracy.value:.4f} right, centred {centred.value:.4f} "
-        f"+- {centred.se:.4f} ({accuracy.n} items{cropped})"
+        f"+- {centred.se:.4f} ({accuracy.n} items{cropped}), {score.seconds:.1f} s"
     )
 
 
 def write_section(
     cfg: BaseEval,
     machine: Machine,
-    checkpoint: Checkpoint,
+    candidate: Candidate,
+    suite: Suite,
     scores: Sequence[TaskScore],
-    inputs: dict[str, str],
     started: float,
 ) -> None:
     """The record and the report."""
-    origin = checkpoint.state["provenance"]
     values: dict[str, Any] = {
-        "Model": f"base_model (step {checkpoint.step})",
+        "Model": candidate.name,
         "CORE metric": records.estimate(*core(scores)),
         **{score.task.name: records.estimate(*score.centred) for score in scores},
+        "Tasks": f"{len(scores)}"
+        + (f", missing: {', '.join(suite.missing)}" * bool(suite.missing)),
+        "Suite": suite.about,
         "Cropped items": sum(score.num_cropped for score in scores),
     }
     records.write_record(
-        SECTION,
+        candidate.section,
         settings(cfg),
         values,
-        records.Provenance(origin["run_id"], origin["seed"], inputs),
+        records.Provenance(candidate.run_id, candidate.seed, candidate.inputs),
         records.Cost.since(started, machine),
         cfg.report_dir,
         items=item_scores(scores),
+        tables=[task_table(scores)],
     )
     report.update(cfg.report_dir)
+
+
+def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """How each task was asked, and what it took."""
+    columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]
+    rows = [
+        [
+            score.task.name,
+            score.task.num_fewshot,
+            len(score.outcomes),
+            score.num_cropped,
+            f"{score.task.random_baseline:.3f}",
+            f"{score.accuracy.value:.4f} +- {score.accuracy.se:.4f}",
+            f"{score.seconds:.1f}",
+        ]
+        for score in scores
+    ]
+    return {"title": "Tasks", "columns": columns, "rows": rows}
 
 
 def item_scores(scores: Sequence[TaskScore]) -> dict[str, dict[str, Any]]:
     """What every item scored, and how CORE is made of it, for comparisons with other models."""
     found = {
-        score.task.name: records.item_scores(
-            (score.task.items[n] for n in score.numbers), score.outcomes
-        )
-        for score in scores
+        score.task.name: records.item_scores(score.task.items, score.outcomes) for score in scores
     }
     weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
     return {**found, "CORE metric": records.weighted_scores(weights)}

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.machine import Machine
 
 atexit.register(silence_teardown)
+# transformers keeps copies of remote code, by the name of its folder: none from an earlier run
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
 
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16

@@ -26,6 +26,7 @@ from nanochat.eval_core import (
 )
 from nanochat.gpt import build_model
 from nanochat.machine import Machine, MachineConfig
+from nanochat.suites import SuiteConfig
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tests.conftest import TINY, lively
@@ -80,7 +81,10 @@ def task(kind, items, num_fewshot=0, baseline=0.0, delimiter=""):
 
 
 def outcomes(model, one_task, machine):
-    return examine(Subject(model, Letters(), 100), one_task, machine).outcomes
+    """Right or wrong for every item, in the order in which the task was given them."""
+    score = examine(Subject(model, Letters(), 100), one_task, machine)
+    by_item = dict(zip(map(str, score.task.items), score.outcomes, strict=True))
+    return [by_item[str(item)] for item in one_task.items]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,14 +172,17 @@ def test_B10_more_examples_than_other_items_are_as_many_as_there_are(size, machi
     assert len(outcomes(Pairs(), one_task, machine)) == size
 
 
-def test_a_task_cut_short_keeps_its_items_their_examples_and_its_choice():
+def test_a_task_cut_short_keeps_the_first_items_of_an_order_that_never_changes():
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(20)]
     one_task = task("language_modeling", items, num_fewshot=2)
-    five, ten = one_task.chosen(5), one_task.chosen(10)
-    assert ten[:5] == five != sorted(five) and len(set(ten)) == 10
-    assert one_task.chosen() == one_task.chosen(99) == list(range(20))
-    asked = {one_task.examples(i) for i in range(20)}
+    five, whole = one_task.drawn(5), one_task.drawn()
+    assert one_task.drawn(99) == whole and list(whole.items[:5]) == list(five.items)
+    assert list(whole.items) != items and sorted(map(str, whole.items)) == sorted(map(str, items))
+    asked = {whole.examples(i) for i in range(20)}
     assert len(asked) > 15  # every item draws its own
+    left = {f"{item['context']}!" for item in five.items}
+    for i in range(5):  # what is left shows each other
+        assert set(five.examples(i).split(EXAMPLE_DELIMITER)) <= left | {""}
 
 
 def test_a_prompt_too_long_loses_its_beginning_and_is_counted(machine):
@@ -364,10 +371,10 @@ def save_base(tag, seed, dataset):
     save_checkpoint(stage_folder("base") / tag, 7, model, None, tokenizer, state)
 
 
-def evaluate(base, tag, **settings):
+def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
     """Run the script as a user does; returns the record."""
-    machine = MachineConfig("cpu", "float32")
-    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, **settings))
+    machine, suite = MachineConfig("cpu", "float32"), SuiteConfig(suite, eval_bundle)
+    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, suite=suite, **settings))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 
@@ -383,7 +390,9 @@ def test_the_script_records_scores_with_their_errors_and_items(base, small_suite
     record = evaluate(base, "one")
     values = record["values"]
     names = [one_task.name for one_task in made_up_suite()]
-    assert list(values) == ["Model", "CORE metric", *names, "Cropped items"]
+    assert list(values) == ["Model", "CORE metric", *names, "Tasks", "Suite", "Cropped items"]
+    assert (values["Tasks"], values["Suite"]) == ("4", "embedded world")
+    assert [row[0] for row in record["tables"][0]["rows"]] == names
     assert values["Model"] == "base_model (step 7)"
     assert (
         values["CORE metric"]["n"] == sum(values[name]["n"] for name in names) == 21 * 2 + 11 + 30
@@ -423,10 +432,11 @@ def test_a_model_is_scored_once_unless_something_changes(base, small_suite, caps
 
 def test_a_model_of_other_text_is_not_asked_about_the_embedded_world_unbidden(base, small_suite):
     save_base("web", 1, "somebody/web")
-    with pytest.raises(ValueError, match="somebody/web.*--suite=embedded"):
-        evaluate(base, "web")
+    folder = base / "nothing"
+    with pytest.raises(FileNotFoundError, match=f"{folder}.*--eval_bundle"):
+        evaluate(base, "web", eval_bundle=str(folder))
     assert evaluate(base, "web", suite="embedded")["values"]["CORE metric"]["n"] > 0
-    with pytest.raises(ValueError, match="DCLM"):
-        evaluate(base, "web", suite="dclm")
+    with pytest.raises(ValueError, match="no files"):
+        evaluate(base, "web", suite="embedded", eval_bundle=str(folder))
     with pytest.raises(ValueError, match="max_per_task"):
         evaluate(base, "web", max_per_task=0)

@@ -1,0 +1,256 @@
+"""The evaluation bundle: read whole or in part, from wherever it is, and asked as published."""
+
+import functools
+import hashlib
+import http.server
+import json
+import os
+import random
+import threading
+import zipfile
+
+import pytest
+
+from nanochat import suites
+from nanochat.common import sha256_file
+from nanochat.suites import CORE_TASKS, SuiteConfig, fetched, open_bundle, open_suite
+from tests.test_eval_core import evaluate, save_base
+
+CORE_YAML = """
+icl_tasks:
+-
+  label: copa
+  dataset_uri: sense/copa.jsonl
+  num_fewshot: [0]
+  icl_task_type: multiple_choice
+-
+  label: jeopardy
+  dataset_uri: knowledge/jeopardy_all.jsonl
+  num_fewshot: [10]
+  icl_task_type: language_modeling
+  continuation_delimiter: "\\nAnswer: "
+-
+  label: winograd
+  dataset_uri: sense/winograd.jsonl
+  num_fewshot: [0]
+  icl_task_type: schema
+"""
+TABLE = (
+    "Eval Task,Task Category,Random baseline\ncopa,sense,50\njeopardy,knowledge,0\nwinograd,,50\n"
+)
+ITEMS = {
+    "sense/copa.jsonl": [{"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 0}] * 100,
+    "knowledge/jeopardy_all.jsonl": [
+        {"context": f" GAMES: number {i} ", "continuation": f"Game {i}"} for i in range(12)
+    ],
+}
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A small bundle, with one task whose items are missing."""
+    folder = tmp_path / "bundle"
+    for name, items in ITEMS.items():
+        file = folder / "eval_data" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / "core.yaml").write_text(CORE_YAML)
+    (folder / "eval_meta_data.csv").write_text(TABLE)
+    return folder
+
+
+@pytest.fixture
+def archive(bundle, tmp_path):
+    """The same as a zip file, in a folder of its own as the published one is."""
+    path = tmp_path / "bundle.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        for part in bundle.rglob("*"):
+            file.write(part, f"eval_bundle/{part.relative_to(bundle)}")
+    return path
+
+
+def test_a_bundle_is_read_with_what_core_yaml_and_the_table_say(bundle):
+    suite = open_bundle(bundle)
+    copa, jeopardy = suite.tasks
+    assert (copa.name, copa.kind, copa.num_fewshot) == ("copa", "multiple_choice", 0)
+    assert (copa.random_baseline, copa.continuation_delimiter, len(copa.items)) == (0.5, " ", 100)
+    assert (jeopardy.continuation_delimiter, jeopardy.num_fewshot) == ("\nAnswer: ", 10)
+    assert jeopardy.options(jeopardy.items[3]) == [("GAMES: number 3\nAnswer: ", "Game 3")]
+
+
+def test_missing_tasks_and_other_items_are_named(bundle):
+    suite = open_bundle(bundle)
+    assert len(suite.missing) == 20 and "winograd" in suite.missing
+    assert "2 of 22 tasks" in suite.about and "coqa" in suite.about
+    assert "jeopardy has 12 of 2,117 items" in suite.about and "copa has" not in suite.about
+    assert "not comparable with published CORE" in suite.about
+
+
+def test_folder_and_zip_give_the_same_suite(bundle, archive):
+    assert open_bundle(archive) == open_bundle(bundle)
+    (bundle / "eval_data" / "sense" / "copa.jsonl").write_text(
+        json.dumps(ITEMS["sense/copa.jsonl"][0])
+    )
+    assert open_bundle(archive).fingerprint != open_bundle(bundle).fingerprint
+
+
+def test_the_published_archive_is_recognised(archive, monkeypatch):
+    monkeypatch.setattr(suites, "PUBLISHED_SHA256", sha256_file(archive))
+    assert open_bundle(archive).about == "DCLM, the published bundle"
+
+
+def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatch):
+    monkeypatch.setattr(suites, "CORE_TASKS", {"copa": 100, "jeopardy": 12})
+    assert open_bundle(bundle).about == "DCLM, 2 of 2 tasks; as many items as published"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("core.yaml", "icl_tasks: 3", "core.yaml.*icl_tasks"),
+        ("core.yaml", "icl_tasks:\n- label: copa\n", "core.yaml.*copa.*lacks"),
+        ("eval_meta_data.csv", "a,b\n1,2\n", "eval_meta_data.csv.*Random baseline"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "baseline for jeopardy"),
+        ("eval_data/sense/copa.jsonl", '{"query": 1}\n{"que', "copa.jsonl, line 2"),
+        ("eval_data/sense/copa.jsonl", "", "copa has no items"),
+    ],
+)
+def test_a_file_that_is_amiss_is_named(bundle, file, text, message):
+    (bundle / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        open_bundle(bundle)
+
+
+def test_what_is_no_bundle_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name, message in (("text.txt", "neither a folder nor a zip"), ("empty", "no core.yaml")):
+        with pytest.raises(ValueError, match=f"{message}.*--eval_bundle"):
+            open_bundle(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="--eval_bundle"):
+        fetched(str(tmp_path / "nowhere"))
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Serves the folder; the list of what was asked for."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def test_a_url_is_downloaded_once(web, archive):
+    address, asked = web
+    first = open_suite(SuiteConfig("dclm", f"{address}/bundle.zip"), "embedded")
+    assert first == open_suite(SuiteConfig(eval_bundle=f"{address}/bundle.zip"), None)
+    assert first == open_bundle(archive) and asked == ["/bundle.zip"]
+
+
+def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch):
+    monkeypatch.setattr(suites, "ATTEMPTS", 0)
+    with pytest.raises(ConnectionError, match="/gone.zip.*--eval_bundle"):
+        fetched(f"{web[0]}/gone.zip")
+
+
+def test_the_embedded_world_needs_no_bundle():
+    suite = open_suite(SuiteConfig(), "embedded")
+    assert suite.about == "embedded world" and len(suite.tasks) == 11 and not suite.missing
+
+
+# ------------------------------------------------------------------------------------------------
+# Real tasks, asked as published
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The tasks of the mirror, by name."""
+    folder = os.environ.get("NANOCHAT_TEST_HUB")
+    if not folder:
+        pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
+    return open_suite(SuiteConfig("dclm", f"{folder}/eval_bundle"), None)
+
+
+def test_the_mirror_holds_the_tasks_in_the_order_of_the_report(real):
+    assert real.missing == ("coqa",)
+    assert [task.name for task in real.tasks] == [name for name in CORE_TASKS if name != "coqa"]
+    assert "hellaswag has 5,000 of 10,042 items" in real.about
+
+
+def test_examples_and_their_order_follow_the_published_seeds(real):
+    """Said again in other words: shuffle, cut, then for each place a generator of its own."""
+    for task in real.tasks:
+        data = list(task.items)
+        random.Random(1337).shuffle(data)
+        data = data[:40]
+        drawn = task.drawn(40)
+        for place in (0, 7, len(data) - 1):
+            others = [i for i in range(len(data)) if i != place]
+            shown = random.Random(1234 + place).sample(others, min(task.num_fewshot, len(others)))
+            text = ""
+            for item in (data[i] for i in shown):
+                if task.kind == "multiple_choice":
+                    context, ending = item["query"], item["choices"][item["gold"]]
+                elif task.kind == "schema":
+                    context, ending = item["context_options"][item["gold"]], item["continuation"]
+                else:
+                    context, ending = item["context"].strip(), item["continuation"]
+                text += context + task.continuation_delimiter + ending + "\n\n"
+            assert drawn.examples(place) == text, task.name
+
+
+# Three prompts of each kind, behind their examples: the end of the first, digests of all
+PINNED = {
+    "arc_easy": (
+        "Which statement is an inference?\nAnswer: Island finches share a common ancestry with "
+        "mainland finch species.",
+        "08ce98997118eee0 f5f1ee2912bc6ac2 bae86b798d4c7305",
+    ),
+    "winograd": (
+        "In the storm, the tree fell down and crashed through the roof of my house. Now, I have to "
+        "get the roof repaired.",
+        "e161950eae4b2f3e 23d7972279c84e30 afd0b10bccac870e",
+    ),
+    "bigbench_operators": (
+        "Given the definition of the op operator, compute the result.\n"
+        "i op j suppresses the j last digits of i.\n125690 op 2 = 1256",
+        "c7e309c0534e819c 61dd2b4db17e4514 04196384c1e1487a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_three_prompts_of_each_kind_are_pinned(real, name):
+    task = next(task for task in real.tasks if task.name == name).drawn()
+    prompts = []
+    for number in range(3):
+        item = task.items[number]
+        context, ending = task.options(item)[item.get("gold", 0)]
+        prompts.append(task.examples(number) + context + ending)
+    ending, digests = PINNED[name]
+    assert prompts[0].endswith(ending)
+    assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in prompts] == digests.split()
+
+
+def test_the_script_scores_our_model_on_a_bundle(base, bundle, capsys):
+    save_base("web", 1, "somebody/web")
+    record = evaluate(base, "web", eval_bundle=str(bundle), max_per_task=5)
+    values = record["values"]
+    assert values["CORE metric"]["n"] == 10 and values["copa"]["n"] == 5
+    assert values["Tasks"].startswith("2, missing: hellaswag_zeroshot, ")
+    assert record["settings"]["eval_bundle"] == str(bundle)
+    rows = record["tables"][0]["rows"]
+    assert [row[:3] for row in rows] == [["copa", 0, 5], ["jeopardy", 10, 5]]
+    assert "CORE" in capsys.readouterr().out
