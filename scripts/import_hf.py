@@ -1,0 +1,69 @@
+"""
+Make a checkpoint of a model in Hugging Face's format: one of scripts.export, or another NanoChat.
+
+    python -m scripts.import_hf --hf_path=my-model --model_tag=imported
+    python -m scripts.import_hf --hf_path=downloaded --stage=sft     # to talk to it
+
+Reads   a folder with config.json, tokenizer.json and *.safetensors
+Writes  <stage>_checkpoints/<tag>/, without an optimizer's state
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nanochat.checkpoint import carried, save_checkpoint, stage_folder
+from nanochat.config import start
+from nanochat.gpt import GPT
+from nanochat.hf import Imported, read_hf
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.records import new_run_id
+
+BATCH_TOKENS = 524_288  # per step of training, where nobody knows what pretraining took
+
+
+@dataclass(frozen=True)
+class ImportHF:
+    hf_path: str = ""
+    """Folder of the model."""
+    stage: Literal["base", "mid", "sft", "rl"] | None = None
+    """What it is to be. Default: what it was, else base."""
+    model_tag: str = "imported"
+    """Name of the folder of the checkpoint."""
+    machine: MachineConfig = field(default_factory=lambda: MachineConfig("cpu", "float32"))
+
+
+def main(cfg: ImportHF) -> None:
+    if not cfg.hf_path:
+        raise ValueError("name the folder of a model: --hf_path=<folder>")
+    machine = init_machine(cfg.machine)
+    found = read_hf(Path(cfg.hf_path).expanduser())
+    model = GPT(found.cfg)
+    model.load_state_dict(found.weights)
+    origin = found.origin or unknown(found)
+    stage = cfg.stage or origin["stage"]
+    folder = stage_folder(stage) / cfg.model_tag
+    state = {"stage": stage, **carried(origin)}
+    saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
+    print(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters")
+    machine.close()
+
+
+def unknown(found: Imported) -> Mapping[str, Any]:
+    """What stands for the history of a model that others wrote."""
+    return {
+        "stage": "base",
+        "step": 0,
+        "source": {},
+        "identity": {"batch_tokens": BATCH_TOKENS},
+        "provenance": {
+            "run_id": new_run_id(),
+            "seed": 0,
+            "inputs": {"tokenizer": found.tokenizer.fingerprint},
+        },
+    }
+
+
+if __name__ == "__main__":
+    start(main, ImportHF(), __doc__)

@@ -1,0 +1,394 @@
+"""Hugging Face's format: the same logits, ids, prompts and words there, and the way back."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.chat_format import render, render_prompt
+from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
+from nanochat.common import read_json
+from nanochat.engine import Engine
+from nanochat.gpt import GPT, build_model
+from nanochat.hf import byte_letters, code_of, halves, read_hf, write_hf
+from nanochat.machine import MachineConfig
+from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
+from nanochat.world import documents
+from scripts import base_eval, export, import_hf
+from tests.conftest import TINY, lively
+from tests.test_eval_core import evaluate
+
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+ARCHITECTURES = {
+    "classic": {},
+    "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
+    "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
+}
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return list(itertools.islice(documents(0, 0, "val"), 100))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts):
+    return Tokenizer.train([*texts, "Grüße, 안녕, 12345 \r\n\t don't YOU'LL"], 600)
+
+
+def model_of(tokenizer, name):
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=192)
+    cfg = cfg.classic() if name == "classic" else replace(cfg, **ARCHITECTURES[name])
+    return lively(build_model(cfg, CPU, torch.float32, seed=3))
+
+
+def load(folder):
+    """Model and tokenizer as a user of transformers gets them."""
+    options = (
+        {}
+        if read_json(folder / "config.json")["model_type"] == "nanochat"
+        else {"trust_remote_code": True}
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, **options)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def exported(request, tokenizer, tmp_path_factory):
+    """Our model, its folder, and what transformers makes of that."""
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
+    ours = model_of(tokenizer, request.param)
+    write_hf(folder, ours, tokenizer)
+    return ours, folder, *load(folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# The model
+
+
+def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exported):
+    ours, folder, theirs, _ = exported
+    code = {path.stem for path in folder.glob("*.py")}
+    if ours.cfg == ours.cfg.classic():
+        assert type(theirs).__module__.startswith("transformers.models.nanochat") and not code
+    else:
+        assert (
+            code
+            == {"hf_modeling", *code_of("gpt")}
+            == {*("hf_modeling", "gpt", "attention", "kv_cache", "loss")}
+        )
+        assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
+
+
+@torch.no_grad()
+def test_logits_are_ours_on_a_hundred_texts(exported, tokenizer, texts):
+    ours, _, theirs, _ = exported
+    for text in texts:
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text)][: ours.cfg.max_seq_len]])
+        assert (theirs(ids).logits - ours(ids)).abs().max() < 1e-4
+
+
+def test_generation_says_what_the_engine_says(exported, tokenizer, texts):
+    ours, _, theirs, _ = exported
+    engine = Engine(ours, tokenizer, 4)
+    prompts = [
+        [tokenizer.bos_id, *tokenizer.encode(text)][: 9 + 5 * i] for i, text in enumerate(texts[:8])
+    ]
+    for prompt, (said,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        ids = torch.tensor([prompt])
+        answer = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )[0, len(prompt) :].tolist()
+        assert answer == said.ids + ([said.end] if said.end is not None else [])
+
+
+def test_prompts_padded_on_the_left_go_on_as_they_do_alone(exported, texts):
+    _, _, theirs, tokenizer = exported
+    prompts = [" ".join(text.split()[: 3 + 4 * i]) for i, text in enumerate(texts[:5])]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    together = theirs.generate(**batch, max_new_tokens=10, do_sample=False)
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = tokenizer(prompt, return_tensors="pt")
+        said = theirs.generate(**alone, max_new_tokens=10, do_sample=False)[0]
+        new = said[alone["input_ids"].shape[1] :].tolist()
+        assert row[batch["input_ids"].shape[1] :].tolist()[: len(new)] == new
+        assert alone["input_ids"][0, 0] == tokenizer.bos_token_id
+
+
+@torch.no_grad()
+def test_labels_give_the_mean_loss_of_what_counts(exported, tokenizer, texts):
+    ours, _, theirs, _ = exported
+    ids = torch.tensor([tokenizer.encode(texts[0])[:60]])
+    labels = ids.clone()
+    labels[:, :20] = -100
+    nats = ours.token_losses(ids[:, :-1], ids[:, 1:])[0, 19:].mean()
+    assert theirs(ids, labels=labels).loss == pytest.approx(float(nats), abs=1e-4)
+
+
+@torch.no_grad()
+def test_the_last_logits_can_be_had_alone(exported):
+    _, _, theirs, _ = exported
+    ids = torch.tensor([[1, 2, 3, 4]])
+    whole, last = theirs(ids).logits, theirs(ids, logits_to_keep=1).logits
+    torch.testing.assert_close(last, whole[:, -1:])
+
+
+# ------------------------------------------------------------------------------------------------
+# The tokenizer
+
+
+def test_ids_are_ours_for_any_text(exported, texts):
+    _, _, _, theirs = exported
+    tokenizer = read_hf(exported[1]).tokenizer
+    rng = np.random.default_rng(0)
+    pool = list("aZ é語한😀 \n\t\r.,'’-_/#1234567890") + ["don't", " the", "\n\n", "  ", "ÅNG"]
+    odd = ["".join(rng.choice(pool, rng.integers(0, 40))) for _ in range(2_000)]
+    for text in [*texts, *odd]:
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text), text
+
+
+def test_ids_are_ours_on_a_shard_of_real_text(hub, tmp_path):
+    compare_ids(hub, tmp_path, "shard_00005")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ids_are_ours_on_all_real_text(hub, tmp_path):
+    compare_ids(hub, tmp_path, "shard_")
+
+
+def compare_ids(hub, tmp_path, stem):
+    """Encode the shards of mini-pretrain whose names begin so, with both tokenizers."""
+    import pyarrow.parquet as pq
+
+    folder = hub / "datasets" / "local" / "mini-pretrain"
+    shards = sorted(path for path in folder.rglob("*.parquet") if path.name.startswith(stem))
+    assert shards
+    documents = pq.read_table(shards[-1], columns=["text"])["text"].to_pylist()
+    tokenizer = Tokenizer.train(documents, 8192)
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size)
+    write_hf(tmp_path, build_model(cfg, CPU, torch.float32, seed=0), tokenizer)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for shard in shards:
+        documents = pq.read_table(shard, columns=["text"])["text"].to_pylist()
+        ids, offsets = tokenizer.encode_flat(documents)
+        for at in range(0, len(documents), 256):
+            batch = theirs(documents[at : at + 256], add_special_tokens=False)["input_ids"]
+            for number, got in enumerate(batch, at):
+                assert got == ids[offsets[number] : offsets[number + 1]].tolist(), (shard, number)
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hello!"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who\n\nare you? "}],
+    [
+        {"role": "user", "content": "What is 3 times 4?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "That is "},
+                {"type": "python", "text": "3*4"},
+                {"type": "python_output", "text": "12"},
+                {"type": "text", "text": "12.\n#### 12"},
+            ],
+        },
+        {"role": "user", "content": " And\tnow?"},
+        {"role": "assistant", "content": "Nothing."},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_conversations_are_rendered_as_ours(exported, tokenizer, messages):
+    _, _, _, theirs = exported
+    whole = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert whole == render(tokenizer, messages)[0]
+    asked = messages if messages[-1]["role"] == "user" else messages[:-1]
+    prompt = theirs.apply_chat_template(
+        asked, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert prompt == render_prompt(tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [["assistant"], ["user", "user"], ["system"], ["system", "assistant"], ["user", "system"]],
+)
+def test_roles_out_of_turn_are_refused_there_too(exported, roles):
+    _, _, _, theirs = exported
+    with pytest.raises(Exception, match="turn|system"):
+        theirs.apply_chat_template(
+            [{"role": role, "content": "x"} for role in roles], tokenize=False
+        )
+
+
+def test_every_byte_has_a_letter_of_its_own():
+    letters = byte_letters()
+    assert sorted(letters) == list(range(256)) and len(set(letters.values())) == 256
+    assert letters[ord("A")] == "A" and letters[ord(" ")] == "\u0120" and letters[10] == "\u010a"
+
+
+def test_a_token_that_nothing_makes_is_named():
+    ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
+    with pytest.raises(ValueError, match="abc"):
+        halves(b"abc", ranks)
+    assert halves(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
+
+
+# ------------------------------------------------------------------------------------------------
+# The way back
+
+
+def test_the_same_weights_configuration_and_tokenizer_come_back(exported, tokenizer):
+    ours, folder, _, _ = exported
+    back = read_hf(folder)
+    assert back.cfg == ours.cfg and back.tokenizer.fingerprint == tokenizer.fingerprint
+    assert back.weights.keys() == ours.state_dict().keys()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(back.weights[name], weight), name
+
+
+def test_bfloat16_weights_are_rounded_once(tokenizer, tmp_path):
+    ours = model_of(tokenizer, "classic")
+    write_hf(tmp_path, ours, tokenizer, torch.bfloat16)
+    assert load(tmp_path)[0].dtype == torch.bfloat16
+    for name, weight in read_hf(tmp_path).weights.items():
+        assert torch.equal(weight, ours.state_dict()[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
+        ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
+        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
+        ("config.json", {"num_hidden_layers": 3}, "tensors missing or too many"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 5}}}, "tokenizer.json"),
+    ],
+)
+def test_what_is_not_ours_is_refused_by_name(tokenizer, tmp_path, file, change, message):
+    write_hf(tmp_path, model_of(tokenizer, "classic"), tokenizer)
+    content = read_json(tmp_path / file)
+    (tmp_path / file).write_text(json.dumps({**content, **change}))
+    with pytest.raises(ValueError, match=message):
+        read_hf(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused(tokenizer, tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        read_hf(tmp_path)
+    write_hf(tmp_path, model_of(tokenizer, "classic"), tokenizer)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        read_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["classic", "default"])
+def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name):
+    model = model_of(tokenizer, name)
+    inputs = {"tokenizer": tokenizer.fingerprint}
+    state = {
+        "stage": "sft",
+        "source": {"dataset": "embedded"},
+        "provenance": {"run_id": "run-1", "seed": 4, "inputs": inputs},
+        "identity": {"batch_tokens": 4096, "seed": 4},
+    }
+    saved = save_checkpoint(stage_folder("sft") / "d2", 9, model, None, tokenizer, state)
+    export.main(export.Export())
+    folder = base / "export" / "sft-d2"
+    import_hf.main(import_hf.ImportHF(hf_path=str(folder)))
+    back = find_checkpoint("sft", "imported")
+    assert back.step == 9 and back.state["files"] == saved.state["files"]
+    for key in ("source", "provenance", "stage"):
+        assert back.state[key] == state[key]
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "nanochat"})
+    )
+    import_hf.main(import_hf.ImportHF(hf_path=str(folder), stage="mid", model_tag="foreign"))
+    foreign = find_checkpoint("mid", "foreign")
+    assert foreign.step == 0 and foreign.state["source"] == {}
+    assert foreign.state["files"] == saved.state["files"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Models of Hugging Face under our scorer
+
+
+def score(base, folder, **settings):
+    """scripts.base_eval of a model in Hugging Face's format; returns the record."""
+    machine = MachineConfig("cpu", "float32")
+    suite = base_eval.SuiteConfig("embedded")
+    base_eval.main(
+        base_eval.BaseEval(
+            hf_path=str(folder), suite=suite, machine=machine, max_per_task=6, **settings
+        )
+    )
+    (path,) = (base / "report").glob("evaluation-of-*.json")
+    record = read_json(path)
+    path.unlink()
+    return record
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_any_causal_model_is_scored_by_the_same_code(base, tokenizer, tmp_path, kind):
+    shape = {"vocab_size": tokenizer.vocab_size}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(**shape, n_embd=32, n_layer=2, n_head=2, n_positions=256)
+    else:
+        config = transformers.LlamaConfig(
+            **shape,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=256,
+        )
+    torch.manual_seed(0)
+    folder = tmp_path / kind
+    write_hf(folder, model_of(tokenizer, "classic"), tokenizer)  # for its tokenizer
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    record = score(base, folder)
+    assert record["section"] == f"Evaluation of {folder}"
+    assert record["values"]["CORE metric"]["n"] > 50
+    assert read_json(folder / "config.json")["model_type"] == kind
+    first = record["provenance"]["inputs"]["hf"]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    assert score(base, folder)["provenance"]["inputs"]["hf"] != first
+
+
+@pytest.mark.parametrize("name", ["classic", "default"])
+def test_an_exported_model_scores_item_by_item_as_ours(base, tokenizer, tmp_path, name):
+    state = {
+        "source": {"dataset": "embedded"},
+        "provenance": {"run_id": "run-1", "seed": 4, "inputs": {}},
+    }
+    model = model_of(tokenizer, name)
+    save_checkpoint(stage_folder("base") / "d2", 9, model, None, tokenizer, state)
+    ours = evaluate(base, "d2", max_per_task=6)
+    write_hf(tmp_path, model, tokenizer)
+    theirs = score(base, tmp_path, trust_remote_code=name == "default")
+    assert theirs["items"] == ours["items"]
+    assert theirs["values"]["CORE metric"] == ours["values"]["CORE metric"]
+
+
+def test_code_of_strangers_runs_only_where_it_is_allowed(tokenizer, tmp_path):
+    write_hf(tmp_path, model_of(tokenizer, "default"), tokenizer)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        base_eval.open_hf(base_eval.BaseEval(hf_path=str(tmp_path)), None)
+
+
+def test_a_rebuilt_model_computes_what_the_first_did(exported):
+    ours, folder, _, _ = exported
+    back = read_hf(folder)
+    twin = GPT(back.cfg)
+    twin.load_state_dict(back.weights)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(twin(ids), ours(ids), rtol=0, atol=0)
