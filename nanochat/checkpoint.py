@@ -293,6 +293,19 @@ def find_checkpoint(
     return found
 
 
+def referred(name: str, say: Callable[[str], None] = print) -> Checkpoint:
+    """
+    The checkpoint that stage[:tag[:step]] names, as in sft, base:d4 or base:d4:400.
+
+    Raises ValueError for another form, MissingInput where there is no such checkpoint.
+    """
+    parts = name.split(":")
+    if not 1 <= len(parts) <= 3 or parts[0] not in FOLDERS or not (parts[2:] or ["0"])[0].isdigit():
+        raise ValueError(f"{name!r} names no checkpoint: stage[:tag[:step]], as in base:d4:400")
+    step = int(parts[2]) if len(parts) == 3 else None
+    return find_checkpoint(parts[0], parts[1] if len(parts) > 1 else None, step, say)
+
+
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's state says where its model comes from, wherever it is taken."""
     batch = {"batch_tokens": state["identity"]["batch_tokens"]}

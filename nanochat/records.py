@@ -93,9 +93,20 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = 
     return new_run_id()
 
 
-def estimate(value: float, n: int, se: float) -> dict[str, float]:
-    """A measured value with the number of items behind it and its standard error."""
-    return {"value": value, "n": n, "se": se}
+def estimate(
+    value: float,
+    n: int,
+    se: float,
+    k: int | None = None,
+    item_se: float | None = None,
+    repeat_se: float | None = None,
+) -> dict[str, Any]:
+    """
+    A measured value with the number of items behind it and its standard error; of items that were
+    asked k times also what comes from the choice of items, and what from the repeats (`stats`).
+    """
+    found = {"value": value, "n": n, "se": se}
+    return found if k is None else {**found, "k": k, "item_se": item_se, "repeat_se": repeat_se}
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def show(value: Any) -> str:
     """A value as the report prints it, on one line."""
     if isinstance(value, Mapping):
         error = "" if value.get("se") is None else f" +- {show(value['se'])}"
-        count = "" if value.get("n") is None else f" (n={value['n']:,})"
+        count = "" if value.get("n") is None else f" (n={value['n']:,}{show_repeats(value)})"
         return f"{show(value['value'])}{error}{count}"
     if isinstance(value, float):
         return f"{value:.4f}"
@@ -281,6 +281,13 @@ def show(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
     return re.sub(r"\r\n|[\r\n\v\f\x85\u2028\u2029]", r"\\n", str(value))
+
+
+def show_repeats(value: Mapping[str, Any]) -> str:
+    """Of items asked several times: how often, and the parts of the error."""
+    if (value.get("k") or 1) == 1:
+        return ""
+    return f", k={value['k']}; items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
 
 
 def show_provenance(record: Record) -> str:

@@ -16,6 +16,7 @@ from nanochat.records import TIME_FORMAT, read_scores, slug
 from nanochat.sections import BASE_METRICS, CHAT_TASKS, COLUMNS, LOWER_IS_BETTER, SECTIONS
 
 Record = Mapping[str, Any]
+GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
 
 
 def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
@@ -70,17 +71,19 @@ def standard_error(value: Any) -> float:
 
 
 def differences(
-    found: Mapping[str, Mapping[str, Any]], items: Mapping[str, Mapping[str, Any]] = {}
+    found: Mapping[str, Mapping[str, Any]],
+    items: Mapping[str, Mapping[str, Any]] = {},
+    order: Sequence[str] = tuple(COLUMNS),
 ) -> dict[str, Any]:
     """
-    Table of what each stage changed: per metric, against the stage before it that has one.
+    Table of what each column changed: per metric, against the one before it that has one.
 
     Where both stages were asked the same items (`item_scores`), these are compared one by one;
     elsewhere the standard error is that of a difference of independent measurements.
     """
     rows = []
     for name, by in found.items():
-        columns = [column for column in COLUMNS if column in by]
+        columns = [column for column in order if column in by]
         for before, after in zip(columns, columns[1:], strict=False):
             pairs = paired(name, items.get(before, {}), items.get(after, {}))
             if pairs:
@@ -156,9 +159,11 @@ def seconds(timestamp: str) -> float:
 def find_faults(records: Sequence[Record]) -> list[str]:
     """
     What breaks the chain from section to section: several runs, several versions of the code, a
-    stage that read something else than what the stage before it is recorded to have made.
+    stage that read something else than what the stage before it is recorded to have made. What
+    scores or compares models from outside the run is no part of the chain.
     """
     faults = []
+    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
     for what, key in {"runs": "run_id", "commits": "commit"}.items():
         groups: dict[str, list[str]] = {}
         for record in records:

@@ -26,9 +26,10 @@ from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
+from nanochat.variance import default_repeats
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import key_of, make
+from tasks.registry import exam, key_of
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class ChatEval:
     """How freely the model answers; 0 always takes the likeliest token."""
     max_new_tokens: int = short("m", 512)
     """Longest answer, in tokens."""
-    num_samples: int = short("n", 1)
-    """Answers to each question; a score is their mean, and pass@k is shown beside it."""
+    num_samples: int | None = short("n", None)
+    """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
+    Default: 1 at temperature 0, else what scripts.eval_variance found the task to need."""
     top_k: int | None = short("k", 50)
     """Only among so many of the likeliest tokens. Default: all."""
     top_p: float = 1.0
@@ -77,6 +79,14 @@ class ChatEval:
     def section(self) -> str:
         return f"Chat evaluation {self.source}"
 
+    def repeats(self, task: Task) -> int:
+        """Answers to each question of a task that is scored by what the model writes."""
+        return self.num_samples or default_repeats(task.name, self.temperature)
+
+    def sampled(self, task: Task) -> bool:
+        """Whether the answers to a task are left to chance."""
+        return task.kind == "generate" and self.temperature > 0
+
     @property
     def sampling(self) -> Sampling:
         return Sampling(
@@ -90,7 +100,7 @@ def main(cfg: ChatEval) -> None:
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = cfg.task_name.split("|") if cfg.task_name else every_task
-    tasks = [open_task(name, cfg.unsafe_exec) for name in names]
+    tasks = [exam(name, cfg.unsafe_exec) for name in names]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key(asked(cfg), inputs)
     if cfg.once and machine.broadcast(
@@ -110,27 +120,19 @@ def main(cfg: ChatEval) -> None:
         if task.kind == "choice":
             graded = by_letters(model, tokenizer, task, count, machine)
         else:
-            graded = by_writing(engine, task, count, cfg.sampling, cfg.num_samples, machine)
+            graded = by_writing(engine, task, count, cfg.sampling, cfg.repeats(task), machine)
         found[task.name] = graded
         score = accuracy(graded.outcomes)
+        repeats = f", {len(graded.outcomes[0])} answers each" * (len(graded.outcomes[0]) > 1)
         cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
         machine.print0(
-            f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions{cropped}), "
-            f"{time.perf_counter() - begun:.1f} s"
+            f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions{repeats}"
+            f"{cropped}), {time.perf_counter() - begun:.1f} s"
         )
     if machine.is_main:
         whole = {key_of(name) for name in names} >= {key_of(name) for name in every_task}
         write_section(cfg, checkpoint, tasks, found, whole, machine, started)
     machine.close()
-
-
-def open_task(name: str, unsafe_exec: bool) -> Task:
-    """The test split of a task. Raises ValueError for one that cannot be scored."""
-    runs_code = key_of(name) == "humaneval"
-    task = make(name, "test", **({"unsafe": unsafe_exec} if runs_code else {}))
-    if task.kind == "talk":
-        raise ValueError(f"{task.name} is only trained on: it has no right answers to score")
-    return task
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:
@@ -149,6 +151,20 @@ def accuracy(outcomes: Outcomes) -> Estimate:
     return stats.mean(item_means(outcomes))
 
 
+def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
+    """
+    A score as the record has it: with n items, k answers to each, and the two parts of its error.
+
+    One answer by chance hides which part is which: then only their sum is known.
+    """
+    value, n, se = accuracy(outcomes)
+    k = len(outcomes[0])
+    if k > 1 and n > 1:
+        split = stats.repeated(outcomes)
+        return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
+    return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
+
+
 def write_section(
     cfg: ChatEval,
     checkpoint: Checkpoint,
@@ -163,7 +179,7 @@ def write_section(
     items: dict[str, Any] = {}
     for task in tasks:
         outcomes = found[task.name].outcomes
-        values[task.name] = records.estimate(*accuracy(outcomes))
+        values[task.name] = with_repeats(outcomes, sampled=cfg.sampled(task))
         conversations = [task[i] for i in range(len(outcomes))]
         items[task.name] = records.item_scores(conversations, item_means(outcomes))
         k = len(outcomes[0])

@@ -116,6 +116,18 @@ def parse_mixture(spec: str) -> list[Part]:
     return parts
 
 
+def exam(name: str, unsafe: bool = False) -> Task:
+    """
+    The test split of a task, to score a model on. `unsafe`: run what the model wrote with all your
+    rights where this machine has no sandbox. Raises ValueError for a task that cannot be scored.
+    """
+    runs_code = key_of(name) == "humaneval"
+    task = make(name, "test", **({"unsafe": unsafe} if runs_code else {}))
+    if task.kind == "talk":
+        raise ValueError(f"{task.name} is only trained on: it has no right answers to score")
+    return task
+
+
 def mixture(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     """
     One split of the tasks of a mixture, shuffled together.

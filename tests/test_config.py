@@ -137,7 +137,8 @@ def test_settings_print_open_choices_as_the_seed_report_does():
 
 
 @pytest.mark.parametrize(
-    "script", ["data", "tok_train", "tok_eval", "base_train", "base_loss", "bench", "report"]
+    "script",
+    "data tok_train tok_eval base_train base_loss base_eval bench compare export report".split(),
 )
 def test_help_answers_fast_and_names_its_two_commands(script):
     began = time.monotonic()

@@ -19,7 +19,7 @@ FLOORS = """
     disk hub text_files hub_repo source local_source hub_source dataset
     packing rows row_writer chat_rows
     attention kv_cache loss gpt optim schedule scaling sampling engine engine_bench
-    records runlog preflight train_bench train checkpoint stage samples
+    records variance runlog preflight train_bench train checkpoint stage samples
     plots sections summary figures report
     eval_bpb eval_core suites finetune eval_chat rl
     hf hf_modeling hf_model lm_eval_model

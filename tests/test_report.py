@@ -561,6 +561,12 @@ def test_sections_of_several_runs_or_commits_are_told_plainly():
     ]
 
 
+def test_guests_from_other_runs_break_no_chain():
+    guest = {**chain()[0], "section": "Evaluation of gpt2"}
+    guest["provenance"] = {**guest["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
+    assert summary.find_faults([*chain(), guest]) == []
+
+
 # ------------------------------------------------------------------------------------------------
 # Files
 

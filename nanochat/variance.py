@@ -1,0 +1,117 @@
+"""
+How much a task's score varies from run to run of the same weights, and what follows from that.
+
+    scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
+
+This is the noise of sampling answers alone: weights and items stay the same. Classes as in the
+tables of Olmo 3 (post-training chapter of the RLHF book): by points of accuracy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from nanochat import stats
+from nanochat.common import base_dir, read_json, write_json
+
+FILE_NAME = "eval_variance.json"
+STABLE, VERY_STABLE = 0.6, 0.3  # points of accuracy: below, a task belongs to that class
+MOST_REPEATS = 16
+SHARE = 0.5  # of the error from having these items, which sampling may add by default
+
+
+@dataclass(frozen=True)
+class Variance:
+    """What R runs of M checkpoints say of a task. Scores are from 0 to 1, `std` is too."""
+
+    task: str
+    n: int
+    """Items of a run."""
+    num_runs: int
+    """Of each checkpoint."""
+    stds: tuple[float, ...]
+    """Standard deviation of a run's score, by checkpoint."""
+    item_se: float
+    """The error from having these items and no others, over the checkpoints."""
+
+    @property
+    def std(self) -> float:
+        """Of a run's score: the mean over the checkpoints."""
+        return fmean(self.stds)
+
+    @property
+    def label(self) -> str:
+        """high, stable or very stable."""
+        points = 100 * self.std
+        return "very stable" if points < VERY_STABLE else "stable" if points < STABLE else "high"
+
+    @property
+    def repeats(self) -> int:
+        """
+        Answers to each item that keep the error of sampling under SHARE of that of the items.
+
+        Both shrink alike with more items, so this holds for any number of them.
+        """
+        if self.std == 0:
+            return 1
+        if self.item_se == 0:
+            return MOST_REPEATS
+        return min(MOST_REPEATS, max(1, math.ceil((self.std / self.item_se / SHARE) ** 2)))
+
+
+def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
+    """
+    scores[checkpoint][item][run] -> Variance.
+
+    Raises ValueError below two runs or two items, and where checkpoints differ in either.
+    """
+    shapes = {(len(items), len(items[0]) if items else 0) for items in scores}
+    if len(shapes) != 1:
+        raise ValueError(f"{task}: checkpoints differ in items or runs: {sorted(shapes)}")
+    ((n, num_runs),) = shapes
+    split = [stats.repeated(items) for items in scores]
+    stds = tuple(stdev(fmean(run) for run in zip(*items, strict=True)) for items in scores)
+    item_se = math.sqrt(fmean(r.item_se**2 for r in split))
+    return Variance(task, n, num_runs, stds, item_se)
+
+
+def table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:
+    """The variance table of a report: noisiest first, in points of accuracy."""
+    columns = ["Class", "Task", "Items", "Runs", "Std", *checkpoints, "Item SE", "Repeats"]
+    rows = [
+        [
+            *(v.label, v.task, v.n, v.num_runs),
+            *(f"{100 * x:.2f}" for x in (v.std, *v.stds, v.item_se)),
+            v.repeats,
+        ]
+        for v in sorted(found, key=lambda v: -v.std)
+    ]
+    return {"title": "Evaluation variance (points)", "columns": columns, "rows": rows}
+
+
+def save(found: Sequence[Variance], path: Path | None = None) -> Path:
+    """Write the file that `default_repeats` reads; tasks measured before stay in it."""
+    path = path or base_dir() / FILE_NAME
+    known = load(path) | {v.task: v for v in found}
+    write_json(path, {name: asdict(v) for name, v in known.items()})
+    return path
+
+
+def load(path: Path | None = None) -> dict[str, Variance]:
+    """What was measured, by task; nothing where nobody did."""
+    path = path or base_dir() / FILE_NAME
+    if not path.exists():
+        return {}
+    return {
+        name: Variance(**{**entry, "stds": tuple(entry["stds"])})
+        for name, entry in read_json(path).items()
+    }
+
+
+def default_repeats(task: str, temperature: float) -> int:
+    """How often to ask where nobody says: once where answers do not vary, else as was measured."""
+    known = load().get(task)
+    return known.repeats if known and temperature > 0 else 1
