@@ -210,6 +210,24 @@ def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     """tokenizer.json and what transformers reads beside it."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": END,
+        "pad_token": BOS,
+        "additional_special_tokens": [n for n in SPECIAL_TOKENS if n not in (BOS, END)],
+        "padding_side": "left",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer.json", byte_level_bpe(tokenizer))
+    write_json(folder / "tokenizer_config.json", settings)
+    write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
+
+
+def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokenizer.json holds: how Hugging Face's tokenizers library does what ours does."""
     letters = byte_letters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
@@ -229,7 +247,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     ]
     bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
-    content = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -277,20 +295,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
             "merges": [[spelled[a], spelled[b]] for a, b in merges],
         },
     }
-    write_json(folder / "tokenizer.json", content)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": END,
-        "pad_token": BOS,
-        "additional_special_tokens": [n for n in SPECIAL_TOKENS if n not in (BOS, END)],
-        "padding_side": "left",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    write_json(folder / "tokenizer_config.json", settings)
-    write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
 
 
 # What chat_format.render does, for transformers: roles in turn, a system message in front of the

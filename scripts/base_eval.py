@@ -41,6 +41,8 @@ class BaseEval:
     trust_remote_code: bool = False
     """Run the code that comes with that model."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
+    only_fetch: bool = False
+    """Only get the tasks and say what they are; no model is needed."""
     once: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""
     report_dir: str | None = None
@@ -64,6 +66,8 @@ class Candidate(NamedTuple):
 
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
+    if cfg.only_fetch:
+        return print(open_suite(cfg.suite, dataset=None).about)
     machine = init_machine(cfg.machine)
     load, candidate, dataset = (open_hf if cfg.hf_path else open_own)(cfg, machine)
     suite: Suite = machine.broadcast(open_suite(cfg.suite, dataset) if machine.is_main else None)

@@ -6,15 +6,22 @@ import http.server
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import zipfile
 
 import pytest
 
 from nanochat import suites
-from nanochat.common import sha256_file
+from nanochat.common import REPOSITORY, read_json, sha256_file
+from nanochat.eval_bpb import Interrupted
+from nanochat.eval_core import FewShotTask, Subject, examine
+from nanochat.runlog import read_metrics
 from nanochat.suites import CORE_TASKS, SuiteConfig, fetched, open_bundle, open_suite
-from tests.test_eval_core import evaluate, save_base
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from scripts import base_eval
+from tests.test_eval_core import Letters, Pairs, evaluate, save_base
 
 CORE_YAML = """
 icl_tasks:
@@ -159,6 +166,12 @@ def test_a_url_is_downloaded_once(web, archive):
     assert first == open_bundle(archive) and asked == ["/bundle.zip"]
 
 
+def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
+    suite = SuiteConfig("dclm", str(bundle))
+    base_eval.main(base_eval.BaseEval(suite=suite, only_fetch=True))
+    assert "2 of 22 tasks" in capsys.readouterr().out and not (base / "report").exists()
+
+
 def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch):
     monkeypatch.setattr(suites, "ATTEMPTS", 0)
     with pytest.raises(ConnectionError, match="/gone.zip.*--eval_bundle"):
@@ -254,3 +267,38 @@ def test_the_script_scores_our_model_on_a_bundle(base, bundle, capsys):
     rows = record["tables"][0]["rows"]
     assert [row[:3] for row in rows] == [["copa", 0, 5], ["jeopardy", 10, 5]]
     assert "CORE" in capsys.readouterr().out
+
+
+def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, tmp_path):
+    texts = [
+        f"The boat number {i} sails north and wins the game. " * (i % 7 + 1) for i in range(90)
+    ]
+    Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
+    (tmp_path / "text").mkdir()
+    for shard in range(2):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[shard::2])
+        (tmp_path / "text" / f"{shard}.jsonl").write_text(lines)
+    flags = (
+        f"--data_dir={tmp_path / 'text'} --depth=1 --max_seq_len=32 --total_batch_size=64 "
+        "--num_iterations=5 --eval_every=0 --eval_tokens=64 --run=dummy --device_type=cpu "
+        f"--eval_bundle={bundle} --core_metric_every=2 --core_metric_max_per_task=3"
+    )
+    command = [sys.executable, "-m", "scripts.base_train", *flags.split()]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_metrics(base / "base_checkpoints" / "d1" / "metrics.jsonl")
+    assert [m["step"] for m in metrics if "core_metric" in m] == [2, 4, 5]
+    assert [m["step"] for m in metrics if "val_bpb" in m] == [5]
+    values = read_json(base / "report" / "base-model-training.json")["values"]
+    assert values["CORE metric estimate"]["n"] == 6
+    assert metrics[-1]["core_metric"] == values["CORE metric estimate"]["value"]
+
+
+def test_a_stop_leaves_an_examination_on_every_rank(machine):
+    model, items = Pairs(), [{"context": "a", "continuation": "b"}] * 9
+    asked = FewShotTask("t", "language_modeling", 0, 0.0, "", items)
+    calls = iter([False, False, True])
+    with pytest.raises(Interrupted):
+        examine(
+            Subject(model, Letters(), 100), asked, machine, pass_tokens=1, stopping=calls.__next__
+        )
