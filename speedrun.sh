@@ -26,7 +26,7 @@ h100x8)
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8)
-    minutes=(3 2 100 5 0 15 5 40 20)
+    minutes=(3 2 100 5 10 15 5 40 20)
     ;;
 gpu1)
     depth=${DEPTH:-12} processes=1 gigabytes=40 rate=3
@@ -36,7 +36,8 @@ gpu1)
     mid=(--mixture=smoltalk=100000,mmlu,gsm8k,spelling=5000)
     rl=(--num_iterations=100 --num_samples=8)
     chat=(--max_problems=500)
-    minutes=(3 2 60 5 0 20 10 40 30)
+    core=(--max_per_task=500)
+    minutes=(3 2 60 5 10 20 10 40 30)
     ;;
 cpu)
     depth=${DEPTH:-4} processes=1 gigabytes=7 rate=0
@@ -45,12 +46,12 @@ cpu)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
         --eval_tokens=32768)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
-    mid=(--num_iterations=130 --init_lr_frac=0.7 --eval_every=65 --eval_tokens=32768)
+    mid=(--num_iterations=260 --init_lr_frac=0.7 --eval_every=130 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=40 --eval_tokens=32768)
     rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
         --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)
-    minutes=(1 0 6 1 0 2 1 2 1)
+    minutes=(1 0 6 1 0 3 1 2 1)
     ;;
 smoke)
     depth=${DEPTH:-2} processes=1 gigabytes=7 rate=0
@@ -94,13 +95,27 @@ PLAN
 source dev/setup.sh
 source dev/stages.sh
 
+# CORE's tasks are fetched before anything is trained: an address that is dead costs this section of
+# the report, not the run. EVAL_BUNDLE=<folder, zip or URL> names another one.
+few_shot=1
+if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu1 ]; then
+    suite=(--suite=dclm ${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
+    if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
+        core+=("${suite[@]}")
+        shape+=("${suite[@]}" --core_metric_every=2000)
+    else
+        few_shot=0
+        echo "speedrun: the tasks of CORE cannot be had; going on without them" >&2
+    fi
+fi
+
 tag="d$depth"
 go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once)
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
 stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${go[@]}"
 stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --once
-if [ "$PROFILE" = cpu ] || [ "$PROFILE" = smoke ]; then # its suite belongs to the embedded world
+if [ "$few_shot" = 1 ]; then
     stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --once
 fi
 evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" ${chat[@]+"${chat[@]}"} --once; }

@@ -233,18 +233,13 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     # A byte's id is its rank, so the merges are the tokens of two bytes or more, in order
     merges = [halves(token, ranks) for token in ranks if len(token) > 1]
+    exactly = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [
-        {
-            "id": tokenizer.special(name),
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
+        {"content": name, "id": tokenizer.special(name), "special": True, **exactly}
         for name in SPECIAL_TOKENS
     ]
+    bytewise = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), True)
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
     return {
@@ -262,12 +257,7 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
                     "behavior": "Isolated",
                     "invert": False,
                 },
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": False,
-                },
+                {"type": "ByteLevel", **bytewise, "add_prefix_space": False, "use_regex": False},
             ],
         },
         "post_processor": {
@@ -276,20 +266,11 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
             "pair": [bos, first, second],
             "special_tokens": {BOS: {"id": BOS, "ids": [tokenizer.bos_id], "tokens": [BOS]}},
         },
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "decoder": {"type": "ByteLevel", **bytewise},
         "model": {
+            **dict.fromkeys(unused),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
             "ignore_merges": True,  # a word that is a token is that token
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[a], spelled[b]] for a, b in merges],

@@ -9,6 +9,7 @@ Problems are those of world_drills. Knows no messages, tokens or scores.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -30,7 +31,7 @@ from nanochat.world_facts import (
     upper_first,
 )
 
-TASKS_VERSION = 2  # goes up whenever any item changes
+TASKS_VERSION = 3  # goes up whenever any item changes
 
 
 def generator(what: str, split: Split, i: int) -> Random:
@@ -118,15 +119,22 @@ def sentences(known: Fact, asked: Question) -> list[str]:
 # Choices
 
 NUM_OPTIONS = 4
+ROUNDS = 8  # questions about one list of options in training
+# In training, of the options at hand that is asked for most which answers to the commonest kind of
+# question, by its rank to this power. With all as likely, the letter's loss stays at ln 4 for 500
+# steps at depth 4; so it falls within 150: first the model learns which options tend to be right,
+# and so to find an option's letter, then to look at the question (measured 2026-11-20, dev/LOG.md).
+SKEW = 1.5
+
+Field = tuple[str, str]  # the kind of subject, and what is asked of it
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A question and its options, of which number `gold` is right."""
+    """Options, and questions about them in turn, each with the number of the right option."""
 
-    question: str
     options: tuple[str, ...]
-    gold: int
+    asked: tuple[tuple[str, int], ...]
 
 
 @cache
@@ -135,11 +143,62 @@ def choice_questions(split: Split) -> tuple[Asked, ...]:
     return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
 
 
+@cache
+def questions_by_field() -> dict[Field, tuple[Asked, ...]]:
+    """The questions of training by what they ask for, the commonest first."""
+    found: dict[Field, list[Asked]] = {}
+    for asked in choice_questions("train"):
+        found.setdefault((asked.fact.kind, asked.question.field), []).append(asked)
+    order = sorted(found, key=lambda field: (-len(found[field]), field))
+    return {field: tuple(found[field]) for field in order}
+
+
 def choice(split: Split, i: int) -> Choice:
-    """The questions of a split in turn, over and over, each time with other rivals."""
-    asked = choice_questions(split)[i % len(choice_questions(split))]
-    options = draw_options(generator("choice", split, i), asked)
-    return Choice(asked.question.text, options, options.index(asked.question.answer))
+    """
+    Four answers of different sorts, such as a town, a trade, a month and a pet.
+
+    Held-out questions come in turn, one to a list, and any option is as likely to be right. In
+    training several are asked about a list, some kinds far more often than others.
+    """
+    rng = generator("choice", split, i)
+    if split != "train":
+        first = choice_questions(split)[i % len(choice_questions(split))]
+        four = [first]
+        while len(four) < NUM_OPTIONS or not apart(four):
+            four = [first, *(pick(rng, choice_questions(split)) for _ in range(NUM_OPTIONS - 1))]
+        four = sample(rng, four, NUM_OPTIONS)
+        rounds = [four.index(first)]
+    else:
+        fields = questions_by_field()
+        four = []
+        while not four or not apart(four):
+            four = [pick(rng, fields[f]) for f in sample(rng, list(fields), NUM_OPTIONS)]
+        ranks = {field: rank for rank, field in enumerate(fields, 1)}
+        weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
+        rounds = [weighted(rng, weights) for _ in range(ROUNDS)]
+    return Choice(
+        tuple(asked.question.answer for asked in four),
+        tuple((four[n].question.text, n) for n in rounds),
+    )
+
+
+def apart(questions: Sequence[Asked]) -> bool:
+    """Whether no question could have the answer of another."""
+    answers = [asked.question.answer for asked in questions]
+    could = [{*asked.rivals, asked.question.answer} for asked in questions]
+    return all(
+        a not in could[n] for n in range(len(could)) for m, a in enumerate(answers) if m != n
+    )
+
+
+def weighted(rng: Random, weights: Sequence[float]) -> int:
+    """A number from 0 to len - 1, each as likely as its weight says."""
+    left = rng.random() * sum(weights)
+    for n, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return n
+    return len(weights) - 1
 
 
 def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ HUB = Defaults(
     rl="gsm8k",
 )
 WORLD = Defaults(
-    mid="world_chat=8000,world_choice=1000,world_problems=1000,world_spelling=2000",
-    sft="world_chat=1000,world_facts=2000,world_choice=500,world_problems=2000,world_spelling=2000",
+    mid="world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500",
+    sft="world_chat=1000,world_facts=4000,world_choice=300,world_problems=1500,world_spelling=1500",
     evaluated=("world_choice", "world_facts", "world_problems", "world_spelling"),
     rl="world_facts",
 )

@@ -117,7 +117,11 @@ def asked_by(split: Split) -> dict[str, Asked]:
 
 
 class WorldChoice(WorldTask, ChoiceTask):
-    """Questions about facts with four options, in the form of ARC."""
+    """
+    Questions about facts with four options of different sorts, in the form of ARC.
+
+    To be right takes to see what sort of thing is asked for, and to find its letter.
+    """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
 
@@ -125,9 +129,13 @@ class WorldChoice(WorldTask, ChoiceTask):
         return SIZES["train"] if self.split == "train" else len(choice_questions(self.part))
 
     def conversation(self, i: int) -> Conversation:
-        asked = choice(self.part, i)
-        question = choice_question(asked.question, asked.options, self.letters(i))
-        return [user(question), assistant(LETTERS[asked.gold])]
+        """The list with the first question; in training, further questions about it."""
+        given = choice(self.part, i)
+        messages = []
+        for n, (question, gold) in enumerate(given.asked):
+            listed = choice_question(question, given.options, self.letters(i))
+            messages += [user(question if n else listed), assistant(LETTERS[gold])]
+        return messages
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[:NUM_OPTIONS]

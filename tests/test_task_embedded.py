@@ -56,7 +56,7 @@ def test_no_split_asks_what_another_asks(task):
     asked = {s: {str(c[0]) for c in islice(task(s), 2000)} for s in task.splits}
     assert not asked["train"] & (asked["val"] | asked["test"]) and not asked["val"] & asked["test"]
     held_out = [str(c[0]) for c in task("test")]
-    assert len(set(held_out)) > 0.93 * len(held_out) and len(held_out) >= 167
+    assert len(set(held_out)) > 0.9 * len(held_out) and len(held_out) >= 167
 
 
 @pytest.mark.parametrize("task", SCORED)
