@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
+from nanochat.common import MissingInput
 from nanochat.config import settings, start
 from nanochat.eval_core import Subject, TaskScore, core, examine, subject_of
 from nanochat.gpt import for_inference
@@ -25,6 +26,7 @@ from nanochat.suites import Suite, SuiteConfig, open_suite
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model evaluation"
+INSTALL = "uv sync --inexact --group interop"
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,14 @@ def open_own(cfg: BaseEval, machine: Machine) -> Opened:
 
 
 def open_hf(cfg: BaseEval, machine: Machine) -> Opened:
-    """A model of Hugging Face; nobody knows what it was trained on."""
-    from nanochat import hf_model  # its packages are an optional group
-
+    """
+    A model of Hugging Face; nobody knows what it was trained on. Raises MissingInput without the
+    packages that read it.
+    """
+    try:
+        from nanochat import hf_model  # its packages are an optional group
+    except ModuleNotFoundError as error:
+        raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     found = hf_model.find(cfg.hf_path or "", cfg.trust_remote_code)
     candidate = Candidate(
         f"Evaluation of {cfg.hf_path}", str(cfg.hf_path), found.revision, 0, {"hf": found.revision}

@@ -8,9 +8,14 @@ Reads   a checkpoint of a stage, and what the harness downloads for its tasks
 Writes  what the harness is told to (--output_path)
 """
 
-from lm_eval.__main__ import cli_evaluate
+import sys
 
-import nanochat.lm_eval_model  # noqa: F401  (makes the model known)
+try:
+    from lm_eval.__main__ import cli_evaluate
+
+    import nanochat.lm_eval_model  # noqa: F401  (makes the model known)
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is missing\n  make it with:  uv sync --inexact --group interop")
 
 if __name__ == "__main__":
     cli_evaluate()

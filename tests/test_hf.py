@@ -2,15 +2,17 @@
 
 import itertools
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import nanochat
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
-from nanochat.common import read_json
+from nanochat.common import MissingInput, read_json
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, build_model
 from nanochat.hf import byte_letters, code_of, halves, read_hf, write_hf
@@ -383,6 +385,14 @@ def test_code_of_strangers_runs_only_where_it_is_allowed(tokenizer, tmp_path):
     write_hf(tmp_path, model_of(tokenizer, "default"), tokenizer)
     with pytest.raises(ValueError, match="trust_remote_code"):
         base_eval.open_hf(base_eval.BaseEval(hf_path=str(tmp_path)), None)
+
+
+def test_without_the_optional_packages_the_command_that_installs_them_is_named(monkeypatch):
+    for name in ("nanochat.hf_model", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr(nanochat, "hf_model", raising=False)
+    with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
+        base_eval.open_hf(base_eval.BaseEval(hf_path="x"), None)
 
 
 def test_a_rebuilt_model_computes_what_the_first_did(exported):
