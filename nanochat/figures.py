@@ -57,6 +57,9 @@ def of_run(metrics_file: Path) -> dict[str, Drawing]:
     if curve("loss") and not curve("reward"):  # the loss of a policy says nothing by itself
         image = partial(loss_figure, curve("loss"), curve("val_bpb"))
         figures["loss"] = ("Training and validation loss", image)
+    if curve("core_metric"):
+        panel = Panel("CORE (mean centred accuracy)", {"CORE": curve("core_metric")})
+        figures["core"] = ("Few-shot score on the way", partial(line_figure, [panel]))
     if curve("reward"):
         image = partial(reward_figure, curve("reward"), curve("pass_at_1"))
         figures["reward"] = ("Mean reward and held-out pass@1", image)
