@@ -9,7 +9,6 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 """
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -20,21 +19,18 @@ import torch
 from nanochat import records, report
 from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
-from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
-from nanochat.eval_core import core, examine, subject_of
-from nanochat.gpt import GPT, build_model, for_inference
+from nanochat.gpt import build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
+from nanochat.pretrain_exam import Exam, ExamConfig
 from nanochat.row_writer import open_rows, start_packing
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
-from nanochat.samples import samples
 from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.source import DataConfig, Source
-from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
+from nanochat.stage import Outcome, Stage, StageConfig, carry_out
 from nanochat.stats import Estimate
-from nanochat.suites import Suite, SuiteConfig, open_suite
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import PREEMPTED
 
@@ -55,15 +51,6 @@ class BaseTrain:
     """Training tokens per matmul parameter, where nothing else says how long to train."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: from the horizon."""
-    eval_tokens: int | None = None
-    """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
-    CPU 131,072."""
-    core_metric_every: int = 0
-    """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
-    core_metric_max_per_task: int = 500
-    """Items of each few-shot task that are scored on the way."""
-    sample_every: int = 0
-    """Steps between printing what the model makes of seven fixed prompts; 0 = never."""
     arch: Literal["default", "classic"] = "default"
     """classic: the plain architecture of October 2025, which Hugging Face loads natively."""
     window_pattern: str = "L"
@@ -71,20 +58,8 @@ class BaseTrain:
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to use."""
     data: DataConfig = field(default_factory=DataConfig)
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    exam: ExamConfig = field(default_factory=ExamConfig)
     stage: StageConfig = field(default_factory=StageConfig)
-
-    def __post_init__(self) -> None:
-        least_values = {
-            "eval_tokens": 1,
-            "core_metric_every": 0,
-            "core_metric_max_per_task": 1,
-            "sample_every": 0,
-        }
-        for name, least in least_values.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class Text(NamedTuple):
@@ -129,7 +104,16 @@ def main(cfg: BaseTrain) -> None:
         cfg.total_batch_size,
         machine.world_size,
     )
-    examiner = Examiner(cfg, model, text, horizon.num_steps, machine)
+    exam = Exam(
+        cfg.exam,
+        model,
+        text.tokenizer,
+        text.rows,
+        text.source.describe().get("dataset"),
+        cfg.stage.loop.eval_every,
+        horizon.num_steps,
+        machine,
+    )
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     stage = Stage(
@@ -141,7 +125,7 @@ def main(cfg: BaseTrain) -> None:
         num_steps=horizon.num_steps,
         batch_tokens=horizon.batch_tokens,
         split=tokens_and_targets,
-        evaluation=examiner.evaluation,
+        evaluation=exam.evaluation,
         identity={},
         state={
             "horizon": asdict(horizon),
@@ -150,11 +134,11 @@ def main(cfg: BaseTrain) -> None:
         },
         run_id=text.run_id,
         background=lambda: packing(text, horizon, machine),
-        also_every=(cfg.core_metric_every, cfg.sample_every),
+        also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
     )
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
-        write_section(cfg, text, outcome, examiner.core, started, at_start)
+        write_section(cfg, text, outcome, exam.core, started, at_start)
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
@@ -187,72 +171,9 @@ def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def eval_tokens(cfg: BaseTrain, machine: Machine) -> int:
-    """Validation tokens per evaluation, where nobody said how many."""
-    return cfg.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
-
-
 def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
     """The settings as the record has them."""
-    return {**settings(cfg), "eval_tokens": eval_tokens(cfg, machine)}
-
-
-class Examiner:
-    """What the loop measures at its cadences: bits per byte, few-shot scores, samples."""
-
-    def __init__(
-        self, cfg: BaseTrain, model: GPT, text: Text, num_steps: int, machine: Machine
-    ) -> None:
-        self.cfg, self.model, self.text, self.machine = cfg, model, text, machine
-        self.num_steps = num_steps
-        self.core: Estimate | None = None
-        """The latest few-shot score."""
-        self.suite: Suite | None = None
-        if cfg.core_metric_every:  # now, so that a missing file stops no run that has trained
-            dataset = text.source.describe().get("dataset")
-            mine = open_suite(cfg.suite, dataset) if machine.is_main else None
-            self.suite = machine.broadcast(mine)
-
-    def due(self, step: int, every: int) -> bool:
-        """Whether something with this cadence is measured after so many steps."""
-        return bool(every) and (step % every == 0 or step == self.num_steps)
-
-    def evaluation(self, device_rows: int) -> Evaluate:
-        """What the loop calls; `device_rows` at a time."""
-
-        def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
-            cfg, figures = self.cfg, {}
-            if self.due(step, cfg.sample_every) and self.machine.is_main:
-                for said in samples(self.model, self.text.tokenizer).values():
-                    print(f"    {said!r}")
-            try:
-                if step == self.num_steps or self.due(step, cfg.stage.loop.eval_every):
-                    figures["val_bpb"] = self.val_bpb(device_rows, stopping)
-                if self.suite and self.due(step, cfg.core_metric_every):
-                    self.core = self.few_shot(self.suite, stopping)
-                    figures["core_metric"] = self.core.value
-            except Interrupted:
-                return None
-            return figures
-
-        return evaluate
-
-    def val_bpb(self, device_rows: int, stopping: Callable[[], bool]) -> float:
-        """Bits per byte on validation rows."""
-        rows, machine = self.text.rows, self.machine
-        num_rows = max(1, eval_tokens(self.cfg, machine) // rows.max_seq_len)
-        mine = rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
-        token_bytes = self.text.tokenizer.token_bytes()
-        batches = row_batches(mine, device_rows)
-        return bits_per_byte(self.model, batches, token_bytes, machine, stopping).value
-
-    def few_shot(self, suite: Suite, stopping: Callable[[], bool]) -> Estimate:
-        """CORE, on some items of each task; of a copy that nothing has compiled."""
-        subject = subject_of(for_inference(self.model), self.text.tokenizer)
-        most = self.cfg.core_metric_max_per_task
-        return core(
-            [examine(subject, t, self.machine, most, stopping=stopping) for t in suite.tasks]
-        )
+    return {**settings(cfg), "eval_tokens": cfg.exam.tokens(machine)}
 
 
 def write_section(

@@ -1,0 +1,116 @@
+"""
+What is measured of a base model while it trains: bits per byte, few-shot scores, samples.
+
+    step -> what is due -> {"val_bpb", "core_metric"}, sentences on the screen
+
+Each has a cadence of its own; all are measured at the end. Knows no optimizer and no schedule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
+from nanochat.eval_core import core, examine, subject_of
+from nanochat.gpt import GPT, for_inference
+from nanochat.machine import Machine
+from nanochat.rows import Rows
+from nanochat.samples import samples
+from nanochat.stage import Evaluate
+from nanochat.stats import Estimate
+from nanochat.suites import Suite, SuiteConfig, open_suite
+from nanochat.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ExamConfig:
+    eval_tokens: int | None = None
+    """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
+    CPU 131,072."""
+    core_metric_every: int = 0
+    """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
+    core_metric_max_per_task: int = 500
+    """Items of each few-shot task that are scored on the way."""
+    sample_every: int = 0
+    """Steps between printing what the model makes of seven fixed prompts; 0 = never."""
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+
+    def __post_init__(self) -> None:
+        least = {"eval_tokens": 1, "core_metric_every": 0, "core_metric_max_per_task": 1}
+        for name, bound in {**least, "sample_every": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {value}")
+
+    def tokens(self, machine: Machine) -> int:
+        """Validation tokens per evaluation, where nobody said how many."""
+        return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
+
+
+class Exam:
+    """
+    The measurements of one training; `core` is the latest few-shot score.
+
+    eval_every: the loop's own cadence, that of bits per byte. dataset: what the text is, which
+    decides the suite where the configuration does not. The suite is opened here, so that one that
+    cannot be had stops the run before it has cost anything.
+    """
+
+    def __init__(
+        self,
+        cfg: ExamConfig,
+        model: GPT,
+        tokenizer: Tokenizer,
+        rows: Rows,
+        dataset: str | None,
+        eval_every: int,
+        num_steps: int,
+        machine: Machine,
+    ) -> None:
+        self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, rows
+        self.eval_every, self.num_steps, self.machine = eval_every, num_steps, machine
+        self.core: Estimate | None = None
+        self.suite: Suite | None = None
+        if cfg.core_metric_every:
+            mine = open_suite(cfg.suite, dataset) if machine.is_main else None
+            self.suite = machine.broadcast(mine)
+
+    def evaluation(self, device_rows: int) -> Evaluate:
+        """What the loop calls at all cadences, `device_rows` at a time."""
+
+        def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+            figures: dict[str, float] = {}
+            if self.due(step, self.cfg.sample_every) and self.machine.is_main:
+                for said in samples(self.model, self.tokenizer).values():
+                    print(f"    {said!r}")
+            try:
+                if step == self.num_steps or self.due(step, self.eval_every):
+                    figures["val_bpb"] = self.val_bpb(device_rows, stopping)
+                if self.suite and self.due(step, self.cfg.core_metric_every):
+                    self.core = self.few_shot(self.suite, stopping)
+                    figures["core_metric"] = self.core.value
+            except Interrupted:
+                return None
+            return figures
+
+        return evaluate
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something with this cadence is measured after so many steps."""
+        return bool(every) and (step % every == 0 or step == self.num_steps)
+
+    def val_bpb(self, device_rows: int, stopping: Callable[[], bool]) -> float:
+        """Bits per byte on validation rows."""
+        rows, machine = self.rows, self.machine
+        num_rows = max(1, self.cfg.tokens(machine) // rows.max_seq_len)
+        mine = rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
+        token_bytes = self.tokenizer.token_bytes()
+        batches = row_batches(mine, device_rows)
+        return bits_per_byte(self.model, batches, token_bytes, machine, stopping).value
+
+    def few_shot(self, suite: Suite, stopping: Callable[[], bool]) -> Estimate:
+        """CORE, on some items of each task; of a copy that nothing has compiled."""
+        subject = subject_of(for_inference(self.model), self.tokenizer)
+        most = self.cfg.core_metric_max_per_task
+        return core(
+            [examine(subject, t, self.machine, most, stopping=stopping) for t in suite.tasks]
+        )
