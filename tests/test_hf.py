@@ -15,7 +15,8 @@ from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, build_model
-from nanochat.hf import byte_letters, code_of, halves, read_hf, write_hf
+from nanochat.hf import code_of, read_hf, write_hf
+from nanochat.hf_tokenizer import byte_letters, halves
 from nanochat.machine import MachineConfig
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer

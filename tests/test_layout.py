@@ -22,7 +22,7 @@ FLOORS = """
     records variance runlog preflight train_bench train checkpoint stage samples
     plots sections summary figures report
     eval_bpb eval_core suites pretrain_exam finetune eval_chat rl
-    hf hf_modeling hf_model lm_eval_model
+    hf_tokenizer hf hf_modeling hf_model lm_eval_model
 """.split()
 # An outside package, and the only modules that import it.
 OWNERS = {
