@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -58,6 +59,8 @@ class NanochatLM(LM):
     ) -> None:
         super().__init__()
         kind: Any = (device or "").split(":")[0] or None
+        if kind == "cuda" and not torch.cuda.is_available():
+            kind = None  # the harness names a GPU where nobody said anything
         self.machine = init_machine(MachineConfig(kind, dtype))
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")

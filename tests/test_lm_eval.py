@@ -97,6 +97,11 @@ def test_whole_texts_are_scored_in_windows_as_the_harness_does(ours, exported, t
     assert mine == pytest.approx(theirs, abs=1e-2)
 
 
+def test_the_gpu_that_the_harness_names_by_default_need_not_be_there(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert NanochatLM(source="base", device="cuda:0").machine.device.type != "cuda"
+
+
 def test_answers_end_before_the_first_stop(ours, tokenizer):
     engine = Engine(ours.model, tokenizer)
     prompt = "Quin lives in"
