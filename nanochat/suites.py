@@ -26,7 +26,7 @@ from nanochat.common import base_dir, fingerprint, sha256_file
 from nanochat.eval_core import FewShotTask
 
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-# Of the archive behind that address, as four independent projects pin it (first in 2026-02)
+# Of the archive behind that address, as several independent public projects pin it (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 # The tasks of CORE in the report's order, and how many items of each were published
 CORE_TASKS = {

@@ -121,7 +121,7 @@ def sentences(known: Fact, asked: Question) -> list[str]:
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions about one list of options in training
 # In training, of the options at hand that is asked for most which answers to the commonest kind of
-# question, by its rank to this power. With all as likely, the letter's loss stays at ln 4 for 500
+# question, by its rank to this power. With all as likely, the letter's loss stays at ln 4 for 300
 # steps at depth 4; so it falls within 150: first the model learns which options tend to be right,
 # and so to find an option's letter, then to look at the question (measured 2026-11-20, dev/LOG.md).
 SKEW = 1.5
