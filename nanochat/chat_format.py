@@ -2,6 +2,7 @@
 Conversations as tokens: which ids a model sees, and which of them it is trained to say.
 
     messages -> render -> (ids, mask); messages -> render_prompt -> ids up to the next answer
+                                       (render_fitting: of its latest turns, as many as fit)
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
     mask 0          0       0         0              0             1         1
@@ -51,6 +52,31 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int
         messages = messages[:-1]
     ids, _ = render(tokenizer, messages)
     return [*ids, tokenizer.special("<|assistant_start|>")]
+
+
+def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int) -> list[int]:
+    """
+    The prompt of a conversation, without its oldest turns where it has more than `max_tokens`.
+
+    A system message and the last question stay, however long. Every turn is encoded once or twice,
+    however many there are. Raises ValueError as `render` does.
+    """
+    turns(messages)
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    system = [m for m in messages[:1] if m["role"] == "system"]
+    first = len(messages) - 1  # of those that are kept
+    room = max_tokens - len(render_prompt(tokenizer, [*system, messages[first]]))
+    while first - 2 >= len(system):
+        room -= len(render(tokenizer, messages[first - 2 : first])[0]) - 1  # BOS
+        if room < 0:
+            break
+        first -= 2
+    prompt = render_prompt(tokenizer, [*system, *messages[first:]])
+    while len(prompt) > max_tokens and first < len(messages) - 1:  # the system's text joined badly
+        first += 2
+        prompt = render_prompt(tokenizer, [*system, *messages[first:]])
+    return prompt
 
 
 def turns(messages: Sequence[Message]) -> list[tuple[str, Any]]:

@@ -6,23 +6,28 @@ The engine: generates for the terminal, the server, the evaluations and the RL r
 Continuous batching: whenever a sequence ends, the next waiting one takes its slot. A prompt is
 read once and shared by its samples. A sequence is a small state machine: what the model writes
 between <|python_start|> and <|python_end|> goes to the tool, whose answer is then put in for it,
-token by token. What a sequence says does not depend on its neighbours. Knows no chat format.
+token by token; while a tool takes its time, the sequence leaves its slot to others. What a sequence
+says does not depend on its neighbours. Knows no chat format.
 """
 
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from nanochat.gpt import GPT
-from nanochat.sampling import Sampling, sample
+from nanochat.sampling import Sampling, TokenLogprob, likelihoods, sample
 from nanochat.tokenizer import Tokenizer
 
-Tool = Callable[[str], str | None]  # code in, its answer out; None: nothing is put in
+# Code in, its answer out, now or as a future; None: nothing is put in
+Tool = Callable[[str], str | None | Future[str | None]]
 PREFILL_TOKENS = 8192  # tokens of one pass over waiting prompts, padding included
+LOGITS_TOKENS = 512  # of a prompt whose likelihoods are wanted: so many logits at a time
+PATIENCE_SECONDS = 0.05  # how long a step waits for a tool when there is nothing else to do
 
 
 @dataclass(eq=False)
@@ -31,7 +36,8 @@ class Completion:
     One sample of a prompt: grows while the engine runs, whole when `finish` is set.
 
     `ids` leaves out the token that ended it, `end`; `sampled[i]` is False where a tool's answer was
-    put in.
+    put in. `logprobs`, where the settings want them, has an entry for each of `ids`;
+    `prompt_logprobs` one for each of `prompt` but the first, shared by its samples.
     """
 
     prompt: list[int]
@@ -48,9 +54,18 @@ class Completion:
     """Tokens since <|python_start|>, inside a call."""
     forced: deque[int] = field(default_factory=deque)
     """Tokens that will be put in next."""
+    called: Future[str | None] | None = None
+    """The tool's answer, while it is not there."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
+
+    @property
+    def known(self) -> list[int]:
+        """The prompt and what was said so far."""
+        return self.prompt + self.ids
 
 
 class Engine:
@@ -75,21 +90,27 @@ class Engine:
         self.cache = model.new_cache(slots, capacity)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # number i has slot i
+        self.calling: list[Completion] = []  # away until their tool has answered
         self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
 
     # ---- what callers use --------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], settings: Sampling, n: int = 1) -> list[Completion]:
         """Queue `n` samples of a prompt. Raises ValueError for one that leaves no room."""
+        self.check(prompt)
+        shared = list(prompt)  # one list for all samples: that is how they know each other
+        noted: list[TokenLogprob] = []
+        samples = [Completion(shared, settings, i, prompt_logprobs=noted) for i in range(n)]
+        self.waiting.extend(samples)
+        return samples
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raises ValueError for a prompt that is empty or leaves no room for an answer."""
         if not 0 < len(prompt) < self.cache.capacity:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens: it must have at least one, and leave room for "
                 f"an answer within {self.cache.capacity}"
             )
-        shared = list(prompt)  # one list for all samples: that is how they know each other
-        samples = [Completion(shared, settings, i) for i in range(n)]
-        self.waiting.extend(samples)
-        return samples
 
     def generate(
         self, prompts: Iterable[Sequence[int]], settings: Sampling, n: int = 1
@@ -118,16 +139,26 @@ class Engine:
             completion.finish = "cancelled"
         if completion in self.waiting:
             self.waiting.remove(completion)
+        if completion.called:
+            completion.called.cancel()
+            self.calling.remove(completion)
+            completion.called = None
         self.evict()
+
+    def cancel_all(self) -> None:
+        """End whatever waits or grows; every slot is free."""
+        for completion in (*self.waiting, *self.active, *self.calling):
+            self.cancel(completion)
 
     @property
     def busy(self) -> bool:
         """True while something waits or grows."""
-        return bool(self.waiting or self.active)
+        return bool(self.waiting or self.active or self.calling)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Let waiting prompts in and every active completion grow by a token; returns those."""
+        self.take_back()
         self.admit()
         if not self.active:
             return []
@@ -141,6 +172,7 @@ class Engine:
         picked = sample(logits, [c.settings for c in grown], [c.random.random() for c in grown])
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
+        self.note(grown, logits)
         self.evict()
         return grown
 
@@ -158,12 +190,12 @@ class Engine:
             slot = len(self.active)
             self.active.append(completion)
             self.cache.lengths[slot] = 0
-            reader = readers.setdefault(id(completion.prompt), slot)
+            reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
             if reader != slot:
                 copies.append((reader, slot, len(completion.prompt) - 1))
-            elif len(completion.prompt) > 1:
+            elif len(completion.known) > 1:
                 unread.append(slot)
-        unread.sort(key=lambda slot: len(self.active[slot].prompt))
+        unread.sort(key=lambda slot: len(self.active[slot].known))
         while unread:
             unread = unread[self.read(unread) :]
         for copy in copies:
@@ -171,23 +203,39 @@ class Engine:
 
     def read(self, unread: Sequence[int]) -> int:
         """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
-        prompts = [self.active[slot].prompt[:-1] for slot in unread]  # the shortest first
+        prompts = [self.active[slot].known[:-1] for slot in unread]  # the shortest first
         count = 1
         while count < len(prompts) and len(prompts[count]) * (count + 1) <= PREFILL_TOKENS:
             count += 1
         slots, prompts = unread[:count], prompts[:count]
         T = len(prompts[-1])
         padded = [prompt + [self.tokenizer.bos_id] * (T - len(prompt)) for prompt in prompts]
-        self.model.hidden(torch.tensor(padded, device=self.device), self.cache.view(slots, T))
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self.cache.lengths[slot] = len(prompt)
+        view = self.cache.view(slots, T)
+        hidden = self.model.hidden(torch.tensor(padded, device=self.device), view)  # (N, T, C)
+        for row, slot in enumerate(slots):
+            self.cache.lengths[slot] = len(prompts[row])
+            c = self.active[slot]
+            if c.settings.prompt_logprobs and not c.prompt_logprobs:
+                c.prompt_logprobs += self.reread(hidden[row], c.prompt, c.settings.logprobs or 0)
         return count
 
+    def reread(self, hidden: torch.Tensor, prompt: Sequence[int], top: int) -> list[TokenLogprob]:
+        """How likely each token of a prompt was after those before it; hidden (T, C)."""
+        found = []
+        for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
+            tokens = prompt[first + 1 : first + 1 + LOGITS_TOKENS]
+            logits = self.model.logits(hidden[first : first + len(tokens)])
+            found += likelihoods(logits, tokens, [top] * len(tokens))
+        return found
+
     def evict(self) -> None:
-        """Free the slots of what is finished; the last ones move into the gaps."""
+        """Free the slots of what is finished or away; the last ones move into the gaps."""
         for slot in reversed(range(len(self.active))):
-            if self.active[slot].finish is None:
+            c = self.active[slot]
+            if c.finish is None and c.called is None:
                 continue
+            if c.called is not None:
+                self.calling.append(c)
             last = len(self.active) - 1
             if slot != last:
                 self.cache.copy(last, slot, self.cache.lengths[last])
@@ -211,7 +259,7 @@ class Engine:
             self.call_tool(c, token)
         room = self.cache.capacity - len(c.prompt)
         if len(c.ids) >= min(c.settings.max_new_tokens, room):
-            c.finish = "length"
+            c.finish, c.called = "length", None
 
     def call_tool(self, c: Completion, token: int) -> None:
         """Collect the tokens of a call; at its end, queue the tool's answer."""
@@ -223,7 +271,40 @@ class Engine:
         elif c.code is not None:
             answer = self.tool(self.tokenizer.decode(c.code)) if self.tool else None
             c.code = None
-            if answer is not None:
-                c.forced.append(self.tokenizer.special("<|output_start|>"))
-                c.forced.extend(self.tokenizer.encode(answer))
-                c.forced.append(self.tokenizer.special("<|output_end|>"))
+            if isinstance(answer, Future):
+                c.called = answer
+            else:
+                self.put_in(c, answer)
+
+    def put_in(self, c: Completion, answer: str | None) -> None:
+        """Let a tool's answer follow what the model wrote."""
+        if answer is not None:
+            c.forced.append(self.tokenizer.special("<|output_start|>"))
+            c.forced.extend(self.tokenizer.encode(answer))
+            c.forced.append(self.tokenizer.special("<|output_end|>"))
+
+    def take_back(self) -> None:
+        """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
+        if not self.calling:
+            return
+        pending = {c.called for c in self.calling if c.called}
+        if not self.active and not self.waiting:
+            wait(pending, PATIENCE_SECONDS, FIRST_COMPLETED)
+        for c in [c for c in self.calling if c.called and c.called.done()]:
+            self.calling.remove(c)
+            self.put_in(c, c.called.result() if c.called else None)
+            c.called = None
+            self.waiting.appendleft(c)
+
+    def note(self, grown: Sequence[Completion], logits: torch.Tensor) -> None:
+        """Keep how likely the newest token was, for those who want to know; logits (B, V)."""
+        rows = [
+            row
+            for row, c in enumerate(grown)
+            if c.settings.logprobs is not None and len(c.ids) > len(c.logprobs)
+        ]
+        if rows:
+            said = [grown[row].ids[-1] for row in rows]
+            top = [grown[row].settings.logprobs or 0 for row in rows]
+            for row, found in zip(rows, likelihoods(logits[rows], said, top), strict=True):
+                grown[row].logprobs.append(found)

@@ -4,10 +4,12 @@ Picking the next token: temperature, top-k, top-p, min-p, each row with settings
     logits (B, V), settings and a uniform number per row -> token ids (B,)
 
 A row's numbers come from its own generator, so what it says does not depend on its neighbours.
+How likely a token was is told by `likelihoods`, whatever the settings are.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,10 @@ class Sampling:
     """Only tokens with at least this share of the likeliest one's probability."""
     seed: int = 0
     """Sample i of a prompt draws from (seed, i)."""
+    logprobs: int | None = None
+    """Note how likely each token was, and so many of the likeliest ones beside it."""
+    prompt_logprobs: bool = False
+    """Note them for the prompt too."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -41,6 +47,10 @@ class Sampling:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must be zero or positive, got {self.logprobs}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to note")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
@@ -78,3 +88,26 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     picked = (total <= mark).sum(dim=-1)
     greedy = column(s.temperature == 0 for s in settings).squeeze(1) > 0
     return torch.where(greedy, likeliest, picked).tolist()
+
+
+class TokenLogprob(NamedTuple):
+    """A token, the logarithm (nats) of its probability, and the likeliest ones with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def likelihoods(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
+    """
+    How likely the model found each token: logits (B, V) float32, one token and one number of
+    alternatives per row. Of the model itself: temperature and filters do not count.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    said = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(top), logits.size(1)), dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, said[row], list(zip(ids[row][:k], values[row][:k], strict=True)))
+        for row, (token, k) in enumerate(zip(tokens, top, strict=True))
+    ]

@@ -12,6 +12,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,25 @@ class Tools:
             result = run_python(code, self.limits, unsafe=self.unsafe)
             answer = result.stdout.strip() if result.ok else None
         return answer or None
+
+
+class BackgroundTools:
+    """
+    The same tools where many wait: a sum is worked out at once, Python runs beside the engine.
+
+    Calls give what `Engine` takes: an answer, or a future of one.
+    """
+
+    def __init__(self, tools: Tools, threads: int = 4):
+        self.tools = tools
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools")
+
+    def __call__(self, code: str) -> str | None | Future[str | None]:
+        """The answer to one call, or where it will be."""
+        answer = calculate(code)
+        if answer is not None or not self.tools.python:
+            return answer
+        return self.pool.submit(self.tools, code)
 
 
 def calculate(expression: str) -> str | None:

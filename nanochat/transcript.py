@@ -36,6 +36,10 @@ class Transcript:
             self.parts.append({"type": self.kind, "text": ""})
         return shown
 
+    def is_text(self, token: int) -> bool:
+        """Whether the token that was just added belongs to the text."""
+        return self.kind == "text" and token not in self.kinds
+
     def close(self) -> list[tuple[str, str]]:
         """What is left of an unfinished character, at the end of a part or of the answer."""
         rest = self.decoder.decode(b"", final=True)

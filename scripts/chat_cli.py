@@ -10,7 +10,6 @@ An answer appears as it is written; Ctrl-C stops it, and only it. /clear begins 
 Reads   the checkpoint of a stage (base, mid, sft, rl)
 """
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
-from nanochat.chat_format import render_prompt
+from nanochat.chat_format import render_fitting
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, newest_stage
 from nanochat.config import short, start
 from nanochat.engine import Engine
@@ -102,10 +101,19 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, question: str) -> None:
-        """Print the answer as it comes; Ctrl-C ends it, what was said stays in the conversation."""
+        """
+        Print the answer as it comes; Ctrl-C ends it, what was said stays in the conversation. Of a
+        long conversation the oldest turns are forgotten.
+        """
         self.messages.append({"role": "user", "content": question})
-        transcript = Transcript(self.engine.tokenizer)
-        stream = self.engine.stream(self.fitting_prompt(), self.sampling())
+        tokenizer, capacity = self.engine.tokenizer, self.engine.cache.capacity
+        prompt = render_fitting(tokenizer, self.messages, capacity * 3 // 4)
+        if len(prompt) >= capacity:
+            self.messages.pop()
+            self.console.print(f"(too long: the model's context has {capacity} tokens)")
+            return
+        transcript = Transcript(tokenizer)
+        stream = self.engine.stream(prompt, self.sampling())
         shown = "text"
         try:
             for token in stream:
@@ -134,16 +142,6 @@ class Chat:
         cfg = self.cfg
         seed = cfg.seed + len(self.messages)
         return Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=seed)
-
-    def fitting_prompt(self) -> list[int]:
-        """The conversation as a prompt; its oldest turns are forgotten when it grows too long."""
-        while True:
-            prompt = render_prompt(self.engine.tokenizer, self.messages)
-            if len(prompt) < self.engine.cache.capacity * 3 // 4:
-                return prompt
-            if len(self.messages) < 3:
-                sys.exit("error: the question is longer than the model's context")
-            del self.messages[:2]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The engine says what the plain model says, whoever else is in the batch."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,83 @@ def test_a_call_that_has_no_answer_puts_nothing_in(tokenizer, monkeypatch):
     assert row.ids == said[:-1] and all(row.sampled)
 
 
+def test_a_call_whose_answer_takes_its_time_leaves_the_slot_to_others(tokenizer, monkeypatch):
+    special = tokenizer.special
+    call = [special("<|python_start|>"), *tokenizer.encode("6*7"), special("<|python_end|>")]
+    answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
+    script = call + [0] * len(answer) + [*tokenizer.encode("ok"), special("<|assistant_end|>")]
+    later: Future[str | None] = Future()
+    engine = Engine(model_of(tokenizer), tokenizer, slots=1, tool=lambda code: later)
+    scripts = {1: script, 2: [*tokenizer.encode("abcd"), special("<|assistant_end|>")]}
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, scripts))
+    (slow,), (other,) = (engine.submit(p, Sampling(max_new_tokens=40)) for p in ([1, 3], [2, 4]))
+    while other.finish is None:
+        engine.step()
+    assert slow.ids == call and slow.finish is None and engine.busy
+    assert engine.step() == [] and engine.cache.lengths == [0]
+    later.set_result("42")
+    while engine.busy:
+        engine.step()
+    assert slow.ids == call + answer + tokenizer.encode("ok") and slow.finish == "stop"
+
+
+def test_a_sequence_that_comes_back_goes_on_as_if_it_had_stayed(tokenizer, monkeypatch):
+    model = model_of(tokenizer)
+    call = [tokenizer.special("<|python_start|>"), 65, tokenizer.special("<|python_end|>")]
+
+    def told(tool):
+        engine = Engine(model, tokenizer, tool=tool)
+        engine.ends = set()
+
+        def call_first(logits, settings, uniform):
+            said = len(engine.active[0].ids)
+            return [call[said]] if said < len(call) else sample(logits, settings, uniform)
+
+        monkeypatch.setattr("nanochat.engine.sample", call_first)
+        return engine.generate([[1, 2, 3]], Sampling(max_new_tokens=30, seed=1))[0][0].ids
+
+    done: Future[str | None] = Future()
+    done.set_result("xyz")
+    ids = told(lambda code: done)
+    assert ids == told(lambda code: "xyz") and len(ids) == 30
+    assert tokenizer.encode("xyz") == ids[4:7]
+
+
+def test_ending_a_completion_whose_tool_is_at_work_forgets_it(tokenizer):
+    engine = Engine(model_of(tokenizer), tokenizer)
+    row, waiting = (engine.submit([1, 2], Sampling())[0] for _ in range(2))
+    engine.step()
+    row.called = Future()
+    engine.evict()
+    assert engine.calling == [row]
+    engine.cancel_all()
+    assert not engine.busy and row.finish == waiting.finish == "cancelled"
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_likelihoods_are_those_of_a_full_forward_for_prompt_and_answer(tokenizer, length):
+    model = model_of(tokenizer)
+    engine = Engine(model, tokenizer, slots=2)
+    engine.ends = set()
+    prompt = [(7 * j + 1) % 250 for j in range(length)]
+    settings = Sampling(max_new_tokens=6, seed=3, top_k=9, logprobs=4, prompt_logprobs=True)
+    plain = Sampling(max_new_tokens=6, seed=3, top_k=9)
+    rows = [*engine.submit(prompt, settings, 3), *engine.submit([5, 6, 7], plain)]
+    while engine.busy:
+        engine.step()
+    assert rows[3].logprobs == rows[3].prompt_logprobs == []
+    assert rows[0].prompt_logprobs is rows[2].prompt_logprobs
+    for row in rows[:3]:
+        noted = [*row.prompt_logprobs, *row.logprobs]
+        assert [one.token for one in noted] == [*prompt, *row.ids][1:]
+        logprobs = model(torch.tensor([[*prompt, *row.ids]]))[0].log_softmax(-1).detach()
+        for at, one in enumerate(noted):
+            assert one.logprob == pytest.approx(float(logprobs[at, one.token]), abs=1e-4)
+            best = logprobs[at].topk(4)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [p for _, p in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
 def test_a_completion_ends_at_its_limit_or_at_the_end_of_the_context(tokenizer):
     engine = Engine(model_of(tokenizer), tokenizer, capacity=16)
     engine.ends = set()
@@ -231,6 +309,8 @@ def test_every_row_has_settings_of_its_own():
         {"top_p": 0.0},
         {"min_p": 1.5},
         {"max_new_tokens": 0},
+        {"logprobs": -1},
+        {"prompt_logprobs": True},
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(bad):

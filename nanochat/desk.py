@@ -1,0 +1,127 @@
+"""
+The desk: turns a checked request into work for the engines.
+
+    ChatRequest or TextRequest, ServedModel -> prompts, Sampling -> Worker.submit -> Reply
+
+Prompts that do not fit are refused (`context_length_exceeded`), or with `truncation: "auto"` lose
+their oldest turns. Answers end where the context does. Text never becomes a special token; a prompt
+of ids is taken as it is. What cannot be done raises ApiError.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+from nanochat.chat_format import render_fitting, render_prompt
+from nanochat.model_library import ModelLibrary, NoRoom, ServedModel, UnknownModel
+from nanochat.openai_api import ApiError, ChatRequest, TextRequest
+from nanochat.sampling import Sampling
+from nanochat.server_metrics import Metrics
+from nanochat.serving import Ask, Busy, Closing, Reply, Worker
+
+TEXT_TOKENS = 16  # of a text completion, where the request does not say
+
+
+class Desk:
+    """`defaults` hold where a request is silent; `max_waiting` as in `Worker`."""
+
+    def __init__(self, library: ModelLibrary, defaults: Sampling, max_waiting: int):
+        self.library, self.defaults = library, defaults
+        self.metrics = Metrics()
+        self.worker = Worker(max_waiting, self.metrics.step)
+
+    async def model(self, name: str | None) -> ServedModel:
+        """The model of that name."""
+        try:
+            return await self.library.get(name, self.worker.busy)
+        except UnknownModel as error:
+            known = ", ".join(self.library.listed())
+            message = f"there is no model {name!r}; there are: {known}"
+            raise ApiError(404, message, "model_not_found", "model") from error
+        except NoRoom as error:
+            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
+
+    async def chat(self, request: ChatRequest, model: ServedModel) -> Reply:
+        """Queue the answer to a conversation."""
+        prompt = await asyncio.to_thread(self.chat_ids, request, model)
+        most = request.max_completion_tokens or request.max_tokens
+        return self.submit(request, model, [prompt], most, request.wanted_logprobs)
+
+    async def text(self, request: TextRequest, model: ServedModel) -> Reply:
+        """Queue the continuations of texts."""
+        prompts = await asyncio.to_thread(self.text_ids, request, model)
+        most = TEXT_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+        return self.submit(request, model, prompts, most, request.logprobs, bool(request.echo))
+
+    def chat_ids(self, request: ChatRequest, model: ServedModel) -> list[int]:
+        """A conversation up to where the assistant speaks."""
+        tokenizer = model.engine.tokenizer
+        try:
+            messages = [message.as_message() for message in request.messages]
+            if messages[-1]["role"] == "assistant":
+                raise ValueError("the last message must be one of the user")
+            if request.truncation == "auto":
+                return render_fitting(tokenizer, messages, model.context * 3 // 4)
+            return render_prompt(tokenizer, messages)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+
+    def text_ids(self, request: TextRequest, model: ServedModel) -> list[list[int]]:
+        """Prompts behind BOS, which one of ids may have already."""
+        tokenizer = model.engine.tokenizer
+        try:
+            if not request.prompts:
+                raise ValueError("there is no prompt")
+            found = []
+            for prompt in request.prompts:
+                ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+                    raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
+                found.append(ids if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids])
+            return found
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt") from error
+
+    def submit(
+        self,
+        request: ChatRequest | TextRequest,
+        model: ServedModel,
+        prompts: Sequence[list[int]],
+        most: int | None,
+        logprobs: int | None,
+        echo: bool = False,
+    ) -> Reply:
+        """Hand over to the engines: `most` new tokens each, or as many as the context holds."""
+        n, seed = request.n or 1, secrets.randbits(48)
+        chat, echoed = isinstance(request, ChatRequest), echo and logprobs is not None
+        limit = model.engine.slots + self.worker.max_waiting
+        if n * len(prompts) > limit:
+            message = f"{n * len(prompts)} answers were asked for; {limit} is the most at once"
+            raise ApiError(400, message, param="n")
+        asks = []
+        for prompt in prompts:
+            room = model.context - len(prompt)
+            if room < 1:
+                raise ApiError(
+                    400,
+                    f"the prompt has {len(prompt)} tokens, and the context of {model.name} only "
+                    f"{model.context}, for prompt and answer together",
+                    "context_length_exceeded",
+                    "messages" if chat else "prompt",
+                )
+            length = min(most or room, room)
+            settings = request.sampling(self.defaults, length, seed, logprobs, echoed)
+            asks.append(Ask(prompt, settings, n, request.stops, parts=chat))
+        try:
+            reply = self.worker.submit(model.engine, asks)
+        except Busy as error:
+            wait = {"Retry-After": str(error.seconds)}
+            raise ApiError(429, str(error), "rate_limit_exceeded", headers=wait) from error
+        except Closing as error:
+            raise ApiError(503, str(error), "shutting_down") from error
+        return reply
+
+    def done(self, reply: Reply) -> None:
+        """However a request ended: free what it held, and count it."""
+        self.worker.close(reply)
+        self.metrics.answered(reply.prompt_tokens, reply.first_seconds)

@@ -1,0 +1,219 @@
+"""
+What a request must satisfy before anything reads it, as ASGI middleware.
+
+    connection -> PatientProtocol (too slow: closed) -> Gate (host, origin, key, type, size) -> app
+
+A name that an attacker points at this machine (DNS rebinding), a page of another origin, a body
+that is too large or never ends, a client that does not read: each is turned away here, and nobody
+else notices. No CORS header is ever sent, so other origins cannot read replies.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanochat.openai_api import ApiError
+
+Scope = dict[str, Any]
+PROTECTED = ("/v1/", "/metrics")
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which browsers may call this server, beside localhost and plain addresses."""
+    max_body_bytes: int = 2**20
+    """Largest body of a request."""
+    request_seconds: float = 10.0
+    """A request whose head, or whose body, takes longer to arrive is dropped."""
+    send_seconds: float = 30.0
+    """A client that does not take what it was sent for so long is dropped."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "request_seconds", "send_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+class Gate:
+    """
+    Wraps `app`. `key`, where there is one, must be borne by requests for what is PROTECTED.
+
+    on_response: told the path and the status of every answer.
+    """
+
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        cfg: GateConfig,
+        key: str | None = None,
+        on_response: Callable[[str, int], None] = lambda *_: None,
+    ):
+        self.app, self.cfg, self.key, self.on_response = app, cfg, key, on_response
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            self.check(scope)
+            body = await self.read_body(receive)
+        except ApiError as error:
+            self.on_response(scope["path"], error.status)
+            return await refuse(error, send)
+        if body is None:
+            return  # the client left
+        told = False
+
+        async def replay() -> dict[str, Any]:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def tell(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.on_response(scope["path"], message["status"])
+                message = {**message, "headers": [*message["headers"], *SECURITY_HEADERS]}
+            await send(message)
+
+        await self.app(scope, replay, tell)
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError for a request that is none of ours to answer."""
+        headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+        host = headers.get("host", "")
+        if not self.is_ours(host):
+            raise ApiError(
+                403,
+                f"this server is not called {hostname(host)!r}; --allowed_hosts names it",
+                "host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise ApiError(403, f"pages of {origin} may not use this server", "foreign_origin")
+        if self.key and scope["path"].startswith(PROTECTED):
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode("latin-1"), self.key.encode()
+            ):
+                raise ApiError(
+                    401,
+                    "this server wants a key: Authorization: Bearer <key>",
+                    "invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        if scope["method"] == "POST":
+            media = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media != "application/json":
+                raise ApiError(415, f"Content-Type must be application/json, not {media!r}")
+
+    def is_ours(self, host: str) -> bool:
+        """An address, localhost or an allowed name: none that an attacker could point here."""
+        name = hostname(host)
+        if name == "localhost" or name in self.cfg.allowed_hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    async def read_body(self, receive: Any) -> bytes | None:
+        """
+        The whole body; None where the client left. Raises ApiError for too much, too slow.
+
+        What is too much is read to its end, but not kept: a client that is still sending would not
+        see our answer.
+        """
+        most, size, body = self.cfg.max_body_bytes, 0, bytearray()
+        try:
+            async with asyncio.timeout(self.cfg.request_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    size += len(message["body"])
+                    if size <= most:
+                        body += message["body"]
+                    if not message["more_body"]:
+                        break
+        except TimeoutError as error:
+            raise ApiError(408, "the body did not arrive in time", "timeout") from error
+        if size > most:
+            raise ApiError(413, f"the body has {size:,} bytes; {most:,} are allowed", "too_large")
+        return bytes(body)
+
+
+SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+def hostname(host: str) -> str:
+    """The name in a Host header, without its port and without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+async def refuse(error: ApiError, send: Any) -> None:
+    """Answer with an error, and take no more on this connection."""
+    body = json.dumps(error.body).encode()
+    headers: Iterable[tuple[str, str]] = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers,
+    }.items()
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
+    start = {"type": "http.response.start", "status": error.status}
+    await send({**start, "headers": [*raw, *SECURITY_HEADERS]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class PatientProtocol(H11Protocol):
+    """
+    uvicorn's connection, closed when the head of a request does not come within a time, or what
+    was sent is not taken.
+    """
+
+    cfg = GateConfig()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.await_request(self.cycle)
+
+    def on_response_complete(self) -> None:
+        ended = self.cycle
+        super().on_response_complete()  # may begin with a request that was sent ahead
+        self.await_request(ended)
+
+    def await_request(self, last: Any) -> None:
+        """Look again after a while whether a request came since the `last` one."""
+        self.loop.call_later(self.cfg.request_seconds, self.close_idle, last)
+
+    def close_idle(self, last: Any) -> None:
+        if self.cycle is last and not self.transport.is_closing():
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.impatience = self.loop.call_later(self.cfg.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.impatience.cancel()
+
+
+def protocol(cfg: GateConfig) -> type[PatientProtocol]:
+    """The class of connections with these settings."""
+    return type("PatientProtocol", (PatientProtocol,), {"cfg": cfg})

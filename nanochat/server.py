@@ -1,0 +1,247 @@
+"""
+The server: OpenAI's API and the chat page over HTTP.
+
+    request -> Gate -> FastAPI -> Desk -> Reply -> respond
+
+GET / is the chat page; under /v1 are OpenAI's chat completions, completions and models; /health and
+/metrics are for whoever runs it. When it is stopped, answers under way have a few seconds to end,
+then their streams close with an error that says so.
+"""
+
+import base64
+import hashlib
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from nanochat.config import short
+from nanochat.desk import Desk
+from nanochat.gate import Gate, GateConfig, protocol
+from nanochat.openai_api import (
+    ApiError,
+    ChatRequest,
+    TextRequest,
+    Writer,
+    error_body,
+    explain,
+    model_entry,
+)
+from nanochat.respond import respond
+from nanochat.server_metrics import MEDIA_TYPE
+
+PAGE = Path(__file__).with_name("ui.html")
+DRAIN_SECONDS = 5.0  # answers under way may go on for so long when the server is stopped
+LAST_SECONDS = 8  # then connections are cut
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets the whole network in (think of --api_key_file)."""
+    port: int = short("p", 8000)
+    """Port to listen on; 0 takes a free one."""
+    api_key_file: str | None = None
+    """File that holds the key every request must bear. Default: no key."""
+    slots: int | None = None
+    """Answers written at once, per model. Default: 64, or what a quarter of free memory holds."""
+    max_waiting: int = 64
+    """Answers that may wait for a slot, per model; beyond, requests are refused with status 429."""
+    max_models: int = 4
+    """Models kept in memory at most."""
+    gate: GateConfig = field(default_factory=GateConfig)
+
+    def __post_init__(self) -> None:
+        least = {"port": 0, "slots": 1, "max_waiting": 0, "max_models": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < 2**16:
+                raise ValueError(f"{name} must lie in [{low}, {2**16}), got {value}")
+
+    def key(self) -> str | None:
+        """The key. Raises ValueError where the file holds none, OSError where there is no file."""
+        if self.api_key_file is None:
+            return None
+        key = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+        if not key or not key.isascii():
+            raise ValueError(f"{self.api_key_file} must hold a key of plain ASCII characters")
+        return key
+
+
+# ---- the application ---------------------------------------------------------------------------
+
+
+def build_app(desk: Desk, suggestions: Sequence[str] = ()) -> FastAPI:
+    """Everything behind the gate. `suggestions`: what the page offers to ask."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        desk.worker.start()
+        yield
+        desk.worker.stop()
+
+    app = FastAPI(title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_api(app, desk, suggestions)
+    add_pages(app, desk)
+    add_errors(app)
+    return app
+
+
+def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
+    """What OpenAI's clients call."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        model = await desk.model(asked.model)
+        writer = Writer("chat", model.name, model.engine.tokenizer)
+        return await respond(await desk.chat(asked, model), writer, asked, request, desk.done)
+
+    @app.post("/v1/completions")
+    async def completions(asked: TextRequest, request: Request) -> Response:
+        model = await desk.model(asked.model)
+        writer = Writer("text", model.name, model.engine.tokenizer)
+        return await respond(await desk.text(asked, model), writer, asked, request, desk.done)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        data = [model_entry(name, created) for name, created in desk.library.listed().items()]
+        settings = desk.defaults
+        defaults = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k or 0,
+            "max_tokens": settings.max_new_tokens,
+        }
+        ours = {"defaults": defaults, "suggestions": list(suggestions)}
+        return {"object": "list", "data": data, **ours}
+
+    @app.get("/v1/models/{name}")
+    def model(name: str) -> dict[str, Any]:
+        listed = desk.library.listed()
+        if name not in listed:
+            raise ApiError(404, f"there is no model {name!r}", "model_not_found", "model")
+        return model_entry(name, listed[name])
+
+
+def add_pages(app: FastAPI, desk: Desk) -> None:
+    """What people and monitors look at."""
+    page = PAGE.read_text(encoding="utf-8")
+    policy = content_policy(page)
+
+    @app.get("/")
+    def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        running, waiting = desk.worker.counts()
+        status = desk.worker.status()
+        content = {"status": status, "running": running, "waiting": waiting}
+        return JSONResponse(content, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        text = desk.metrics.text(*desk.worker.counts())
+        return Response(text, media_type=MEDIA_TYPE)
+
+
+def content_policy(page: str) -> str:
+    """
+    The page's Content-Security-Policy: its own script and style by their digests, its own server,
+    and nothing else. What a model writes can never run, even if it came to stand in the page.
+    """
+    found = {
+        tag: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL)
+    }
+    return (
+        f"default-src 'none'; script-src 'sha256-{found['script']}'; "
+        f"style-src 'sha256-{found['style']}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def add_errors(app: FastAPI) -> None:
+    """Every error in the shape that OpenAI's clients read."""
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, field_name = explain(error.errors())
+        return JSONResponse(error_body(400, message, None, field_name), 400)
+
+    async def plain(request: Request, error: Any) -> JSONResponse:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code)
+
+    for status in (400, 404, 405):  # what the framework itself refuses
+        app.add_exception_handler(status, plain)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
+
+
+# ---- running it --------------------------------------------------------------------------------
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but answers under way end in an orderly way when it is stopped."""
+
+    def __init__(self, desk: Desk, cfg: ServerConfig, suggestions: Sequence[str] = ()):
+        self.desk = desk
+        app = build_app(desk, suggestions)
+        gate = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                http=protocol(cfg.gate),
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=512,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.desk.worker.drain(DRAIN_SECONDS)
+        await super().shutdown(sockets)
+
+
+def listen(cfg: ServerConfig) -> socket.socket:
+    """The socket of the server. Raises ValueError, with a way out, where the address is taken."""
+    family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((cfg.host, cfg.port))
+    except OSError as error:
+        found.close()
+        way_out = f"--port={cfg.port + 1}" if cfg.port else "--host=127.0.0.1"
+        message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {way_out}"
+        raise ValueError(message) from error
+    return found
+
+
+def url_of(bound: socket.socket) -> str:
+    """What to type into a browser on this machine."""
+    host, port = map(str, bound.getsockname()[:2])
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

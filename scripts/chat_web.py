@@ -1,0 +1,88 @@
+"""
+Talk to your models in a browser, and serve them by OpenAI's API.
+
+    python -m scripts.chat_web                      # then open the address it prints
+    python -m scripts.chat_web -i sft -p 8001       # another stage first, another port
+
+Every stage that has a checkpoint can be picked on the page, or as `model` of the API; the last one
+is asked where nothing is picked. Ctrl-C or SIGTERM ends it.
+
+Reads   the checkpoints of all stages (base, mid, sft, rl)
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
+from nanochat.config import short, start
+from nanochat.desk import Desk
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.model_library import ModelLibrary
+from nanochat.sampling import Sampling
+from nanochat.server import Server, ServerConfig, listen, url_of
+from nanochat.tools import BackgroundTools, Tools
+from tasks.embedded import WorldFacts, WorldProblems, WorldSpelling
+
+
+@dataclass(frozen=True)
+class ChatWeb:
+    source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
+    """Whose checkpoint is asked first. Default: the last stage that has one."""
+    model_tag: str | None = short("g", None)
+    """Folder of the checkpoint. Default: the one written last."""
+    step: int | None = short("s", None)
+    """Step of the checkpoint. Default: the last good one."""
+    temperature: float = short("t", 0.6)
+    """How freely the model speaks where a request does not say; 0 takes the likeliest token."""
+    top_k: int | None = short("k", 50)
+    """Only among so many of the likeliest tokens. Default: all."""
+    top_p: float = 1.0
+    """Only among the likeliest tokens that together reach this probability."""
+    max_tokens: int = short("m", 256)
+    """Longest answer the page asks for, in tokens; the API's longest is what the context holds."""
+    python: bool = False
+    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    unsafe_exec: bool = False
+    """Run what the model wrote with all your rights where this machine has no sandbox."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+
+def main(cfg: ChatWeb) -> None:
+    bound = listen(cfg.server)
+    machine = init_machine(cfg.machine)
+    source = cfg.source or newest_stage()
+    checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
+    name = f"{source}:{checkpoint.folder.parent.name}"
+    name += f":{cfg.step}" if cfg.step is not None else ""
+
+    tools = BackgroundTools(Tools(cfg.python, unsafe=cfg.unsafe_exec))
+    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models)
+    model = library.load(name)
+    library.loaded[name] = model
+    defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
+    desk = Desk(library, defaults, cfg.server.max_waiting)
+    server = Server(desk, cfg.server, suggestions(checkpoint))
+
+    print(
+        f"model  {name}, step {checkpoint.step}: context of {model.context} tokens, "
+        f"{model.engine.slots} answers at once, {machine.device_name}\n"
+        f"page   {url_of(bound)}\n"
+        f"API    {url_of(bound)}/v1",
+        flush=True,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run([bound])
+
+
+def suggestions(checkpoint: Checkpoint) -> list[str]:
+    """Held-out questions that a model of the embedded world may answer; none for others."""
+    if checkpoint.state.get("source", {}).get("dataset") != "embedded":
+        return []
+    tasks = (WorldFacts("test"), WorldProblems("test"), WorldSpelling("test"))
+    return [task.conversation(3)[0]["content"] for task in tasks]
+
+
+if __name__ == "__main__":
+    start(main, ChatWeb(), __doc__)

@@ -1,0 +1,153 @@
+"""A chat server in a thread of the test, on a free port of loopback, with a tiny model."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.desk import Desk
+from nanochat.gate import GateConfig
+from nanochat.gpt import GPTConfig, build_model
+from nanochat.machine import Machine
+from nanochat.model_library import ModelLibrary
+from nanochat.sampling import Sampling
+from nanochat.server import Server, ServerConfig, listen, url_of
+from nanochat.tokenizer import Tokenizer
+from nanochat.tools import BackgroundTools, Tools
+from tests.conftest import TINY, lively
+
+CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class Site:
+    """A running server. `client` is httpx's, with its address as base."""
+
+    url: str
+    server: Server
+    client: httpx.Client
+
+    @property
+    def worker(self):
+        return self.server.desk.worker
+
+    @property
+    def engine(self):
+        """The engine of the default model."""
+        library = self.server.desk.library
+        return library.loaded[library.default].engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def chat(self, messages: Any = HELLO, **settings: Any) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json={"messages": messages, **settings})
+
+    def content(self, messages: Any = HELLO, **settings: Any) -> str:
+        answered = self.chat(messages, **settings)
+        assert answered.status_code == 200, answered.text
+        return answered.json()["choices"][0]["message"]["content"]
+
+    def stream(self, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
+        """The events of a streamed answer, without the last one."""
+        body.setdefault("messages", HELLO)
+        if path == "/v1/completions":
+            del body["messages"]
+        found = []
+        with self.client.stream("POST", path, json={"stream": True, **body}) as response:
+            assert response.status_code == 200, response.read()
+            found = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+        assert found.pop() == "[DONE]"
+        return [json.loads(line) for line in found]
+
+    def is_idle(self) -> bool:
+        """No slot is taken, nothing waits, nothing is remembered of a request."""
+        engine, worker = self.engine, self.worker
+        return not (
+            engine.busy or any(engine.cache.lengths) or worker.owners or worker.load or worker.inbox
+        )
+
+    def seconds_until_idle(self, patience: float = 5.0) -> float:
+        started = time.perf_counter()
+        while not self.is_idle():
+            assert time.perf_counter() - started < patience, "the server is still at work"
+            time.sleep(0.002)
+        return time.perf_counter() - started
+
+    def raw(self) -> socket.socket:
+        """A connection to speak HTTP on by hand."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=10)
+
+
+def post(path: str, body: Any, *more: str) -> bytes:
+    """An HTTP request as bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(data)}", *more]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + data
+
+
+def write_model(name: str = "sft:tiny", context: int = 256, **changes: Any) -> None:
+    """A tiny untrained model that knows bytes, as a checkpoint."""
+    tokenizer = Tokenizer.train(["a b"], 265)
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=context, **changes)
+    write_checkpoint(name, cfg, tokenizer)
+
+
+def write_checkpoint(name: str, cfg: GPTConfig, tokenizer: Tokenizer) -> None:
+    model = lively(build_model(cfg, CPU.device, CPU.dtype, seed=3))
+    stage, tag = name.split(":")
+    save_checkpoint(stage_folder(stage) / tag, 1, model, None, tokenizer, {"source": {}})
+
+
+@contextmanager
+def serving(
+    name: str = "sft:tiny",
+    gate: GateConfig | None = None,
+    tools: Tools | None = None,
+    endless: bool = True,
+    **settings: Any,
+) -> Iterator[Site]:
+    """Serve a checkpoint that was written; `endless`: its answers end only at their limit."""
+    cfg = ServerConfig(port=0, gate=gate or GateConfig(), **settings)
+    tool = BackgroundTools(tools or Tools())
+    library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
+    library.loaded[name] = library.load(name)
+    if endless:
+        library.loaded[name].engine.ends = set()
+    server = Server(Desk(library, Sampling(temperature=1.0), cfg.max_waiting), cfg)
+    bound = listen(cfg)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    url = url_of(bound)
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield Site(url, server, client)
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive(), "the server did not stop"
+
+
+def says(patch: pytest.MonkeyPatch, site: Site, tokens: Sequence[int]) -> None:
+    """Make every answer consist of these tokens; forced ones (a tool's answer) count too."""
+    script = list(tokens)
+
+    def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
+        return [script[min(len(row.ids), len(script) - 1)] for row in site.engine.active]
+
+    patch.setattr("nanochat.engine.sample", sample)
