@@ -40,12 +40,16 @@ class Desk:
             raise ApiError(404, message, "model_not_found", "model") from error
         except NoRoom as error:
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
+        except (ValueError, OSError, RuntimeError) as error:  # damaged, gone, or too large
+            print(f"{name} cannot be loaded: {error}", flush=True)
+            message = f"{name} cannot be loaded; the server's output says why"
+            raise ApiError(503, message, "model_unavailable") from error
 
     async def chat(self, request: ChatRequest, model: ServedModel) -> Reply:
         """Queue the answer to a conversation."""
         prompt = await asyncio.to_thread(self.chat_ids, request, model)
         most = request.max_completion_tokens or request.max_tokens
-        return self.submit(request, model, [prompt], most, request.wanted_logprobs)
+        return self.submit(request, model, [(prompt, 1)], most, request.wanted_logprobs)
 
     async def text(self, request: TextRequest, model: ServedModel) -> Reply:
         """Queue the continuations of texts."""
@@ -66,8 +70,8 @@ class Desk:
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
 
-    def text_ids(self, request: TextRequest, model: ServedModel) -> list[list[int]]:
-        """Prompts behind BOS, which one of ids may have already."""
+    def text_ids(self, request: TextRequest, model: ServedModel) -> list[tuple[list[int], int]]:
+        """Prompts that begin with BOS, and how many tokens of each we put in front: one or none."""
         tokenizer = model.engine.tokenizer
         try:
             if not request.prompts:
@@ -77,7 +81,8 @@ class Desk:
                 ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
                     raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
-                found.append(ids if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids])
+                missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
+                found.append(([*missing, *ids], len(missing)))
             return found
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from error
@@ -86,7 +91,7 @@ class Desk:
         self,
         request: ChatRequest | TextRequest,
         model: ServedModel,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[tuple[list[int], int]],
         most: int | None,
         logprobs: int | None,
         echo: bool = False,
@@ -99,7 +104,7 @@ class Desk:
             message = f"{n * len(prompts)} answers were asked for; {limit} is the most at once"
             raise ApiError(400, message, param="n")
         asks = []
-        for prompt in prompts:
+        for prompt, hidden in prompts:
             room = model.context - len(prompt)
             if room < 1:
                 raise ApiError(
@@ -111,7 +116,7 @@ class Desk:
                 )
             length = min(most or room, room)
             settings = request.sampling(self.defaults, length, seed, logprobs, echoed)
-            asks.append(Ask(prompt, settings, n, request.stops, parts=chat))
+            asks.append(Ask(prompt, settings, n, request.stops, parts=chat, hidden=hidden))
         try:
             reply = self.worker.submit(model.engine, asks)
         except Busy as error:

@@ -306,7 +306,7 @@ class Writer:
             "text_offset": [one.start for one in said],
         }
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
         return {
             "token": data.decode("utf-8", "replace"),
@@ -322,8 +322,10 @@ class Writer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def top(self, said: TokenLogprob) -> dict[str, float]:
+    def top(self, said: TokenLogprob) -> dict[str, float | None] | None:
         """The likeliest tokens, and the one that was said."""
+        if said.logprob is None:
+            return None
         pairs = [*said.top, (said.token, said.logprob)]
         return {self.name(token): finite(logprob) for token, logprob in pairs}
 
@@ -335,8 +337,8 @@ def model_entry(name: str, created: int) -> dict[str, Any]:
     return {**owned, "stage": stage}
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanochat.openai_api import ApiError, ChatRequest, TextRequest, Writer, usage
+from nanochat.sampling import TokenLogprob
 from nanochat.serving import Closing, Failed, Piece, Reply, Said
 from nanochat.transcript import Transcript
 
@@ -111,13 +112,15 @@ def whole(
 
 
 def echoed(reply: Reply, index: int, writer: Writer) -> tuple[str, list[Said]]:
-    """The prompt of an answer as text, and how likely its tokens were."""
+    """The prompt of an answer as it was given, as text, and how likely its tokens were."""
     answer = reply.answers[index]
+    ask, noted = answer.ask, answer.completion.prompt_logprobs
     transcript, text, said = Transcript(writer.tokenizer), "", []
-    logprobs = answer.completion.prompt_logprobs
-    for i, token in enumerate(answer.ask.prompt[1:]):  # BOS is not told
-        if logprobs:
-            said.append(Said(logprobs[i], len(text)))
+    for i, token in list(enumerate(ask.prompt))[ask.hidden :]:
+        if ask.settings.prompt_logprobs:
+            said.append(Said(noted[i - 1] if i else TokenLogprob(token, None, []), len(text)))
+        if token == writer.tokenizer.bos_id and i == 0:
+            continue
         text += "".join(shown for _, shown in transcript.add(token))
     return text + "".join(shown for _, shown in transcript.close()), said
 

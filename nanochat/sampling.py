@@ -91,10 +91,13 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
 
 
 class TokenLogprob(NamedTuple):
-    """A token, the logarithm (nats) of its probability, and the likeliest ones with theirs."""
+    """
+    A token, the logarithm (nats) of its probability, and the likeliest ones with theirs; None and
+    nothing where no token came before.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 

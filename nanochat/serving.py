@@ -11,6 +11,7 @@ is closed, which frees its slots before the next step. Knows nothing of HTTP.
 import asyncio
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class Ask:
     stop: tuple[str, ...] = ()
     parts: bool = True
     """Tell calls of the tool from text; else all of it is text."""
+    hidden: int = 1
+    """So many tokens at the start of the prompt are ours, not the user's."""
 
 
 class Said(NamedTuple):
@@ -93,11 +96,11 @@ class Answer:
         c, pieces = self.completion, []
         while self.tokens < len(c.ids) and not self.stops.found:
             token = c.ids[self.tokens]
-            before = self.length
-            for kind, text in self.transcript.add(token):
-                pieces += self.show(kind, text)
+            shown = self.transcript.add(token)
             if c.logprobs and (not self.ask.parts or self.transcript.is_text(token)):
-                self.said.append(Said(c.logprobs[self.tokens], before))
+                self.said.append(Said(c.logprobs[self.tokens], self.length))
+            for kind, text in shown:
+                pieces += self.show(kind, text)
             self.tokens += 1
         if self.stops.found or c.finish is not None:
             pieces += self.end()
@@ -160,7 +163,8 @@ class Reply:
         Raises Failed or Closing where there will be no more.
         """
         try:
-            await asyncio.wait_for(self.ready.wait(), patience_seconds)
+            async with asyncio.timeout(patience_seconds):
+                await self.ready.wait()
         except TimeoutError:
             return []
         self.ready.clear()
@@ -308,6 +312,7 @@ class Worker:
         try:
             grown = engine.step()
         except Exception as error:  # ends what this engine was doing, not the server
+            traceback.print_exc()
             engine.cancel_all()
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
             self.fail(mine, Failed(f"generation failed: {error!r}"))

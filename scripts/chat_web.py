@@ -11,11 +11,14 @@ Reads   the checkpoints of all stages (base, mid, sft, rl)
 """
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
-from nanochat.config import short, start
+from nanochat.config import refuse, short, start
 from nanochat.desk import Desk
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.model_library import ModelLibrary
@@ -50,8 +53,12 @@ class ChatWeb:
 
 
 def main(cfg: ChatWeb) -> None:
-    bound = listen(cfg.server)
+    try:
+        bound = listen(cfg.server)
+    except ValueError as error:
+        refuse(str(error))
     machine = init_machine(cfg.machine)
+    leave_a_core()
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
     name = f"{source}:{checkpoint.folder.parent.name}"
@@ -74,6 +81,16 @@ def main(cfg: ChatWeb) -> None:
     )
     with contextlib.suppress(KeyboardInterrupt):
         server.run([bound])
+
+
+def leave_a_core() -> None:
+    """
+    Keep a CPU core free for the event loop, where the engine would otherwise take all.
+
+    On 2 cores, served tokens/s with one core left against none: of one user 1.6 times (depth 4)
+    and 1.25 times (depth 10), of 64 users 0.97 and 0.84 times (bf16, 2026-11).
+    """
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
 
 
 def suggestions(checkpoint: Checkpoint) -> list[str]:

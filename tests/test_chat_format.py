@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.chat_format import render, render_prompt
+from nanochat.chat_format import render, render_fitting, render_prompt
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -54,6 +54,23 @@ def test_a_prompt_ends_where_the_assistant_speaks():
     expected = "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>"
     assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi"))) == expected
     assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi", "hello"))) == expected
+
+
+def test_V5_a_conversation_that_does_not_fit_loses_its_oldest_turns():
+    system = [{"role": "system", "content": "Be kind."}]
+    talk = chat("one", "two", "three", "four", "five")
+    whole = render_prompt(TOKENIZER, [*system, *talk])
+    last = len(render_prompt(TOKENIZER, [*system, talk[-1]]))
+    for most in range(len(whole) + 2):
+        prompt = render_fitting(TOKENIZER, [*system, *talk], most)
+        kept = [render_prompt(TOKENIZER, [*system, *talk[first:]]) for first in (0, 2, 4)]
+        assert prompt == next((k for k in kept if len(k) <= most), kept[-1])
+        assert len(prompt) <= max(most, last)
+    assert render_fitting(TOKENIZER, talk[:4], 999) == render_prompt(TOKENIZER, talk[:3])
+    with pytest.raises(ValueError, match="turn"):
+        render_fitting(TOKENIZER, [*chat("a", "b"), *chat("", "c")[1:], *chat("d")], 5)
+    many = chat(*["word " * 9] * 4001)
+    assert len(render_fitting(TOKENIZER, many, 200)) <= 200  # at once, however many there are
 
 
 def test_a_long_conversation_is_cut_where_told():

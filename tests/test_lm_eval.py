@@ -17,9 +17,11 @@ from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.world import documents
 from tests.conftest import TINY, lively
+from tests.web_server import serving
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from nanochat.lm_eval_model import NanochatLM  # noqa: E402
@@ -118,6 +120,28 @@ def test_answers_end_before_the_first_stop(ours, tokenizer):
     assert plain == text and cut == text[: text.find(stop)]
     (long,) = ours.generate_until(asked(("word " * 900, {"max_gen_toks": 5})))
     assert isinstance(long, str)
+
+
+def test_V1_the_harness_scores_our_server_as_it_scores_the_model(ours, exported, tmp_path):
+    """Its own client of OpenAI's completions, with echo and logprobs of prompts as ids."""
+    with serving("base:d2", endless=False) as site:
+        client = LocalCompletionsAPI(
+            base_url=f"{site.url}/v1/completions",
+            model="base:d2",
+            tokenizer=str(tmp_path / "model"),
+            tokenizer_backend="huggingface",
+            num_concurrent=2,
+            max_length=ours.subject.context,
+            max_retries=1,
+        )
+        pairs = PAIRS[:-1]
+        mine, theirs = ours.loglikelihood(asked(*pairs)), client.loglikelihood(asked(*pairs))
+        for (nats, first), (other, other_first) in zip(mine, theirs, strict=True):
+            assert nats == pytest.approx(other, abs=1e-3) and first == other_first
+        wanted = {"until": ["zzz"], "max_gen_toks": 12, "temperature": 0}
+        for prompt in ("Quin lives in", "The market"):
+            request = asked((prompt, dict(wanted)))
+            assert client.generate_until(request) == ours.generate_until(request)
 
 
 def test_P5_a_conversation_is_a_prompt_of_special_tokens_that_no_text_can_forge(ours, tokenizer):

@@ -1,8 +1,11 @@
 """The server: OpenAI's API as its clients expect it, its limits, and users who misbehave."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -10,10 +13,14 @@ import torch
 
 from nanochat import respond
 from nanochat.chat_format import render_prompt
+from nanochat.checkpoint import stage_folder
+from nanochat.common import REPOSITORY
 from nanochat.gate import GateConfig
+from nanochat.scaling import shape_for_depth
 from nanochat.server import ServerConfig, content_policy
-from nanochat.tokenizer import SPECIAL_TOKENS
-from tests.web_server import HELLO, Site, post, says, serving, write_model
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.world import documents
+from tests.web_server import HELLO, Site, post, says, serving, write_checkpoint, write_model
 
 TEXT = "/v1/completions"
 
@@ -158,6 +165,10 @@ def test_V1_echo_tells_how_likely_a_text_is(site):
         max(top.values()) >= logprob
         for top, logprob in zip(told["top_logprobs"], told["token_logprobs"], strict=True)
     )
+    given = site.client.post(TEXT, json={**asked, "prompt": ids}).json()["choices"][0]
+    assert given["text"] == text and given["logprobs"]["tokens"][0] == "<|bos|>"
+    assert given["logprobs"]["token_logprobs"] == [None, *told["token_logprobs"]]
+    assert given["logprobs"]["top_logprobs"] == [None, *told["top_logprobs"]]
     longer = site.client.post(TEXT, json={**asked, "max_tokens": 3, "seed": 1}).json()["choices"][0]
     assert len(longer["logprobs"]["tokens"]) == len(ids) - 1 + 3
     assert longer["text"].startswith(text)
@@ -199,6 +210,10 @@ def test_another_model_is_loaded_when_it_is_asked_for_and_an_idle_one_makes_room
         for name in ("base:one", "mid:two"):
             assert site.chat(model=name, max_tokens=2).json()["model"] == name
         assert list(site.server.desk.library.loaded) == ["base:one", "mid:two"]
+        (stage_folder("base") / "one" / "step_000001" / "model.safetensors").write_bytes(b"x")
+        assert site.chat(model="sft:tiny", max_tokens=2).status_code == 200
+        damaged = site.chat(model="base:one", max_tokens=2)
+        assert damaged.status_code == 503 and "base:one" in damaged.json()["error"]["message"]
         missing = site.chat(model="../../etc", max_tokens=2)
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "model_not_found"
@@ -347,6 +362,46 @@ def test_V2_a_user_who_leaves_the_queue_is_forgotten(base):
 
 
 # ---- many users ----------------------------------------------------------------------------------
+
+
+def load(site: Site, users: int, seconds: int, tokens: int) -> dict:
+    """What many users get who ask at once, from another process."""
+    command = [sys.executable, "-m", "tests.load_client", site.url]
+    done = subprocess.run(
+        [*command, *map(str, (users, seconds, tokens))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["errors"] == [] and found["most"] < 2 * found["least"]
+    return found
+
+
+def test_V3_many_users_are_served_alike(base):
+    write_model(context=512)
+    with serving(slots=8) as site:
+        told = load(site, users=8, seconds=3, tokens=40)
+        assert told["refused"] == 0 and told["answers"] > 16
+        crowd = load(site, users=12, seconds=3, tokens=40)  # more than slots: they take turns
+        assert crowd["refused"] == 0 and crowd["answers"] > 16
+
+
+@pytest.mark.slow
+def test_V3_sixty_four_users_get_four_times_what_one_gets(base):
+    cfg = shape_for_depth(4, 4096, 512)
+    tokenizer = Tokenizer.train(documents(0, 0, "val"), 4096)
+    write_checkpoint("sft:d4", replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer)
+    with serving("sft:d4", slots=64) as site:
+        load(site, 64, 3, 100)  # the first time everything is slower
+        told = [load(site, users, 10, 100) for users in (1, 64, 1, 64)]
+        assert all(one["refused"] == 0 for one in told)
+        rates = [one["tokens_per_second"] for one in told]
+        print([{k: round(v, 3) for k, v in one.items() if k != "errors"} for one in told])
+        assert rates[1] + rates[3] > 4 * (rates[0] + rates[2]), rates
+        assert site.is_idle()
 
 
 def test_V3_beyond_the_queue_requests_are_refused_with_a_time_to_try_again(base):

@@ -20,6 +20,7 @@ from nanochat.gpt import GPTConfig, build_model
 from nanochat.machine import Machine
 from nanochat.model_library import ModelLibrary
 from nanochat.sampling import Sampling
+from nanochat.sampling import sample as plain
 from nanochat.server import Server, ServerConfig, listen, url_of
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import BackgroundTools, Tools
@@ -127,7 +128,7 @@ def serving(
     library.loaded[name] = library.load(name)
     if endless:
         library.loaded[name].engine.ends = set()
-    server = Server(Desk(library, Sampling(temperature=1.0), cfg.max_waiting), cfg)
+    server = Server(Desk(library, Sampling(1000, temperature=1.0), cfg.max_waiting), cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
@@ -144,10 +145,12 @@ def serving(
 
 
 def says(patch: pytest.MonkeyPatch, site: Site, tokens: Sequence[int]) -> None:
-    """Make every answer consist of these tokens; forced ones (a tool's answer) count too."""
+    """Let the default model's answers be these tokens; forced ones (a tool's answer) count too."""
     script = list(tokens)
 
     def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
+        if len(site.engine.active) != len(logits):  # another model's
+            return plain(logits, settings, uniform)
         return [script[min(len(row.ids), len(script) - 1)] for row in site.engine.active]
 
     patch.setattr("nanochat.engine.sample", sample)

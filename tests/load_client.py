@@ -1,0 +1,107 @@
+"""
+Many users at once: asks a chat server over and over, from a process of its own.
+
+    python -m tests.load_client URL USERS SECONDS TOKENS -> one line of JSON
+
+Each user waits for its answer before it asks again; a refused user waits as long as it was told.
+Streams are read off the socket as they are; what is counted comes from the server's own usage.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+
+class User:
+    """One user: tokens it got, seconds until each answer's first token, and what went wrong."""
+
+    def __init__(self, number: int, host: str, port: int, tokens: int):
+        self.number, self.host, self.port, self.most = number, host, port, tokens
+        self.tokens, self.answers, self.refused = 0, 0, 0
+        self.first: list[float] = []
+        self.errors: list[str] = []
+
+    async def ask_until(self, deadline: float) -> None:
+        while time.perf_counter() < deadline:
+            try:
+                await self.ask(deadline)
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                self.errors.append(repr(error))
+                return
+
+    async def ask(self, deadline: float) -> None:
+        """One question; what has not come by the deadline does not count."""
+        body = json.dumps(
+            {
+                "messages": [{"role": "user", "content": f"User {self.number}, {self.answers}"}],
+                "max_tokens": self.most,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+        )
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        asked, before, first = time.perf_counter(), self.tokens, None
+        writer.write((head + body).encode())
+        try:
+            status, wait = await self.read_head(reader)
+            if status == 429:
+                self.refused += 1
+                await asyncio.sleep(wait)
+                return
+            if status != 200:
+                raise ValueError(f"status {status}")
+            while line := await reader.readline():
+                if not line.startswith(b"data: {"):
+                    continue
+                event: dict[str, Any] = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(event["error"]["message"])
+                now, written = time.perf_counter(), event["usage"]["completion_tokens"]
+                if written and first is None:
+                    first = now - asked
+                    self.first.append(first)
+                if now > deadline:
+                    return
+                self.tokens = before + written
+            self.answers += 1
+        finally:
+            writer.close()
+
+    async def read_head(self, reader: asyncio.StreamReader) -> tuple[int, float]:
+        """Status, and the seconds after which to try again."""
+        status = int((await reader.readline()).split()[1])
+        wait = 1.0
+        while (line := await reader.readline()) != b"\r\n":
+            name, _, value = line.decode("latin-1").partition(":")
+            if name.lower() == "retry-after":
+                wait = float(value)
+        return status, wait
+
+
+async def load(url: str, users: int, seconds: float, tokens: int) -> dict[str, Any]:
+    """Let users ask for a while; says what they got."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    all_users = [User(i, host, int(port), tokens) for i in range(users)]
+    started = time.perf_counter()
+    await asyncio.gather(*(user.ask_until(started + seconds) for user in all_users))
+    first = sorted(wait for user in all_users for wait in user.first)
+    got = [user.tokens for user in all_users]
+    return {
+        "users": users,
+        "tokens_per_second": sum(got) / seconds,
+        "least": min(got),
+        "most": max(got),
+        "answers": sum(user.answers for user in all_users),
+        "refused": sum(user.refused for user in all_users),
+        "errors": [error for user in all_users for error in user.errors],
+        "first_p50": first[len(first) // 2],
+        "first_p99": first[min(len(first) - 1, len(first) * 99 // 100)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(load(sys.argv[1], *map(int, sys.argv[2:5])))))

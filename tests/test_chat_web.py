@@ -1,0 +1,113 @@
+"""scripts.chat_web as a user starts and stops it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from nanochat.common import REPOSITORY
+from scripts.chat_web import suggestions
+from tests.web_server import HELLO, write_model
+
+
+@pytest.fixture
+def start(base):
+    """Starts the script in the test's base directory; gives the process and the page's address."""
+    running = []
+
+    def begin(*flags):
+        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--dtype=float32", *flags]
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "NANOCHAT_BASE_DIR": str(base)},
+        )
+        running.append(process)
+        said = ""
+        while "API" not in said and (line := process.stdout.readline()):
+            said += line
+        found = re.search(r"^page +(http://\S+)$", said, re.MULTILINE)
+        assert found, said
+        return process, found[1], said
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def test_V11_without_any_flag_it_serves_the_last_stage_and_ends_within_ten_seconds(start):
+    for name in ("base:d2", "sft:d2", "mid:d2"):
+        write_model(name, context=2048, n_layer=4)
+    process, url, said = start()
+    assert url.startswith("http://127.0.0.1:") and "sft:d2, step 1" in said
+    assert "<title>nanochat</title>" in httpx.get(url).text
+    listed = httpx.get(f"{url}/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["sft:d2", "mid:d2", "base:d2"]
+    assert listed["defaults"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 50, "max_tokens": 256}
+    body = {"messages": HELLO, "stream": True, "max_tokens": 2000, "stop": ["\u4e00\u4e8c"]}
+    asked = {"method": "POST", "url": f"{url}/v1/chat/completions", "json": body}
+    with httpx.stream(**asked, timeout=30) as response:
+        lines = response.iter_lines()
+        while "content" not in next(lines):
+            pass
+        process.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    last = json.loads(rest[-2].removeprefix("data: "))
+    finished = "choices" in last and last["choices"][0]["finish_reason"] is not None
+    assert finished or last["error"]["code"] == "shutting_down"
+    assert process.wait(10 - (time.monotonic() - told)) in (0, -signal.SIGTERM)
+    assert "Traceback" not in process.stdout.read()
+
+
+def test_ctrl_c_ends_it_in_silence(start):
+    write_model("base:d2")
+    process, url, _ = start("-i", "base", "-s", "1")
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "base:d2:1"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) in (0, -signal.SIGINT)
+    assert "Traceback" not in process.stdout.read()
+
+
+def run(base, *flags):
+    command = [sys.executable, "-m", "scripts.chat_web", *flags]
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, timeout=60
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_an_address_that_is_taken_is_told_with_a_way_out(base):
+    write_model()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, said = run(base, f"--port={port}")
+    assert status == 2 and f"--port={port + 1}" in said and "Traceback" not in said
+
+
+def test_without_a_model_it_says_how_to_make_one(base):
+    status, said = run(base, "--port=0")
+    assert status == 2 and "bash speedrun.sh" in said and "Traceback" not in said
+
+
+def test_questions_are_suggested_for_the_world_that_the_model_knows():
+    class Known:
+        state = {"source": {"dataset": "embedded"}}
+
+    class Foreign:
+        state = {"source": {"dataset": "owner/name"}}
+
+    assert len(suggestions(Known)) == 3 and suggestions(Foreign) == []
