@@ -130,4 +130,4 @@ stage "chat evaluation rl" evaluate rl
 python -m scripts.report --out="${REPORT_OUT:-.}" --hourly_rate="$rate"
 echo
 echo "speedrun: done. The report card is report.md. Talk to your model:"
-echo "    source .venv/bin/activate && python -m scripts.chat_cli"
+echo "    source .venv/bin/activate && python -m scripts.chat_web    # in a browser; chat_cli: here"

@@ -32,6 +32,7 @@ from nanochat.eval_core import (
 from nanochat.gpt import for_inference
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.sampling import Sampling
+from nanochat.serving import Answer, Ask
 from nanochat.tokenizer import Tokenizer
 
 MAX_GEN_TOKS = 256  # of an answer, where the task does not say
@@ -131,25 +132,24 @@ class NanochatLM(LM):
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """The answer to each prompt, up to the first stop."""
         engine = Engine(self.model, self.own_tokenizer)
-        asked = []
-        for request in requests:
+        answers, texts = {}, [""] * len(requests)
+        for number, request in enumerate(requests):
             context, wanted = request.args
             until = wanted.get("until") or []
-            stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+            stops = (until,) if isinstance(until, str) else tuple(until)
             settings = sampling(wanted)
             room = engine.cache.capacity - min(settings.max_new_tokens, engine.cache.capacity // 2)
-            (completion,) = engine.submit(fit(self.encode(context), room), settings)
-            asked.append((completion, stops))
+            ask = Ask(fit(self.encode(context), room), settings, stop=stops, parts=False)
+            (completion,) = engine.submit(ask.prompt, settings)
+            answers[completion] = Answer(completion, self.own_tokenizer, ask, number)
         while engine.busy:
-            engine.step()
-            for completion, stops in asked:
-                text = self.own_tokenizer.decode(completion.ids) if not completion.finish else ""
-                if any(stop in text for stop in stops):
+            for completion in engine.step():
+                answer = answers[completion]
+                for piece in answer.advance():
+                    texts[piece.index] += piece.text
+                if answer.finish:
                     engine.cancel(completion)
-        return [
-            before_stops(self.own_tokenizer.decode(completion.ids), stops)
-            for completion, stops in asked
-        ]
+        return texts
 
     # ---- conversations -----------------------------------------------------------------------
 
@@ -188,9 +188,3 @@ def sampling(wanted: dict[str, Any]) -> Sampling:
         top_p=wanted.get("top_p") or 1.0,
         seed=int(wanted.get("seed") or 0),
     )
-
-
-def before_stops(text: str, stops: Sequence[str]) -> str:
-    """A text up to where the first of the stops begins."""
-    places = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(places, default=len(text))]

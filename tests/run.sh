@@ -5,7 +5,8 @@
 #   bash tests/run.sh -m slow      # arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-GROUPS_WANTED="--group interop" # the tests read our models with other projects' packages
+# the tests read our models, and call our server, with other projects' packages
+GROUPS_WANTED="--group interop --group browser"
 source dev/setup.sh
 
 ruff check .

@@ -22,8 +22,8 @@ FLOORS = """
     records variance runlog preflight train_bench train checkpoint stage samples
     plots sections summary figures report
     eval_bpb eval_core suites pretrain_exam finetune eval_chat rl
-    hf_tokenizer hf hf_modeling hf_model lm_eval_model
-    model_library serving openai_api respond server_metrics desk gate server
+    serving hf_tokenizer hf hf_modeling hf_model lm_eval_model
+    model_library openai_api respond server_metrics desk gate server
 """.split()
 # An outside package, and the only modules that import it.
 OWNERS = {
