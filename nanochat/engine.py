@@ -139,9 +139,10 @@ class Engine:
             completion.finish = "cancelled"
         if completion in self.waiting:
             self.waiting.remove(completion)
+        if completion in self.calling:
+            self.calling.remove(completion)
         if completion.called:
             completion.called.cancel()
-            self.calling.remove(completion)
             completion.called = None
         self.evict()
 

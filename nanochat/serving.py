@@ -235,6 +235,8 @@ class Worker:
         with self.wake:
             if self.deadline is not None:
                 raise Closing("the server is being stopped")
+            if not self.thread.is_alive():
+                raise Closing("the engines have failed; the server must be started anew")
             waiting = self.load[engine] + reply.total - engine.slots
             if waiting > self.max_waiting:
                 rounds = 1 + self.load[engine] / engine.slots
@@ -283,6 +285,13 @@ class Worker:
     # ---- on the thread -----------------------------------------------------------------------
 
     def run(self) -> None:
+        """The thread's life; should it end early, nobody is left waiting."""
+        try:
+            self.work()
+        finally:
+            self.fail(list(self.owners), Failed("the engines have ended"))
+
+    def work(self) -> None:
         """Until it is closed: do what was asked, then a step of every engine that is busy."""
         while True:
             with self.wake:

@@ -81,7 +81,15 @@ class BackgroundTools:
         answer = calculate(code)
         if answer is not None or not self.tools.python:
             return answer
-        return self.pool.submit(self.tools, code)
+        return self.pool.submit(self.run, code)
+
+    def run(self, code: str) -> str | None:
+        """The answer; none, which is printed, where this machine could not run the code."""
+        try:
+            return self.tools(code)
+        except (OSError, RuntimeError) as error:
+            print(f"a call of the tool failed: {error}", flush=True)
+            return None
 
 
 def calculate(expression: str) -> str | None:

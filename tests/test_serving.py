@@ -149,6 +149,21 @@ def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
     assert not engine.busy
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_is_left_waiting_when_the_thread_itself_fails(engine, monkeypatch):
+    async def use(worker):
+        reply = worker.submit(engine, [Ask([1], LONG)])
+        monkeypatch.setattr(worker, "step", lambda engine: 1 / 0)
+        with pytest.raises(Failed, match="ended"):
+            await read(reply)
+        worker.thread.join(5)
+        assert worker.status() == "broken"
+        with pytest.raises(Closing, match="started anew"):
+            worker.submit(engine, [Ask([1], LONG)])
+
+    run(engine, use)
+
+
 def test_a_reader_that_waits_in_vain_is_told_so(engine, monkeypatch):
     plain = engine.step
     monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or plain())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat import sandbox
 from nanochat.sandbox import SandboxUnavailable
-from nanochat.tools import Tools, calculate
+from nanochat.tools import BackgroundTools, Tools, calculate
 
 VALUES = {
     "12*(3+4)": "84",
@@ -103,6 +103,26 @@ def test_python_that_fails_or_prints_nothing_has_no_answer(python, code):
 def test_S11_python_cannot_flood_the_answer(python):
     assert python("print('a' * 100_000)") is None
     assert len(python("print('a' * 1999)") or "") == 1999
+
+
+def test_beside_the_engine_a_sum_is_answered_at_once_and_python_later(python):
+    tools = BackgroundTools(python)
+    assert tools("6*7") == "42"
+    started = time.monotonic()
+    futures = [tools(f"import time; time.sleep(0.5); print({i})") for i in range(3)]
+    assert time.monotonic() - started < 0.4
+    assert [future.result(20) for future in futures] == ["0", "1", "2"]
+    assert BackgroundTools(Tools())("print(1)") is None
+
+
+def test_a_tool_that_cannot_run_has_no_answer_and_says_why(monkeypatch, capsys):
+    def broken(*arguments, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("nanochat.tools.run_python", broken)
+    tools = BackgroundTools(Tools(python=True, unsafe=True))
+    assert tools("print(1)").result(20) is None
+    assert "no more processes" in capsys.readouterr().out
 
 
 def test_S10_tools_with_python_are_refused_where_nothing_confines_it(monkeypatch):
