@@ -54,8 +54,8 @@ class ChatWeb:
 
 def main(cfg: ChatWeb) -> None:
     try:
-        bound = listen(cfg.server)
-    except ValueError as error:
+        key, bound = cfg.server.key(), listen(cfg.server)
+    except (ValueError, OSError) as error:
         refuse(str(error))
     machine = init_machine(cfg.machine)
     leave_a_core()
@@ -72,6 +72,8 @@ def main(cfg: ChatWeb) -> None:
     desk = Desk(library, defaults, cfg.server.max_waiting)
     server = Server(desk, cfg.server, suggestions(checkpoint))
 
+    if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
+        print("note   whoever reaches this machine can use it; --api_key_file asks for a key")
     print(
         f"model  {name}, step {checkpoint.step}: context of {model.context} tokens, "
         f"{model.engine.slots} answers at once, {machine.device_name}\n"

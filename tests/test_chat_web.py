@@ -98,6 +98,19 @@ def test_an_address_that_is_taken_is_told_with_a_way_out(base):
     assert status == 2 and f"--port={port + 1}" in said and "Traceback" not in said
 
 
+def test_a_key_that_cannot_be_read_is_told_before_anything_is_loaded(base, tmp_path):
+    for name in ("missing", "empty"):
+        (tmp_path / "empty").write_text("")
+        status, said = run(base, "--port=0", f"--api_key_file={tmp_path / name}")
+        assert status == 2 and name in said and "Traceback" not in said
+
+
+def test_an_open_door_is_pointed_out(start):
+    write_model("base:d2")
+    _, url, said = start("--host=0.0.0.0")
+    assert "--api_key_file" in said and url.startswith("http://localhost:")
+
+
 def test_without_a_model_it_says_how_to_make_one(base):
     status, said = run(base, "--port=0")
     assert status == 2 and "bash speedrun.sh" in said and "Traceback" not in said
