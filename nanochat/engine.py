@@ -27,7 +27,7 @@ from nanochat.tokenizer import Tokenizer
 Tool = Callable[[str], str | None | Future[str | None]]
 PREFILL_TOKENS = 8192  # tokens of one pass over waiting prompts, padding included
 LOGITS_TOKENS = 512  # of a prompt whose likelihoods are wanted: so many logits at a time
-PATIENCE_SECONDS = 0.05  # how long a step waits for a tool when there is nothing else to do
+PATIENCE_SECONDS = 0.01  # how long a step waits for a tool when there is nothing else to do
 
 
 @dataclass(eq=False)
@@ -147,9 +147,15 @@ class Engine:
         self.evict()
 
     def cancel_all(self) -> None:
-        """End whatever waits or grows; every slot is free."""
+        """End whatever waits or grows; every slot is free. Needs nothing of a broken device."""
         for completion in (*self.waiting, *self.active, *self.calling):
-            self.cancel(completion)
+            completion.finish = completion.finish or "cancelled"
+            if completion.called:
+                completion.called.cancel()
+                completion.called = None
+        for sequences in (self.waiting, self.active, self.calling):
+            sequences.clear()
+        self.cache.lengths = [0] * self.slots
 
     @property
     def busy(self) -> bool:
@@ -157,9 +163,13 @@ class Engine:
         return bool(self.waiting or self.active or self.calling)
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """Let waiting prompts in and every active completion grow by a token; returns those."""
-        self.take_back()
+    def step(self, patience_seconds: float = PATIENCE_SECONDS) -> list[Completion]:
+        """
+        Let waiting prompts in and every active completion grow by a token; returns those.
+
+        Where all are away at their tools, it waits so long for the first to come back.
+        """
+        self.take_back(patience_seconds)
         self.admit()
         if not self.active:
             return []
@@ -284,13 +294,13 @@ class Engine:
             c.forced.extend(self.tokenizer.encode(answer))
             c.forced.append(self.tokenizer.special("<|output_end|>"))
 
-    def take_back(self) -> None:
+    def take_back(self, patience_seconds: float) -> None:
         """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
         if not self.calling:
             return
         pending = {c.called for c in self.calling if c.called}
         if not self.active and not self.waiting:
-            wait(pending, PATIENCE_SECONDS, FIRST_COMPLETED)
+            wait(pending, patience_seconds, FIRST_COMPLETED)
         for c in [c for c in self.calling if c.called and c.called.done()]:
             self.calling.remove(c)
             self.put_in(c, c.called.result() if c.called else None)

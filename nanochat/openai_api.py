@@ -45,7 +45,9 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "best_of": [1],
 }
 # What a message that we sent may carry when it comes back
-EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call", "tool_calls", "name")
+EMPTY_IN_MESSAGES = (
+    *("refusal", "annotations", "audio", "function_call", "tool_calls", "name", "parsed"),
+)
 
 
 class Strict(BaseModel):
@@ -59,6 +61,8 @@ class TextPart(Strict):
 
     type: Literal["text", "python", "python_output"]
     text: str
+    index: int | None = None
+    """Of a part that was streamed, its place; not looked at."""
 
 
 class ChatMessage(Strict):
@@ -85,7 +89,7 @@ class ChatMessage(Strict):
         if content is None:
             content = ""
         if isinstance(content, list):
-            content = [part.model_dump() for part in content]
+            content = [part.model_dump(exclude={"index"}) for part in content]
             if role != "assistant":
                 if any(part["type"] != "text" for part in content):
                     raise ValueError(f"a message of the {role} has only parts of type text")
@@ -233,6 +237,7 @@ class Writer:
         self.kind, self.model, self.tokenizer = kind, model, tokenizer
         prefix = {"chat": "chatcmpl", "text": "cmpl"}[kind]
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.parts: dict[int, list[dict[str, str]]] = {}  # of each streamed answer, so far
 
     def envelope(
         self, choices: list[Any], usage: Mapping[str, Any] | None = None, chunk: bool = False
@@ -253,7 +258,7 @@ class Writer:
         return self.chat_delta(index, {"role": "assistant", "content": ""})
 
     def chunk(self, piece: Piece, logprobs: Any) -> dict[str, Any]:
-        """A piece as a choice of a chunk; calls of the tool are no content, but a `part`."""
+        """A piece as a choice of a chunk; calls of the tool are no content, but among `parts`."""
         if self.kind == "text":
             return {
                 "index": piece.index,
@@ -263,10 +268,26 @@ class Writer:
             }
         delta: dict[str, Any] = {}
         if piece.text and piece.kind == "text":
-            delta = {"content": piece.text}
-        elif piece.text:
-            delta = {"part": {"type": piece.kind, "text": piece.text}}
+            delta["content"] = piece.text
+        if piece.text and (parts := self.new_parts(piece)):
+            delta["parts"] = parts
         return self.chat_delta(piece.index, delta, logprobs, piece.finish)
+
+    def new_parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """
+        What a piece adds to the parts of its message, by their index, as clients put a list
+        together. They are told from the first call of a tool on, then all there was before too.
+        """
+        parts = self.parts.setdefault(piece.index, [])
+        called = any(part["type"] != "text" for part in parts)
+        if not parts or parts[-1]["type"] != piece.kind:
+            parts.append({"type": piece.kind, "text": ""})
+        parts[-1]["text"] += piece.text
+        if called:
+            return [{"index": len(parts) - 1, "type": piece.kind, "text": piece.text}]
+        if piece.kind == "text":
+            return []
+        return [{"index": index, **part} for index, part in enumerate(parts)]
 
     def chat_delta(
         self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None

@@ -50,7 +50,7 @@ class ServerConfig:
     port: int = short("p", 8000)
     """Port to listen on; 0 takes a free one."""
     api_key_file: str | None = None
-    """File that holds the key every request must bear. Default: no key."""
+    """File that holds the key that requests under /v1 and of /metrics must bear. Default: none."""
     slots: int | None = None
     """Answers written at once, per model. Default: 64, or what a quarter of free memory holds."""
     max_waiting: int = 64
@@ -88,7 +88,7 @@ def build_app(desk: Desk, suggestions: Sequence[str] = ()) -> FastAPI:
         yield
         desk.worker.stop()
 
-    app = FastAPI(title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="nanochat", lifespan=lifespan, openapi_url=None)
     add_api(app, desk, suggestions)
     add_pages(app, desk)
     add_errors(app)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nanochat.engine import Completion, Engine
+from nanochat.engine import PATIENCE_SECONDS, Completion, Engine
 from nanochat.sampling import Sampling, TokenLogprob
 from nanochat.stops import StopFinder
 from nanochat.tokenizer import Tokenizer
@@ -209,10 +209,11 @@ class Worker:
         self.max_waiting, self.on_step = max_waiting, on_step
         self.wake = threading.Condition()
         self.inbox: deque[Callable[[], None]] = deque()  # what the thread does before a step
+        self.open: set[Reply] = set()  # that somebody may be waiting for
         self.load: Counter[Engine] = Counter()  # answers that wait or grow
         self.seconds = 1.0  # that an answer took lately, for a guess when there will be room
         self.deadline: float | None = None  # set while the server is being stopped
-        self.closed = False
+        self.closed = self.ended = False
         # Below: of the thread alone
         self.owners: dict[Completion, tuple[Engine, Reply, Answer]] = {}
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
@@ -235,7 +236,7 @@ class Worker:
         with self.wake:
             if self.deadline is not None:
                 raise Closing("the server is being stopped")
-            if not self.thread.is_alive():
+            if self.ended:
                 raise Closing("the engines have failed; the server must be started anew")
             waiting = self.load[engine] + reply.total - engine.slots
             if waiting > self.max_waiting:
@@ -243,6 +244,7 @@ class Worker:
                 seconds = min(LONGEST_RETRY_SECONDS, max(1, round(self.seconds * rounds)))
                 raise Busy(f"{self.load[engine]} answers are being written or waited for", seconds)
             self.load[engine] += reply.total
+            self.open.add(reply)
             self.inbox.append(lambda: self.begin(engine, reply))
             self.wake.notify()
         return reply
@@ -250,6 +252,7 @@ class Worker:
     def close(self, reply: Reply) -> None:
         """Nobody reads this reply any more: its slots are free before the next step."""
         with self.wake:
+            self.open.discard(reply)
             self.inbox.append(lambda: self.drop([a.completion for a in reply.answers]))
             self.wake.notify()
 
@@ -274,7 +277,7 @@ class Worker:
         """ok, stopping, or broken: the thread has ended."""
         if self.deadline is not None:
             return "stopping"
-        return "ok" if self.thread.is_alive() else "broken"
+        return "broken" if self.ended else "ok"
 
     def counts(self) -> tuple[int, int]:
         """How many answers grow and how many wait, of all engines."""
@@ -289,7 +292,10 @@ class Worker:
         try:
             self.work()
         finally:
-            self.fail(list(self.owners), Failed("the engines have ended"))
+            with self.wake:
+                self.ended, left = True, list(self.open)
+                self.load.clear()
+            self.tell([(reply, [], Failed("the engines have ended")) for reply in left])
 
     def work(self) -> None:
         """Until it is closed: do what was asked, then a step of every engine that is busy."""
@@ -304,8 +310,10 @@ class Worker:
                 act()
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.fail(list(self.owners), Closing("the server was stopped"))
-            for engine in {engine for engine, _, _ in self.owners.values()}:
-                self.step(engine)
+            engines = {engine for engine, _, _ in self.owners.values()}
+            away = not any(engine.active or engine.waiting for engine in engines)
+            for engine in engines:
+                self.step(engine, PATIENCE_SECONDS if away else 0)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
         """Give a request to its engine."""
@@ -315,11 +323,11 @@ class Worker:
                 reply.answers.append(answer)
                 self.owners[completion] = (engine, reply, answer)
 
-    def step(self, engine: Engine) -> None:
+    def step(self, engine: Engine, patience_seconds: float) -> None:
         """Let an engine make a step, and pass on what is new."""
         started = time.perf_counter()
         try:
-            grown = engine.step()
+            grown = engine.step(patience_seconds)
         except Exception as error:  # ends what this engine was doing, not the server
             traceback.print_exc()
             engine.cancel_all()
@@ -337,7 +345,8 @@ class Worker:
                 ended.append(completion)
         self.drop(ended)
         self.tell([(reply, pieces, None) for reply, pieces in news.items()])
-        self.on_step(len(grown), time.perf_counter() - started)
+        if grown:
+            self.on_step(len(grown), time.perf_counter() - started)
 
     def drop(self, completions: Sequence[Completion]) -> None:
         """Forget answers; where one still grows, it ends here."""
@@ -349,8 +358,8 @@ class Worker:
     def fail(self, completions: Sequence[Completion], error: Exception) -> None:
         """End answers with an error."""
         replies = {self.owners[c][1] for c in completions}
-        self.drop(completions)
         self.tell([(reply, [], error) for reply in replies])
+        self.drop(completions)
 
     def release(self, engine: Engine, answers: int) -> None:
         """Make room in the queue."""

@@ -223,6 +223,86 @@ def test_settings_are_used_and_kept(page, site):
     assert [m["role"] for m in saved[0]][:2] == ["system", "user"]
 
 
+def test_an_open_edit_survives_another_question_and_starts_nothing_meanwhile(
+    page, site, monkeypatch
+):
+    send(page, "First")
+    send(page, "Second")
+    page.click("article.user >> nth=0 >> text=Edit")
+    area = page.locator("#log textarea")
+    area.fill("First, changed")
+    page.select_option("#model", "base:tiny")  # whatever else is done
+    page.select_option("#model", "sft:tiny")
+    assert area.input_value() == "First, changed"
+    slow_down(monkeypatch, site, 0.01)
+    send(page, "Third", wait=False)
+    page.wait_for_selector("#stop", state="visible")
+    assert area.count() == 0
+    page.wait_for_selector("#send", state="visible")
+    assert [text for role, text in said(page) if role == "user"] == ["First", "Second", "Third"]
+    page.click("article.user >> nth=1 >> text=Edit")
+    area.fill("Second, changed")
+    area.press("Enter")
+    page.wait_for_selector("#send", state="visible")
+    assert [text for role, text in said(page) if role == "user"] == ["First", "Second, changed"]
+    page.click("#toast >> text=Undo")
+    assert [text for role, text in said(page) if role == "user"] == ["First", "Second", "Third"]
+
+
+def test_two_tabs_do_not_destroy_what_the_other_keeps(page, site):
+    other = page.context.new_page()
+    other.goto(site.url)
+    other.wait_for_selector("#model option", state="attached")
+    send(other, "In the second tab")
+    until(lambda: len(said(page)) == 2)  # the first follows
+    page.reload()
+    other.reload()
+    assert said(other) == [("user", "In the second tab"), ("assistant", STORY)]
+    other.close()
+    page.reload()
+    assert len(said(page)) == 2
+
+
+def test_by_keyboard_one_is_never_left_without_a_place(page, site):
+    send(page, "Hello")
+    page.focus("article.assistant >> text=Retry")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send", state="visible")
+    assert page.evaluate("document.activeElement.id") in ("question", "stop")
+    page.focus("#send")
+    page.fill("#question", "Again")
+    page.focus("#send")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send", state="visible")
+    until(lambda: page.evaluate("document.activeElement.id") in ("question", "send"))
+
+
+def test_a_question_without_an_answer_is_not_told_to_the_model(page, site):
+    send(page, "First")
+    page.evaluate("state.messages.push({role: 'user', parts: [{type: 'text', text: 'x'}]})")
+    page.evaluate("state.messages.push({role: 'assistant', parts: [], error: 'no'})")
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data))
+    send(page, "Second")
+    sent = [m["role"] for m in json.loads(asked[0])["messages"]]
+    assert sent == ["user", "assistant", "user"]
+
+
+def test_a_page_that_was_opened_too_early_finds_the_server_later(browser, site):
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/v1/models", lambda route: route.abort())
+    page.goto(site.url)
+    page.wait_for_selector("#toast", state="visible")
+    send(page, "Hello", wait=False)
+    page.unroute("**/v1/models")
+    page.press("#question", "Enter")
+    page.wait_for_selector("article.assistant")
+    page.wait_for_selector("#send", state="visible")
+    assert said(page) == [("user", "Hello"), ("assistant", STORY)]
+    context.close()
+
+
 def test_errors_are_shown_and_the_question_can_be_asked_again(browser, site, monkeypatch):
     context = browser.new_context()
     page = context.new_page()

@@ -192,9 +192,12 @@ def test_calls_of_the_tool_are_told_apart_from_the_text_and_can_be_sent_back(sit
     parts = [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", " then.")]
     assert [(part["type"], part["text"]) for part in message["parts"]] == parts
     streamed = [event["choices"][0]["delta"] for event in site.stream()]
-    told = [delta["part"] for delta in streamed if "part" in delta]
-    assert "".join(part["text"] for part in told if part["type"] == "python") == "6*7"
-    assert "".join(part["text"] for part in told if part["type"] == "python_output") == "42"
+    merged = {}
+    for part in (part for delta in streamed for part in delta.get("parts", [])):
+        known = merged.setdefault(part["index"], {**part, "text": ""})
+        assert known["type"] == part["type"]
+        known["text"] += part["text"]
+    assert [(part["type"], part["text"]) for part in merged.values()] == parts
     asked = [*HELLO, message, {"role": "user", "content": "And?"}]
     prompt = site.chat(asked, max_tokens=1).json()["usage"]["prompt_tokens"]
     as_parts = {"role": "assistant", "content": message["parts"]}
@@ -247,6 +250,10 @@ def test_V1_the_official_client_reads_our_answers(site, client):
         model="sft:tiny", prompt="ab", max_tokens=3, echo=True, logprobs=1
     )
     assert text.choices[0].text.startswith("ab") and len(text.choices[0].logprobs.tokens) == 5
+    with client.chat.completions.stream(**asked) as stream:
+        kept = stream.get_final_completion().choices[0].message
+    back = [*HELLO, kept.model_dump(), {"role": "user", "content": "More"}]
+    assert client.chat.completions.create(model="sft:tiny", messages=back, max_tokens=1).choices
     back = [*HELLO, alone.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
     assert client.chat.completions.create(model="sft:tiny", messages=back, max_tokens=1).choices
 
@@ -343,9 +350,9 @@ def slow_down(patch, site: Site, seconds: float) -> None:
     """Make every step take longer, as a large model's would."""
     plain = site.engine.step
 
-    def step():
+    def step(patience):
         time.sleep(seconds)
-        return plain()
+        return plain(patience)
 
     patch.setattr(site.engine, "step", step)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_what_fails_is_told_to_those_it_concerns_alone(engine, monkeypatch):
     other.ends = set()
 
     async def use(worker):
-        monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(engine, "step", lambda patience: 1 / 0)
         broken = worker.submit(engine, [Ask([1], LONG, n=2)])
         whole = worker.submit(other, [Ask([1], LONG)])
         with pytest.raises(Failed, match="ZeroDivisionError"):
@@ -132,7 +133,7 @@ def test_what_fails_is_told_to_those_it_concerns_alone(engine, monkeypatch):
 
 def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
     plain = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or plain())
+    monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.02) or plain(patience))
 
     async def use(worker):
         short, long = (worker.submit(engine, [Ask([1], s)]) for s in (SHORT, LONG))
@@ -153,7 +154,7 @@ def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
 def test_nobody_is_left_waiting_when_the_thread_itself_fails(engine, monkeypatch):
     async def use(worker):
         reply = worker.submit(engine, [Ask([1], LONG)])
-        monkeypatch.setattr(worker, "step", lambda engine: 1 / 0)
+        monkeypatch.setattr(worker, "step", lambda *arguments: 1 / 0)
         with pytest.raises(Failed, match="ended"):
             await read(reply)
         worker.thread.join(5)
@@ -164,9 +165,52 @@ def test_nobody_is_left_waiting_when_the_thread_itself_fails(engine, monkeypatch
     run(engine, use)
 
 
+def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypatch):
+    async def use(worker):
+        reply = worker.submit(engine, [Ask([1, 2, 3], LONG, n=2)])
+        assert await reply.news()
+
+        def broken(*arguments):
+            raise RuntimeError("device-side assert")
+
+        monkeypatch.setattr(engine.model, "hidden", broken)
+        monkeypatch.setattr(engine.cache, "copy", broken)
+        with pytest.raises(Failed, match="device-side"):
+            await read(reply)
+        again = worker.submit(engine, [Ask([1, 2, 3], LONG, n=2)])
+        with pytest.raises(Failed, match="device-side"):
+            await read(again)
+        while worker.load:
+            await asyncio.sleep(0.001)
+        assert worker.status() == "ok" and not any(engine.cache.lengths)
+
+    run(engine, use)
+
+
+def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
+    other = Engine(model_of(TOKENIZER), TOKENIZER, slots=2)
+    other.ends = set()
+    monkeypatch.setattr("nanochat.serving.PATIENCE_SECONDS", 0.5)
+
+    async def use(worker):
+        away = worker.submit(engine, [Ask([1], LONG)])
+        while not engine.active:
+            await asyncio.sleep(0.001)
+        engine.active[0].called = Future()
+        while not engine.calling:
+            await asyncio.sleep(0.001)
+        started = time.monotonic()
+        await read(worker.submit(other, [Ask([1], LONG)]))
+        assert time.monotonic() - started < 5  # 40 steps, one of which may have waited
+        engine.calling[0].called.set_result(None)
+        assert (await read(away))[-1].finish == "length"
+
+    run(engine, use)
+
+
 def test_a_reader_that_waits_in_vain_is_told_so(engine, monkeypatch):
     plain = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or plain())
+    monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.2) or plain(patience))
 
     async def use(worker):
         reply = worker.submit(engine, [Ask([1], SHORT)])
