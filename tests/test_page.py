@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.test_server import slow_down, until, words
-from tests.web_server import says, serving, write_model
+from tests.web_server import product, says, serving, write_model
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -172,10 +172,7 @@ def test_V9_what_models_and_users_write_never_runs(page, site, monkeypatch):
 
 
 def test_calls_of_the_tool_are_shown(page, site, monkeypatch):
-    special = site.tokenizer.special
-    call = [special("<|python_start|>"), *site.tokenizer.encode("6*7"), special("<|python_end|>")]
-    answer = [special("<|output_start|>"), *site.tokenizer.encode("42"), special("<|output_end|>")]
-    script = [*site.tokenizer.encode("It is "), *call, *answer, *words(site, "indeed.")]
+    script = [*site.tokenizer.encode("It is "), *product(site), *words(site, "indeed.")]
     says(monkeypatch, site, script)
     send(page, "6 times 7?")
     assert page.inner_text(".tool pre >> nth=0") == "6*7"

@@ -20,7 +20,16 @@ from nanochat.scaling import shape_for_depth
 from nanochat.server import ServerConfig, content_policy
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.world import documents
-from tests.web_server import HELLO, Site, post, says, serving, write_checkpoint, write_model
+from tests.web_server import (
+    HELLO,
+    Site,
+    post,
+    product,
+    says,
+    serving,
+    write_checkpoint,
+    write_model,
+)
 
 TEXT = "/v1/completions"
 
@@ -181,12 +190,9 @@ def test_V1_echo_tells_how_likely_a_text_is(site):
 
 
 def test_calls_of_the_tool_are_told_apart_from_the_text_and_can_be_sent_back(site, monkeypatch):
-    special = site.tokenizer.special
-    call = [special("<|python_start|>"), *site.tokenizer.encode("6*7"), special("<|python_end|>")]
-    answer = [special("<|output_start|>"), *site.tokenizer.encode("42"), special("<|output_end|>")]
-    script = [*site.tokenizer.encode("It is "), *call, *answer, *words(site, " then.")]
+    script = [*site.tokenizer.encode("It is "), *product(site), *words(site, " then.")]
     says(monkeypatch, site, script)
-    site.engine.ends = {special("<|assistant_end|>")}
+    site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
     message = site.chat().json()["choices"][0]["message"]
     assert message["content"] == "It is  then."
     parts = [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", " then.")]
@@ -250,12 +256,28 @@ def test_V1_the_official_client_reads_our_answers(site, client):
         model="sft:tiny", prompt="ab", max_tokens=3, echo=True, logprobs=1
     )
     assert text.choices[0].text.startswith("ab") and len(text.choices[0].logprobs.tokens) == 5
-    with client.chat.completions.stream(**asked) as stream:
-        kept = stream.get_final_completion().choices[0].message
-    back = [*HELLO, kept.model_dump(), {"role": "user", "content": "More"}]
-    assert client.chat.completions.create(model="sft:tiny", messages=back, max_tokens=1).choices
     back = [*HELLO, alone.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
     assert client.chat.completions.create(model="sft:tiny", messages=back, max_tokens=1).choices
+
+
+def test_V1_what_the_official_client_collected_from_a_stream_can_be_sent_back(
+    site, client, monkeypatch
+):
+    script = [*site.tokenizer.encode("It is "), *product(site), *words(site, "!")]
+    says(monkeypatch, site, script)
+    site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
+    asked = {"model": "sft:tiny", "messages": HELLO}
+    with client.chat.completions.stream(**asked) as stream:
+        kept = stream.get_final_completion().choices[0].message
+    assert kept.content == "It is !"
+    parts = [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", "!")]
+    assert [(part["type"], part["text"]) for part in kept.parts] == parts
+    for back in (kept, kept.model_dump()):
+        again = [*HELLO, back, {"role": "user", "content": "More"}]
+        told = client.chat.completions.create(model="sft:tiny", messages=again, max_tokens=1)
+        whole = {"role": "assistant", "content": [dict(type=t, text=x) for t, x in parts]}
+        prompt = render_prompt(site.tokenizer, [*HELLO, whole, again[-1]])
+        assert told.usage.prompt_tokens == len(prompt)
 
 
 def test_V1_the_official_client_understands_our_errors(site, client):

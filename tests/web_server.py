@@ -144,6 +144,13 @@ def serving(
     assert not thread.is_alive(), "the server did not stop"
 
 
+def product(site: Site) -> list[int]:
+    """A call of the tool, 6*7, and its answer, as tokens."""
+    special, encode = site.tokenizer.special, site.tokenizer.encode
+    call = [special("<|python_start|>"), *encode("6*7"), special("<|python_end|>")]
+    return [*call, special("<|output_start|>"), *encode("42"), special("<|output_end|>")]
+
+
 def says(patch: pytest.MonkeyPatch, site: Site, tokens: Sequence[int]) -> None:
     """Let the default model's answers be these tokens; forced ones (a tool's answer) count too."""
     script = list(tokens)
