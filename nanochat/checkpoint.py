@@ -4,10 +4,13 @@ Checkpoints: written whole or not at all, verified when read.
     model, optimizer, tokenizer, state -> <stage>_checkpoints/<tag>/step_<n>/ -> the same, anywhere
 
 A folder is written under a temporary name, flushed to disk, renamed, and only then named by
-`latest`. Reading checks every file against the digests in state.json and falls back to the
-checkpoint before it. Tensors are stored whole, so any number of ranks can load them.
+`latest`. Reading checks every file against the digests in state.json, and that against its own
+seal, and falls back to the checkpoint before it. Tensors are stored whole, so any number of ranks
+can load them. Reading changes nothing on the disk: a run may be writing there.
 """
 
+import hashlib
+import json
 import re
 import shutil
 import time
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,22 +29,19 @@ from nanochat.common import (
     base_dir,
     fingerprint,
     fsync,
+    json_text,
     read_json,
     sha256_file,
     write_atomic,
-    write_json,
 )
-from nanochat.disk import require_free
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW
-from nanochat.rows import differences
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress
 
-FORMAT = 1
+FORMAT = 2
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
-STEP_FOLDER = re.compile(r"step_(\d+)")
+# .replaced: the same step was being saved again when the process died
+STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 
 
 class CorruptCheckpoint(ValueError):
@@ -87,77 +88,6 @@ def stage_folder(stage: str) -> Path:
     return base_dir() / f"{FOLDERS[stage]}_checkpoints"
 
 
-class Checkpoints:
-    """The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one."""
-
-    def __init__(self, folder: Path, machine: Machine, keep: int = 2):
-        self.folder, self.machine, self.keep = folder, machine, keep
-        self.saved: Checkpoint | None = None
-
-    def save(
-        self,
-        model: GPT,
-        optimizer: MuonAdamW,
-        tokenizer: Tokenizer,
-        state: Mapping[str, Any],
-        progress: Progress,
-    ) -> None:
-        """Collect the optimizer's state from all ranks; the main one writes (`save_checkpoint`)."""
-        tensors = optimizer.state_dict()
-        if self.machine.is_main:
-            state = {**state, "progress": progress.state_dict()}
-            self.saved = save_checkpoint(
-                self.folder, progress.step, model, tensors, tokenizer, state, self.keep
-            )
-        self.machine.barrier()
-
-    def resume(
-        self,
-        identity: Mapping[str, Any],
-        allow_change: bool,
-        model: GPT,
-        optimizer: MuonAdamW,
-        progress: Progress,
-    ) -> bool:
-        """
-        Load the newest good checkpoint; False where there is none.
-
-        Raises ValueError naming what differs when it belongs to another `identity` (model, batch,
-        seed, rows), unless only rows differ and `allow_change` is set.
-        """
-        found = open_checkpoint(self.folder, say=self.machine.print0)
-        if found is None:
-            return False
-        changed = differences(found.state["identity"], identity)
-        allowed = allow_change and all(line.startswith("rows.") for line in changed)
-        if changed and not allowed:
-            raise ValueError(
-                f"{found.folder} belongs to another run:\n  "
-                + "\n  ".join(changed)
-                + "\nuse another --model_tag, or --allow_data_change where only rows differ"
-            )
-        for line in changed:
-            self.machine.print0(f"continuing although {line}")
-        model.load_state_dict(found.model_tensors())
-        optimizer.load_state_dict(found.optim_tensors())
-        progress.load_state_dict(found.state["progress"])
-        self.machine.print0(f"resumed {found.folder}")
-        return True
-
-    def make_room(self) -> None:
-        """Move the checkpoints of an earlier run of this name out of the way, deleting nothing."""
-        if self.machine.is_main and list_steps(self.folder):
-            when = time.strftime("%y%m%d-%H%M%S")
-            aside = self.folder.rename(f"{self.folder}.before-{when}")
-            self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
-        self.machine.barrier()
-
-    def require_space(self, model: GPT) -> None:
-        """Raises OSError naming both numbers when the disk cannot hold what `keep` asks for."""
-        needed = (self.keep + 1) * checkpoint_bytes(model)
-        require_free(self.folder, needed, f"keeping {self.keep} checkpoints")
-
-
 def save_checkpoint(
     folder: Path,
     step: int,
@@ -167,11 +97,27 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep: int = 2,
 ) -> Checkpoint:
+    """`write_checkpoint` of a model as it is now."""
+    weights = weights_on_host(model)
+    return write_checkpoint(folder, step, weights, model.cfg, optim_tensors, tokenizer, state, keep)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    cfg: GPTConfig,
+    optim_tensors: Mapping[str, Tensor] | None,
+    tokenizer: Tokenizer,
+    state: Mapping[str, Any],
+    keep: int = 2,
+) -> Checkpoint:
     """
     Write `folder`/step_<step>, then point `latest` at it and drop all but the newest `keep`.
 
     The old checkpoints stay untouched until the new one is complete; when writing fails, what
-    was begun is removed and the error is raised.
+    was begun is removed and the error, an OSError where the disk is at fault, is raised. One
+    process at a time may call this (`disk.RunLock`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -179,10 +125,9 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         tokenizer.save(temporary)
-        weights = {n: p.detach().to("cpu").contiguous() for n, p in model.state_dict().items()}
-        save_file(weights, temporary / "model.safetensors")
+        save_tensors(weights, temporary / "model.safetensors")
         if optim_tensors is not None:
-            save_file(dict(optim_tensors), temporary / "optim.safetensors")
+            save_tensors(optim_tensors, temporary / "optim.safetensors")
         files = {}
         for path in sorted(temporary.iterdir()):
             fsync(path)
@@ -191,11 +136,12 @@ def save_checkpoint(
             **state,
             "format": FORMAT,
             "step": step,
-            "model": asdict(model.cfg),
+            "model": asdict(cfg),
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        write_json(temporary / "state.json", record)
+        record = json.loads(json_text(record))  # as it will be read
+        write_atomic(temporary / "state.json", json_text(sealed(record)))
         if final.exists():  # the same step, saved again
             final.rename(folder / f".replaced_{step:06d}")
         temporary.rename(final)
@@ -211,8 +157,28 @@ def save_checkpoint(
     return Checkpoint(final, step, record)
 
 
+def weights_on_host(model: GPT, copy: bool = False) -> dict[str, Tensor]:
+    """The weights as a file wants them; those of a model on the CPU are only copied if asked to."""
+    weights = {n: p.detach().to("cpu").contiguous() for n, p in model.state_dict().items()}
+    if copy and next(model.parameters()).device.type == "cpu":
+        weights = {n: p.clone() for n, p in weights.items()}
+    return weights
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises OSError where the disk is full or broken."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
 def sweep(folder: Path) -> None:
-    """Remove what an interrupted save left behind; put back what it was about to replace."""
+    """
+    Remove what an interrupted save left behind; put back what it was about to replace.
+
+    For the one process that writes: to another, a save under way looks like an interrupted one.
+    """
     for path in folder.glob(".replaced_*"):
         original = folder / path.name.replace(".replaced_", "step_")
         if original.exists():
@@ -223,12 +189,29 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with the digest of all the rest of it."""
+    return {**state, "seal": hashlib.sha256(json_text(state).encode()).hexdigest()}
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a state.json. Raises CorruptCheckpoint unless it is what was written."""
+    state = read_json(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        was = state.get("format") if isinstance(state, dict) else None
+        raise CorruptCheckpoint(f"{path} has format {was}, not {FORMAT}")
+    rest = {name: value for name, value in state.items() if name != "seal"}
+    if json_text(sealed(rest)).encode() != path.read_bytes():
+        raise CorruptCheckpoint(f"{path} does not match its seal")
+    return rest
+
+
 def list_steps(folder: Path) -> list[int]:
     """The committed steps of a folder in numeric order."""
     if not folder.is_dir():
         return []
     names = (STEP_FOLDER.fullmatch(p.name) for p in folder.iterdir())
-    return sorted(int(m[1]) for m in names if m)
+    return sorted({int(m[1]) for m in names if m})
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -237,7 +220,7 @@ def step_folder(folder: Path, step: int) -> Path:
     found = [p for p, m in names.items() if m and int(m[1]) == step]
     if not found:
         raise FileNotFoundError(f"no step {step} in {folder}; there are {list_steps(folder)}")
-    return found[0]
+    return max(found)  # step_ before .replaced_
 
 
 def open_checkpoint(
@@ -249,19 +232,15 @@ def open_checkpoint(
     Damaged checkpoints are named and passed over. Raises CorruptCheckpoint when the step asked
     for is damaged, or when there are checkpoints and all are.
     """
-    sweep(folder)
     wanted = list_steps(folder)[::-1] if step is None else [step]
     last_error: Exception | None = None
     for number in wanted:
         try:
             path = step_folder(folder, number)
-            state = read_json(path / "state.json")
-            checkpoint = Checkpoint(path, number, state)
-            if state.get("format") != FORMAT:
-                raise CorruptCheckpoint(f"{path} has format {state.get('format')}, not {FORMAT}")
+            checkpoint = Checkpoint(path, number, read_state(path / "state.json"))
             checkpoint.verify()
             return checkpoint
-        except (CorruptCheckpoint, FileNotFoundError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             if step is not None:
                 raise
             last_error = error
@@ -337,11 +316,3 @@ def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model
-
-
-def checkpoint_bytes(model: GPT) -> int:
-    """Estimated size of one checkpoint with its optimizer state."""
-    roles = model.param_roles()
-    return sum(
-        p.numel() * 4 * (2 if roles[n] == "matrix" else 3) for n, p in model.named_parameters()
-    )

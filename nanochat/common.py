@@ -28,6 +28,21 @@ class MissingInput(FileNotFoundError):
         super().__init__(f"{what}\n  make it with:  {command}")
 
 
+class Refused(RuntimeError):
+    """
+    A run that cannot go on as it was asked to. The message says why, and the way out.
+
+    Scripts print it without a traceback (`config.start`).
+    """
+
+    def __init__(self, why: str, way_out: str):
+        super().__init__(f"{why}\n  way out:  {way_out}")
+        self.parts = (why, way_out)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), self.parts  # one rank refuses, all of them say so
+
+
 def base_dir() -> Path:
     """The folder of everything generated: NANOCHAT_BASE_DIR, by default out/ in the repository."""
     path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()
@@ -80,9 +95,14 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def json_text(value: Any) -> str:
+    """Indented JSON with sorted keys, as files have it: the same value gives the same text."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of indented JSON with sorted keys: the same value gives the same bytes."""
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    """`write_atomic` of `json_text`."""
+    write_atomic(path, json_text(value))
 
 
 def read_json(path: Path) -> Any:

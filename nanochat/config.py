@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, Refused
 
 C = TypeVar("C")
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -36,13 +36,14 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     """
     Parse the command line and run a script's `main`.
 
-    A `MissingInput` ends with its message and exit status 2; other errors keep their traceback.
+    `MissingInput` and `Refused` end with their message and exit status 2; other errors keep their
+    traceback.
     """
     cfg = parse(default, doc, retired=retired)
     atexit.register(silence_teardown)  # registered first, so it runs last
     try:
         main(cfg)
-    except MissingInput as error:
+    except (MissingInput, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

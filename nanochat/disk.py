@@ -4,13 +4,19 @@ Sharing a disk: locks between processes, and whether there is room.
 Locks are the operating system's, so the one held by a process that died is free again.
 """
 
-from collections.abc import Iterator
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import free_bytes
+from nanochat.common import Refused, free_bytes
 
 SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 
@@ -47,12 +53,68 @@ def claimed(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def require_free(folder: Path, needed_bytes: float, what: str) -> None:
-    """Raise OSError naming both numbers unless `needed_bytes` and a reserve are free."""
+class RunLock:
+    """
+    One run at a time: a lock file that says who holds it, since when.
+
+    It is the process that holds the lock, not the file: what a killed run left behind is stale,
+    recognised as such, and taken over.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print):
+        self.path, self.say = path, say
+        self.file: TextIO | None = None
+
+    def acquire(self) -> None:
+        """Raises Refused naming process and host of the run that holds the lock."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = self.owner(file)
+            file.close()
+            raise Refused(
+                f"another run writes there: {owner} holds {self.path}",
+                "wait for it or stop it, or give this run another --model_tag",
+            ) from None
+        except OSError as error:  # a file system without locks
+            self.say(f"{self.path}: no lock here ({error}); let no two runs write to this folder")
+        if file.seek(0, os.SEEK_END):
+            self.say(f"the lock of an earlier run is stale, taken over: {self.owner(file)}")
+        file.truncate(0)
+        me = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        file.write(json.dumps(me) + "\n")
+        file.flush()
+        self.file = file
+
+    def release(self) -> None:
+        """Let go; the file stays, empty, so that no two processes lock different ones."""
+        if self.file:
+            self.file.truncate(0)
+            self.file.close()
+            self.file = None
+
+    def owner(self, file: TextIO) -> str:
+        """Who the file says holds it."""
+        file.seek(0)
+        try:
+            who = json.loads(file.read())
+            return f"process {who['process']} on {who['host']}, since {who['since']}"
+        except (ValueError, KeyError, TypeError):
+            return "a process that has not said its name"
+
+
+def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
+    """Raise Refused naming both numbers unless `needed_bytes` and a reserve are free."""
     free = free_bytes(folder)
     if needed_bytes + SPARE_BYTES > free:
-        raise OSError(
+        raise Refused(
             f"{what} needs about {needed_bytes / 1e9:.2f} GB and a reserve of "
-            f"{SPARE_BYTES / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free; "
-            "make room, set NANOCHAT_BASE_DIR to a larger disk, or lower --num_shards"
+            f"{SPARE_BYTES / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free",
+            f"make room, set NANOCHAT_BASE_DIR to a larger disk{way_out and ', or ' + way_out}",
         )

@@ -10,7 +10,7 @@ dict where the machine cannot say. Knows nothing of stages, records or how a rep
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from nanochat.common import REPOSITORY
 GIB = 1024**3
 CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
 GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
+DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
+OTHER_DOLLARS_PER_GPU_HOUR = 2.00
 NOT_CODE = {"out", "target", "build", "dist", "node_modules", "__pycache__"}
 
 
@@ -74,6 +76,13 @@ def accelerators() -> dict[str, Any]:
             "cuda": torch.version.cuda or "unknown",
         }
     return {"gpus": []}
+
+
+def default_rate(gpus: Sequence[str]) -> float:
+    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
+    rates = DOLLARS_PER_GPU_HOUR
+    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
+    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
 
 
 def cpu_name() -> str:

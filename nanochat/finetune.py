@@ -30,8 +30,8 @@ from nanochat.optim import MuonAdamW, rules
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
+from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import PREEMPTED
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 MIN_ROWS = 8  # in a batch, where nobody says how many

@@ -6,6 +6,8 @@ What the hardware could do at best: peak matrix rate and memory bandwidth by dev
 Figures are the vendors' dense ones (no sparsity), for the compute dtype that training uses.
 """
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -69,6 +71,32 @@ def used_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """
+    Memory that can still be had: of the GPU, else of the host, within a container's limit.
+
+    What a process has freed and its allocator keeps is not counted.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, container_room())
+
+
+def container_room() -> int:
+    """What a control group (version 2) still grants this process; no limit elsewhere."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return sys.maxsize
+    if limit == "max":
+        return sys.maxsize
+    files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(0, int(limit) - (used - files))  # what only caches files is given back
 
 
 def resident_peak() -> int:

@@ -80,7 +80,7 @@ def remote_file(repo: str, commit: str, name: str) -> RemoteFile:
 
 def download(repo: str, commit: str, name: str, size: int, folder: Path) -> None:
     """Fetch one file into `folder`, continuing what an earlier attempt left behind."""
-    require_free(folder, size, f"downloading {name}")
+    require_free(folder, size, f"downloading {name}", "lower --num_shards")
     print(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)", flush=True)
     began = time.monotonic()
     with_retries(

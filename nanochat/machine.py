@@ -10,6 +10,8 @@ environment variables are read here and nowhere else.
 import datetime
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +20,8 @@ import torch.distributed as dist
 
 from nanochat.config import short
 from nanochat.hardware import device_name
+from nanochat.meeting import name_attempt
+from nanochat.watch import Watch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -29,8 +33,17 @@ class MachineConfig:
     dtype: Literal["bfloat16", "float32"] | None = short("d", None)
     """Number format of activations and matrix products; weights stay float32. Default: bfloat16
     where the hardware multiplies it natively (CPUs with AVX512-BF16 or AMX too), else float32."""
+    deterministic: bool = False
+    """Use only operations that give the same bits in every run; on a GPU it costs speed."""
     collective_timeout_minutes: float = 10.0
-    """How long ranks wait for each other before the run stops with an error."""
+    """How long ranks wait for each other before the run stops and names the one that hangs."""
+
+    def __post_init__(self) -> None:
+        if not self.collective_timeout_minutes > 0:
+            raise ValueError(
+                f"collective_timeout_minutes must be positive, got "
+                f"{self.collective_timeout_minutes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,13 @@ class Machine:
     world_size: int
     device: torch.device
     dtype: torch.dtype
+    launch: str = ""
+    """Names what torchrun started: the same when it starts the ranks again after a failure."""
+    restarts: int = 0
+    """How often it has done so."""
+    local_size: int = 1
+    """How many of the processes are on this host."""
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
@@ -62,9 +82,10 @@ class Machine:
         """Each value summed over the ranks, in float64."""
         if self.world_size == 1:
             return [float(v) for v in values]
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        with self.waiting("a sum"):
+            total = torch.tensor(values, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            return total.tolist()
 
     def any(self, flag: bool) -> bool:
         """True when the flag is set on some rank."""
@@ -75,7 +96,8 @@ class Machine:
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with self.waiting("a broadcast"):
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,18 +105,30 @@ class Machine:
         if self.world_size == 1:
             return [value]
         box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, value)
+        with self.waiting("a gathering of values"):
+            dist.all_gather_object(box, value)
         return box
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.world_size > 1:
-            dist.barrier()
+            with self.waiting("a barrier"):
+                dist.barrier()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """While inside, this rank waits for others: for too long, and the run is stopped."""
+        if self.watch is None:
+            yield
+            return
+        with self.watch.waiting(what):
+            yield
 
     def synchronize(self) -> None:
         """Wait for the device's queue, so that a clock read next is true."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with self.waiting("the device's queue"):  # collectives are in it
+                torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
@@ -102,6 +136,8 @@ class Machine:
         """Leave the process group, all ranks at once: none is torn down while another works."""
         if dist.is_initialized():
             self.barrier()
+            if self.watch:
+                self.watch.close()
             dist.destroy_process_group()
 
 
@@ -123,15 +159,51 @@ def init_machine(cfg: MachineConfig = MachineConfig(), seed: int = 0) -> Machine
     if kind == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
+    watch = None
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo",
-            timeout=datetime.timedelta(minutes=cfg.collective_timeout_minutes),
-            device_id=device if kind == "cuda" else None,
-        )
+        watch = join(kind, device, rank, world_size, 60 * cfg.collective_timeout_minutes)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     dtype = DTYPES[cfg.dtype] if cfg.dtype else default_dtype(device)
-    return Machine(rank, local_rank, world_size, device, dtype)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Machine(
+        rank, local_rank, world_size, device, dtype, launch_name(), restarts, local_size, watch
+    )
+
+
+def join(
+    kind: str, device: torch.device, rank: int, world_size: int, timeout_seconds: float
+) -> Watch:
+    """Join the process group of this attempt, and begin to watch over its ranks."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = datetime.timedelta(seconds=timeout_seconds)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect(is_master: bool = False) -> Any:
+        return dist.TCPStore(address, port, is_master=is_master, timeout=patience)  # pyright: ignore
+
+    store = connect(is_master=rank == 0 and not hosted)
+    attempt = name_attempt(store, rank, world_size, timeout_seconds)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=dist.PrefixStore(attempt, store),  # pyright: ignore
+        rank=rank,
+        world_size=world_size,
+        timeout=2 * patience,  # where even the watch hangs
+        device_id=device if kind == "cuda" else None,
+    )
+    dist.barrier()  # from here on the ranks' clocks run together
+    beats = dist.PrefixStore(f"{attempt}/beats", connect())  # pyright: ignore
+    return Watch(beats, rank, world_size, timeout_seconds)
+
+
+def launch_name() -> str:
+    """What torchrun calls this launch; where it has no name, the process that launched us."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{host_name()}-{os.getppid()}" if name == "none" else name
 
 
 def default_device_type() -> str:

@@ -231,8 +231,9 @@ class MuonAdamW:
             else:
                 part.grad = whole
                 waiting.append(dist.all_reduce(whole, async_op=True))
-        for work in waiting:
-            work.wait()
+        with self.machine.waiting("the sum of gradients"):
+            for work in waiting:
+                work.wait()
         spread = self.machine.sum(self.squared_norm(spread=True))[0]
         return (spread + self.squared_norm(spread=False)) ** 0.5
 
@@ -269,7 +270,8 @@ class MuonAdamW:
             elif part.stacked:
                 self.scatter_into(part, weight, part.params)
         for part, whole, work in waiting:
-            work.wait()
+            with self.machine.waiting("the exchange of weights"):
+                work.wait()
             self.scatter_into(part, whole, part.params)
 
     def update(
@@ -331,13 +333,26 @@ class MuonAdamW:
             for kind, value in part.state.items():
                 if part.spread:
                     value, work = all_gather(value, self.machine)
-                    work.wait()
+                    with self.machine.waiting("the gathering of optimizer state"):
+                        work.wait()
                 if not self.machine.is_main:
                     continue
                 copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]
                 self.scatter_into(part, value.cpu(), copies)
                 result |= {f"{n}.{kind}": c for n, c in zip(part.names, copies, strict=True)}
         return result if self.machine.is_main else {}
+
+    def named_params(self) -> dict[str, Tensor]:
+        """What this optimizer moves, by name."""
+        return {n: p for part in self.parts for n, p in zip(part.names, part.params, strict=True)}
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's share of the state, named by the first parameter of each part."""
+        return {
+            f"{part.names[0]}.{kind}": value
+            for part in self.parts
+            for kind, value in part.state.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:

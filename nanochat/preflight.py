@@ -1,24 +1,33 @@
 """
-Before a long run: what works here, what fits, and how long it will take.
+Before a long run: what fits, how long it will take, what it will cost; one screen, or a refusal.
 
-    model, machine -> kernels that passed a real probe, rows per device, seconds, bytes -> printed
+    model, machine -> rows per device, seconds, bytes on device and disk -> screen, or Refused
 
-Every optional kernel is run once, forward and backward, against the plain definition; one that
-fails is left out with a printed line. Memory and time are measured on real micro-batches, which
-also compile what is compiled. Changes nothing about the result of a run.
+Memory and time are measured on real micro-batches, which also compile what is compiled. Changes
+nothing about the result of a run. A run that cannot finish is refused with a way out: too little
+memory or disk. One that is merely long is not.
 """
 
-import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanochat.attention import Backend, attend, attend_plain
+from nanochat.common import Refused, free_bytes
+from nanochat.disk import require_free
+from nanochat.environment import accelerators, default_rate
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import known_peak, peak_memory_bytes, used_memory_bytes
+from nanochat.hardware import (
+    free_memory_bytes,
+    known_peak,
+    peak_memory_bytes,
+    used_memory_bytes,
+)
+from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
@@ -26,84 +35,8 @@ from nanochat.optim import MuonAdamW
 CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
 GPU_EFFICIENCY = 0.4  # share of the peak that a first estimate of the time assumes
 CPU_EFFICIENCY = 0.5  # the same for the measured matrix rate: d4 compiled, 2026-11
-COMPILE_SECONDS = 45.0  # what compiling costs on two CPU cores, measured d4, 2026-11
-COMPILE_GAIN = 0.25  # share of the time that it saves there
 GPU_FILL = 0.9  # of the free memory
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    attention: Literal["sdpa", "flex", "fa3", "plain"] | None = None
-    """Attention kernel. Default: the fastest that passes its probe here."""
-    compile: bool | None = None
-    """Fuse the model with torch.compile. Default: on a GPU, and on a CPU where the run is long
-    enough to earn the compilation back."""
-    checkpoint_activations: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-
-
-def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str | None:
-    """Run a kernel forward and backward on this model's shapes. Returns why it failed, or None."""
-    T = min(cfg.max_seq_len, 256)
-    window = next((w for w in map(cfg.window, range(cfg.n_layer)) if w is not None), None)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int) -> Tensor:
-        x = torch.randn(1, T, heads, cfg.head_dim, generator=generator)
-        return x.to(machine.device, machine.dtype).requires_grad_()
-
-    q, k, v = draw(cfg.n_head), draw(cfg.n_kv_head), draw(cfg.n_kv_head)
-    window = None if window is None else min(window, T // 2)
-    try:
-        got = attend(q, k, v, window=window, backend=backend)
-        got.float().square().sum().backward()
-        machine.synchronize()
-    except Exception as error:  # whatever a kernel raises, it does not work here
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    want = attend_plain(q, k, v, window, cfg.head_dim**-0.5)
-    error = float((got.detach().float() - want.detach()).abs().max())
-    limit = 0.05 if machine.dtype == torch.bfloat16 else 1e-3
-    if not error < limit or q.grad is None or not bool(q.grad.isfinite().all()):
-        return f"differs from the definition by {error:.3g}"
-    return None
-
-
-def choose_attention(cfg: KernelConfig, model: GPTConfig, machine: Machine) -> Backend:
-    """The kernel asked for, or the first of fa3, flex (with windows, on CUDA), sdpa that works."""
-    if cfg.attention is not None:
-        if why := probe_attention(cfg.attention, model, machine):
-            raise ValueError(f"--attention={cfg.attention} does not work here: {why}")
-        return cfg.attention
-    wanted: list[Backend] = []
-    if machine.device.type == "cuda":
-        wanted.append("fa3")
-        if "S" in model.window_pattern:
-            wanted.append("flex")
-    for backend in wanted:
-        why = probe_attention(backend, model, machine)
-        if why is None:
-            return backend
-        machine.print0(f"attention kernel {backend} left out: {why}")
-    return "sdpa"
-
-
-def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) -> bool:
-    """Compile where asked; by default where it saves more time than it takes and works."""
-    if cfg.compile is not None:
-        return cfg.compile
-    if machine.device.type == "mps":
-        return False
-    if machine.device.type == "cpu" and train_seconds * COMPILE_GAIN < COMPILE_SECONDS:
-        return False
-    if machine.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-        machine.print0("torch.compile left out: it needs a C++ compiler (install g++)")
-        return False
-    try:
-        torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
-    except Exception as error:
-        machine.print0(f"torch.compile left out: {type(error).__name__}: {error}")
-        return False
-    return True
+SMALLER = "a smaller --depth or --max_seq_len, --checkpoint_activations, or a larger machine"
 
 
 def matrix_rate(machine: Machine, width: int, seconds: float = 0.2) -> float:
@@ -233,21 +166,6 @@ def choose_device_rows(
     return max(d for d in divisors if d <= limit)
 
 
-def set_kernels(
-    cfg: KernelConfig, model: GPT, machine: Machine, seconds: float, optimizer: Any = None
-) -> bool:
-    """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
-    backend = choose_attention(cfg, model.cfg, machine)
-    for block in model.blocks:
-        block.attention.backend = backend
-    compiled = choose_compile(cfg, machine, seconds)
-    if compiled:
-        model.compile()
-    if compiled and optimizer is not None:
-        optimizer.compile()
-    return compiled
-
-
 class Prepared(NamedTuple):
     """How a run will be carried out; none of it changes the result."""
 
@@ -269,10 +187,10 @@ def prepare(
     device_batch_size: int | None,
 ) -> Prepared:
     """
-    Choose kernels and micro-batch, set the model up for them, and print what was found.
+    Choose kernels and micro-batch, and set the model up for them.
 
     `trainable` gives the loss: the model, or what stands around it. A micro-batch nobody asked for
-    is made smaller until it fits. Raises torch.OutOfMemoryError where not even one row does.
+    is made smaller until it fits. Raises Refused where not even one row does.
     """
     T = model.cfg.max_seq_len
     used = used_memory_bytes(machine.device)
@@ -283,31 +201,75 @@ def prepare(
     device_rows = choose_device_rows(device_batch_size, rows, T, row_bytes, fixed, machine)
     guess = estimate_seconds(model, tokens_left, machine)
     compiled = set_kernels(cfg, model, machine, guess, optimizer)
-    for line in describe(model, machine, compiled):
-        machine.print0(line)
-    machine.print0(f"estimate   {duration(guess)} of training; measuring {device_rows} rows ...")
+    machine.print0(
+        f"preflight  about {duration(guess)} of training; measuring {device_rows} rows at a time "
+        f"({'compiles first' if compiled else 'eager'}) ..."
+    )
     while True:
         try:
             rehearsal = rehearse(model, trainable, machine, device_rows)
         except torch.OutOfMemoryError:
-            if device_batch_size is not None or device_rows == 1:
-                raise
             rehearsal = None
         if not machine.any(rehearsal is None):
             break
         torch.cuda.empty_cache()
+        if device_batch_size is not None and device_rows > 1:
+            raise Refused(
+                f"--device_batch_size={device_batch_size} takes more memory than "
+                f"{machine.device_name} has",
+                "leave it out, and the largest that fits is found",
+            )
+        if device_rows == 1:
+            raise Refused(f"not even one row fits on {machine.device_name}", SMALLER)
         device_rows = max(d for d in range(1, device_rows) if rows % d == 0)
-        machine.print0(f"memory     too small for that; trying {device_rows} rows at a time")
+        machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     assert rehearsal is not None
     memory = plan_memory(model, optimizer, rehearsal.peak_bytes - used)
-    machine.print0(
-        f"memory     {memory.total / 2**20:,.0f} MiB a device: weights "
-        f"{memory.weights / 2**20:,.0f}, gradients {memory.gradients / 2**20:,.0f}, optimizer "
-        f"{memory.optimizer / 2**20:,.0f}, activations {memory.activations / 2**20:,.0f} "
-        f"({device_rows} rows at a time)"
-    )
     passes = tokens_left / (device_rows * T * machine.world_size)
     return Prepared(device_rows, compiled, memory, passes * rehearsal.seconds)
+
+
+def require_memory(shape: GPTConfig, machine: Machine) -> None:
+    """
+    Raise Refused naming both numbers where weights, gradients and optimizer alone do not fit.
+
+    Before anything is allocated: a process that asks for too much is killed without a word.
+    """
+    with torch.device("meta"):
+        model = GPT(shape)
+    roles = model.param_roles()
+    state = sum(
+        p.numel() * (4 if roles[name] == "matrix" else 8) for name, p in model.named_parameters()
+    )
+    weights = 4 * model.num_params()
+    # the ranks of a machine share its memory, and each holds its share of the optimizer's state
+    neighbours = machine.local_size if machine.device.type != "cuda" else 1
+    needed = neighbours * (2 * weights + state // machine.world_size)
+    free = free_memory_bytes(machine.device)
+    if machine.any(needed > free):
+        raise Refused(
+            f"{model.num_params():,} parameters with their gradients and the optimizer's state "
+            f"take {needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
+            SMALLER,
+        )
+
+
+def require_disk(folder: Path, machine: Machine, **needed_bytes: int) -> str:
+    """
+    What `folder`'s disk has to hold, by name, as the screen says it. Raises Refused, on every rank,
+    naming the numbers where it does not.
+    """
+    listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
+    refused = None
+    if machine.is_main:
+        try:
+            require_free(folder, sum(needed_bytes.values()), listed, "a smaller --keep")
+        except Refused as error:
+            refused = error
+    refused = machine.broadcast(refused)
+    if refused:
+        raise refused
+    return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
 def duration(seconds: float) -> str:
@@ -318,13 +280,38 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days"
 
 
-def describe(model: GPT, machine: Machine, compiled: bool) -> list[str]:
-    """The lines a run prints about where it runs."""
+def price(seconds: float, hourly_rate: float | None, machine: Machine) -> str:
+    """What a time costs; the rate by default what such a machine's GPUs are rented for."""
+    if hourly_rate is None and machine.device.type == "cuda":
+        nodes = machine.world_size / machine.local_size
+        hourly_rate = default_rate(accelerators()["gpus"]) * nodes
+    rate = hourly_rate or 0.0
+    return f"${seconds / 3600 * rate:.2f} at ${rate:.2f} an hour"
+
+
+def screen(lines: Mapping[str, str], machine: Machine) -> None:
+    """Print what a run is about to do, in one block."""
+    machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
+
+
+def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
+    """Where a run computes, and what."""
     cfg = model.cfg
-    return [
-        f"device     {machine.device_name} x {machine.world_size}, compute in "
-        f"{str(machine.dtype).removeprefix('torch.')}, attention "
-        f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
-        f"model      {model.num_params():,} parameters: {cfg.n_layer} layers, width {cfg.d_model}, "
+    dtype = str(machine.dtype).removeprefix("torch.")
+    return {
+        "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
+        "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), "
+        f"{'compiled' if compiled else 'eager'}",
+        "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width {cfg.d_model}, "
         f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
-    ]
+    }
+
+
+def describe_memory(memory: Memory, device_rows: int, machine: Machine) -> str:
+    """What a run takes on each device, and what there is left."""
+    mib = {name: getattr(memory, name) / 2**20 for name in memory.__dataclass_fields__}
+    return (
+        f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
+        + ", ".join(f"{name} {n:,.0f}" for name, n in mib.items())
+        + f"; {free_memory_bytes(machine.device) / 2**20:,.0f} free"
+    )

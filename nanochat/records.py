@@ -33,7 +33,8 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # finished when they change.
 NOT_IN_KEY = frozenset(
     "run wandb_mode log_every once resume keep report_dir allow_data_change device_batch_size "
-    "collective_timeout_minutes".split()
+    "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
+    "max_bad_steps".split()
 )
 
 

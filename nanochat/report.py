@@ -34,8 +34,6 @@ from nanochat.summary import (
 )
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
-DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
-OTHER_DOLLARS_PER_GPU_HOUR = 2.00
 
 
 class Figure(NamedTuple):
@@ -153,15 +151,10 @@ def make_header(run_started: str, hourly_rate: float | None) -> dict[str, Any]:
         "hardware": hardware,
         "software": environment.software(),
         "bloat": environment.bloat(),
-        "hourly_rate": default_rate(hardware["gpus"]) if hourly_rate is None else hourly_rate,
+        "hourly_rate": environment.default_rate(hardware["gpus"])
+        if hourly_rate is None
+        else hourly_rate,
     }
-
-
-def default_rate(gpus: Sequence[str]) -> float:
-    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
-    rates = DOLLARS_PER_GPU_HOUR
-    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
-    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
 
 
 def first_start(records: Sequence[Record]) -> str:

@@ -24,12 +24,14 @@ from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Outcomes, Questions, by_writing, fit, longest_prompt
 from nanochat.gpt import GPT, for_inference
+from nanochat.guard import Guard
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.sampling import Sampling
+from nanochat.stopping import StopRequest
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import LoopConfig, Progress, StopRequest
+from nanochat.train import LoopConfig, Progress, Save, give_up
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ class PolicyRun:
     rows_per_pass: int
     practice: Practice
     evaluate: Callable[[int], dict[str, float]]
-    save: Callable[[Progress], None]
+    save: Save
     log: Callable[[int, dict[str, Any]], None]
     loop: LoopConfig
     start: GPT | None = None
@@ -346,30 +348,32 @@ class PolicyRun:
 def train_policy(run: PolicyRun, progress: Progress) -> bool:
     """
     Learn from `progress.step` to the end, rates falling linearly to 0. Returns False when asked to
-    stop early. The last thing is a checkpoint.
+    stop early. The last thing is a checkpoint. Raises NotFinite and RanksDiffer as `train` does.
     """
+    guard = Guard(run.loop.guard, progress.health, run.machine, watch_spikes=False)
     with StopRequest() as stop:
         while progress.step < run.num_steps:
             step = progress.step
             if step and run.loop.eval_every and step % run.loop.eval_every == 0:
                 run.log(step, run.evaluate(step))
+            guard.check_ranks(step, run.optimizer.named_params())
             started = time.perf_counter()
             figures = policy_step(run, step)
+            guard.note(step, figures["loss"], figures["grad_norm"], lambda at=step: f"of step {at}")
             progress.step += 1
-            if not figures.pop("finite"):
-                progress.bad_steps += 1
-                run.machine.print0(f"step {step}: not finite, skipped on all ranks: {figures}")
             seconds = time.perf_counter() - started
             progress.train_seconds += seconds
             run.log(step, {**figures, "step_seconds": seconds})
+            if guard.lost:
+                give_up(run.save, progress, guard)
             if run.machine.any(stop.asked):
-                run.save(progress)
+                run.save(progress, final=True)
                 run.machine.print0(f"asked to stop: saved step {progress.step}")
                 return False
             every = run.loop.save_every
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
-        run.save(progress)
+        run.save(progress, final=True)
     return True
 
 
@@ -395,14 +399,12 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         moved["kl"] = divergence(ready, run.start, learned, run.rows_per_pass, pad, run.machine)
     loss = accumulate(run.model, learned, run.rows_per_pass, pad, run.machine)
     norm = run.optimizer.reduce_gradients()
-    finite = math.isfinite(loss) and math.isfinite(norm)
     factor = 1 - step / run.num_steps
-    if finite and norm:
+    if math.isfinite(loss + norm) and norm:
         run.optimizer.step(factor, decay_factor=factor)
     else:
         run.optimizer.drop_gradients()
     return {
-        "finite": finite,
         "reward": totals[2] / totals[3],
         "loss": loss,
         "grad_norm": norm,

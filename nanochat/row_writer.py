@@ -224,7 +224,16 @@ def lock_path(rows: Rows, shard: str) -> Path:
 
 
 def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> None:
-    """Raise OSError naming the numbers unless what is missing fits on the disk."""
+    """Raise Refused naming the numbers unless what is missing fits on the disk."""
+    needed, shards = bytes_to_pack(rows, source, rows_needed)
+    if shards:
+        require_free(
+            rows.folder, needed, f"fetching and packing {shards} shards", "lower --num_shards"
+        )
+
+
+def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> tuple[int, int]:
+    """About what fetching and packing will write, and of how many shards."""
     sizes = source.shard_sizes()
     row_bytes = rows.row_length * rows.dtype.itemsize
     packed = [s for s in work_list(rows) if rows.is_packed(s)]
@@ -240,9 +249,7 @@ def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> N
         todo.append(shard)
         rows_bytes += sizes[shard] * ratio
         have += int(sizes[shard] * ratio / row_bytes) if shard != rows.val_shard else 0
-    if todo:
-        needed = int(rows_bytes) + source.missing_bytes(todo)
-        require_free(rows.folder, needed, f"fetching and packing {len(todo)} shards")
+    return int(rows_bytes) + (source.missing_bytes(todo) if todo else 0), len(todo)
 
 
 # ---------------------------------------------------------------------------------------------

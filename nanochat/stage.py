@@ -15,13 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nanochat.checkpoint import Checkpoint, Checkpoints, stage_folder
+from nanochat import preflight
+from nanochat.checkpoint import Checkpoint, stage_folder
 from nanochat.gpt import GPT
 from nanochat.hardware import utilization
+from nanochat.kernels import KernelConfig
 from nanochat.machine import Machine, MachineConfig
 from nanochat.optim import MuonAdamW, OptimConfig
-from nanochat.preflight import KernelConfig, Prepared, duration, prepare
+from nanochat.preflight import Prepared, duration
 from nanochat.rows import Rows
+from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import RunLog, RunLogConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.tokenizer import Tokenizer
@@ -36,26 +39,22 @@ class StageConfig:
     """Name of the folder of checkpoints. Default: d<depth>."""
     seed: int = 0
     """Seeds new weights and the order of rows."""
-    resume: Literal["never", "auto"] = "never"
-    """auto: continue from the newest checkpoint of this tag, where there is one."""
     allow_data_change: bool = False
     """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
-    keep: int = 2
-    """Checkpoints to keep; older ones are deleted."""
     once: bool = False
     """Do nothing when the same training has ended before and its checkpoint is still there."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
+    hourly_rate: float | None = None
+    """Dollars an hour that all devices together cost, for the estimate. Default: what such GPUs are
+    rented for."""
+    saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
 
 
 Evaluate = Callable[[int, Callable[[], bool]], dict[str, float] | None]  # see train.Run
@@ -86,6 +85,8 @@ class Stage:
     """Gives the loss. Default: the model itself."""
     background: Callable[[], AbstractContextManager] = nullcontext
     """What goes on beside the training."""
+    bytes_to_pack: int = 0
+    """What that will write to the disk."""
     also_every: Sequence[int] = ()
     """Cadences of evaluation beside the loop's own, see train.Run."""
 
@@ -112,7 +113,8 @@ class Outcome:
             "Compiled": ready.compiled,
             "Stated memory": f"{ready.memory.total / 2**20:.2f}MiB",
             "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
-            "Skipped steps": self.progress.bad_steps,
+            "Skipped steps": self.progress.health.bad_steps,
+            "Loss spikes": self.progress.health.spikes,
         }
 
     @property
@@ -128,11 +130,11 @@ def carry_out(
     """
     Train a stage, from the beginning or from where it was interrupted. `asked` are the script's
     settings, for log and checkpoint. None when the run was asked to stop: saved, not finished.
+
+    Raises Refused where the run cannot finish, or where another one writes to its folder.
     """
     model, rows = stage.model, stage.rows
     tag = cfg.model_tag or f"d{model.cfg.n_layer}"
-    checkpoints = Checkpoints(stage_folder(stage.kind) / tag, machine, cfg.keep)
-    progress = Progress()
     identity = {
         "rows": rows.recipe,
         "model": asdict(model.cfg),
@@ -140,73 +142,95 @@ def carry_out(
         "seed": cfg.seed,
         **stage.identity,
     }
-    if cfg.resume == "auto":
-        checkpoints.resume(identity, cfg.allow_data_change, model, stage.optimizer, progress)
-    else:
-        checkpoints.make_room()
+    progress = Progress()
+    with Checkpoints(stage_folder(stage.kind) / tag, machine, cfg.saving) as checkpoints:
+        checkpoints.begin(
+            identity, cfg.allow_data_change, model, stage.optimizer, progress, stage.num_steps
+        )
+        ready = prepare(cfg, stage, machine, checkpoints, progress)
+        state = {"stage": stage.kind, "identity": identity, "settings": dict(asked), **stage.state}
+        step_rows = stage.batch_tokens // model.cfg.max_seq_len
+        log = RunLog(
+            cfg.log,
+            checkpoints.folder,
+            is_main=machine.is_main,
+            first_step=progress.step,
+            total_steps=stage.num_steps,
+            run_id=stage.run_id,
+            settings=dict(asked),
+        )
+        run = Run(
+            model=stage.trainable or model,
+            optimizer=stage.optimizer,
+            machine=machine,
+            num_steps=stage.num_steps,
+            batch_tokens=stage.batch_tokens,
+            device_rows=ready.device_rows,
+            flops_per_token=model.flops_per_token(),
+            rows=lambda step: stage.split(
+                rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
+            ),
+            rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed).tolist()),
+            evaluate=patient(stage.evaluation, ready.device_rows),
+            save=lambda progress, final=False: checkpoints.save(
+                model, stage.optimizer, stage.tokenizer, state, progress, final
+            ),
+            log=log.log,
+            schedule=cfg.schedule,
+            loop=cfg.loop,
+            grad_clip=cfg.optim.grad_clip,
+            also_every=stage.also_every,
+        )
+        with log, stage.background():
+            done = train(run, progress)
+    return Outcome(model, run, ready, progress, checkpoints.saved) if done else None
 
-    # What works here, what fits, how long it takes
-    trainable = stage.trainable or model
-    left = (stage.num_steps - progress.step) * stage.batch_tokens
-    ready = prepare(
+
+def prepare(
+    cfg: StageConfig, stage: Stage, machine: Machine, checkpoints: Checkpoints, progress: Progress
+) -> Prepared:
+    """What works here, what fits, how long it takes: found out, and shown on one screen."""
+    model, rows, steps, batch = stage.model, stage.rows, stage.num_steps, stage.batch_tokens
+    disk = preflight.require_disk(
+        checkpoints.folder,
+        machine,
+        checkpoints=checkpoints.bytes_to_come(model),
+        rows=stage.bytes_to_pack,
+    )
+    left = (steps - progress.step) * batch
+    ready = preflight.prepare(
         cfg.kernels,
         model,
-        trainable,
+        stage.trainable or model,
         stage.optimizer,
         machine,
-        stage.batch_tokens,
+        batch,
         left,
         cfg.device_batch_size,
     )
-    machine.print0(
-        f"training   {stage.num_steps:,} steps of {stage.batch_tokens:,} tokens = "
-        f"{stage.num_steps * stage.batch_tokens:,}; from step {progress.step:,}, about "
-        f"{duration(ready.train_seconds)}"
+    T = model.cfg.max_seq_len
+    passes = batch // (T * ready.device_rows * machine.world_size)
+    epochs = rows.epochs_for(steps * batch // T)
+    repeats = "not all packed yet" if epochs is None else f"gone through {epochs:.2f} times"
+    inputs = stage.state["provenance"]["inputs"]
+    seconds = ready.train_seconds
+    preflight.screen(
+        {
+            **preflight.describe(model, machine, ready.compiled),
+            "memory": preflight.describe_memory(ready.memory, ready.device_rows, machine),
+            "disk": disk,
+            "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
+            "rows": f"{rows.fingerprint} of {T:,} tokens, {repeats}",
+            "batch": f"{batch:,} tokens: {passes} passes of {ready.device_rows} rows on each of "
+            f"{machine.world_size} devices",
+            "training": f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}; from step "
+            f"{progress.step:,}",
+            "estimate": f"about {duration(seconds)} of training, "
+            + preflight.price(seconds, cfg.hourly_rate, machine),
+        },
+        machine,
     )
-    checkpoints.require_space(model)
-
-    # Train
-    state = {
-        "stage": stage.kind,
-        "identity": identity,
-        "settings": dict(asked),
-        **stage.state,
-    }
-    step_rows = stage.batch_tokens // model.cfg.max_seq_len
-    log = RunLog(
-        cfg.log,
-        checkpoints.folder,
-        is_main=machine.is_main,
-        first_step=progress.step,
-        total_steps=stage.num_steps,
-        run_id=stage.run_id,
-        settings=dict(asked),
-    )
-    run = Run(
-        model=trainable,
-        optimizer=stage.optimizer,
-        machine=machine,
-        num_steps=stage.num_steps,
-        batch_tokens=stage.batch_tokens,
-        device_rows=ready.device_rows,
-        flops_per_token=model.flops_per_token(),
-        rows=lambda step: stage.split(
-            rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
-        ),
-        rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed)),
-        evaluate=patient(stage.evaluation, ready.device_rows),
-        save=lambda now: checkpoints.save(model, stage.optimizer, stage.tokenizer, state, now),
-        log=log.log,
-        schedule=cfg.schedule,
-        loop=cfg.loop,
-        grad_clip=cfg.optim.grad_clip,
-        also_every=stage.also_every,
-    )
-    with log, stage.background():
-        done = train(run, progress)
-    if not done:
-        return None
-    return Outcome(model, run, ready, progress, checkpoints.saved)
+    return ready
 
 
 def patient(evaluation: Callable[[int], Evaluate], rows: int) -> Evaluate:

@@ -4,33 +4,31 @@ The loop: one way to train, whatever is trained.
     rows of step n -> loss and gradients in micro-batches -> sum over ranks -> guard -> update
 
 A script says what to train; this file says how: gradient accumulation, schedule, cadence of
-evaluations and checkpoints, logging, the guard against numbers that are not finite, and stopping
+evaluations and checkpoints, logging, what becomes of a step that fails its guard, and stopping
 when asked to. It knows no tokenizer, data set, architecture or metric.
 """
 
 import contextlib
 import gc
 import math
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.guard import Guard, GuardConfig, Health, NotFinite
 from nanochat.hardware import utilization
 from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.stopping import UNEVALUATED, StopRequest
 
-PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
-UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
 LOSS_BETA = 0.9  # of the moving average of the training loss
 UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
 
@@ -41,15 +39,12 @@ class LoopConfig:
     """Steps between evaluations; 0 = only at the end."""
     save_every: int = 0
     """Steps between checkpoints; 0 = only at the end and when stopped."""
-    max_bad_steps: int = 5
-    """So many losses or gradients in a row that are not finite stop the run; each is skipped."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         for name in ("eval_every", "save_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} counts steps, got {getattr(self, name)}; 0 turns it off")
-        if self.max_bad_steps < 1:
-            raise ValueError(f"max_bad_steps must be at least 1, got {self.max_bad_steps}")
 
 
 @dataclass
@@ -63,19 +58,20 @@ class Progress:
     train_seconds: float = 0.0
     """Time spent in timed steps, by all attempts together."""
     timed_steps: int = 0
-    bad_steps: int = 0
-    """Steps skipped because something was not finite."""
+    health: Health = field(default_factory=Health)
     min_val: float | None = None
     last_val: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     """The latest steps, for a median rate."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "step_seconds"}
+        plain = {k: v for k, v in vars(self).items() if k != "step_seconds"}
+        return {**plain, "health": self.health.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.state_dict():
             setattr(self, name, state[name])
+        self.health = Health(**state["health"])
 
     @property
     def smooth_loss(self) -> float:
@@ -83,34 +79,10 @@ class Progress:
         return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
 
 
-class TooManyBadSteps(RuntimeError):
-    """The loss or the gradient was not finite, several steps in a row."""
+class Save(Protocol):
+    """Writes a checkpoint; `final` returns only when it is safe on disk."""
 
-
-class StopRequest:
-    """
-    Turns SIGTERM and SIGINT into a flag that the loop reads between micro-batches.
-
-    A second SIGINT ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.previous[number] = signal.signal(number, self.handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, frame: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            os._exit(128 + number)
-        self.asked = True
+    def __call__(self, progress: Progress, final: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -119,8 +91,7 @@ class Run:
     What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
     with IGNORE among the targets where one does not count; `rows_name(step)` says which they
     are, for messages. `evaluate(step, stopping)` returns figures to log and the one to be smallest
-    under "val_bpb", or None when `stopping()` cut it short; `save(progress)` writes a checkpoint.
-    Both are called on every rank.
+    under "val_bpb", or None when `stopping()` cut it short. It and `save` are called on every rank.
     """
 
     model: Trainable
@@ -135,7 +106,7 @@ class Run:
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
     rows_name: Callable[[int], str]
     evaluate: Callable[[int, Callable[[], bool]], dict[str, float] | None]
-    save: Callable[[Progress], None]
+    save: Save
     log: Callable[[int, dict[str, Any]], None]
     schedule: ScheduleConfig
     loop: LoopConfig
@@ -155,34 +126,26 @@ def train(run: Run, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False when the run was asked to stop early.
 
     The last thing before the final evaluation is a checkpoint. Asked to stop, it leaves the
-    evaluation or the step at hand and saves. Raises TooManyBadSteps after saving the last good
-    state.
+    evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
+    and RanksDiffer.
     """
-    bad_in_a_row = 0
+    guard = Guard(run.loop.guard, progress.health, run.machine)
     with StopRequest() as stop:
         while progress.step < run.num_steps:
             step = progress.step
             if step and run.evaluates(step):
                 evaluate(run, progress, step, stop)
+            guard.check_ranks(step, run.optimizer.named_params())
             started = time.perf_counter()
-            loss, norm, stopping = train_step(run, step, lambda: stop.asked)
+            loss, norm, stopping = train_step(run, step, lambda: stop.asked, guard.allows)
             if stopping:
-                run.save(progress)
+                run.save(progress, final=True)
                 run.machine.print0(f"asked to stop: saved step {progress.step}")
                 return False
-            finite = math.isfinite(loss) and math.isfinite(norm)
             seconds = time.perf_counter() - started
+            verdict = guard.note(step, loss, norm, lambda at=step: run.rows_name(at))
             progress.step += 1
-            if finite:
-                bad_in_a_row = 0
-            else:
-                bad_in_a_row += 1
-                progress.bad_steps += 1
-                run.machine.print0(
-                    f"step {step}: loss {loss}, gradient norm {norm}: skipped on all ranks "
-                    f"({bad_in_a_row} in a row); rows {run.rows_name(step)}"
-                )
-            average = loss if finite else progress.smooth_loss
+            average = loss if verdict == "good" else progress.smooth_loss
             average = average if math.isfinite(average) else 0.0
             progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * average
             if step >= UNTIMED_STEPS:
@@ -193,27 +156,36 @@ def train(run: Run, progress: Progress) -> bool:
             if step == 0:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: keep it out of every later collection
-            if bad_in_a_row >= run.loop.max_bad_steps:
-                run.save(progress)
-                raise TooManyBadSteps(
-                    f"{bad_in_a_row} steps in a row were not finite, the last one step {step}; "
-                    "the weights before them are saved. Lower the rates, or look at those rows"
-                )
+            if guard.lost:
+                give_up(run.save, progress, guard)
             every = run.loop.save_every
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
-        run.save(progress)
+        run.save(progress, final=True)
         with last_evaluation(run.machine):
             return evaluate(run, progress, progress.step, stop)
 
 
+def give_up(save: Save, progress: Progress, guard: Guard) -> None:
+    """Save the weights, which no bad step has touched, and raise NotFinite."""
+    save(progress, final=True)
+    raise NotFinite(
+        f"{guard.bad_in_a_row} steps in a row were not finite, the last one step "
+        f"{progress.step - 1}; the weights before them are saved. Lower the rates, or look at "
+        "those rows"
+    )
+
+
 def train_step(
-    run: Run, step: int, stopping: Callable[[], bool] = lambda: False
+    run: Run,
+    step: int,
+    stopping: Callable[[], bool] = lambda: False,
+    allows: Callable[[float, float], bool] = lambda loss, norm: math.isfinite(loss + norm),
 ) -> tuple[float, float, bool]:
     """
     One optimizer step. Returns (mean loss in nats per counted target, gradient norm, stopped?), the
-    same on every rank. An update happens only when both numbers are finite on all of them, and
-    when none was asked to stop meanwhile: then the step is as if it had not begun.
+    same on every rank. An update happens only when that loss and norm are allowed to make one,
+    and when no rank was asked to stop meanwhile: then the step is as if it had not begun.
     """
     machine, optimizer = run.machine, run.optimizer
     tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
@@ -234,7 +206,7 @@ def train_step(
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
     norm *= scale
     loss_mean = nats / count if count else 0.0
-    if not (math.isfinite(loss_mean) and math.isfinite(norm)):
+    if not allows(loss_mean, norm):
         optimizer.drop_gradients()
     else:
         if run.grad_clip and norm > run.grad_clip:

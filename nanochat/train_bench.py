@@ -16,9 +16,10 @@ import torch
 
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.hardware import known_peak, peak_memory_bytes
+from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
-from nanochat.preflight import KernelConfig, matrix_rate, set_kernels
+from nanochat.preflight import matrix_rate
 
 COPY_BYTES = 256 << 20  # larger than any cache
 

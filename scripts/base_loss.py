@@ -20,8 +20,9 @@ from nanochat.config import settings, start
 from nanochat.dataset import open_source
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_batches, row_batches
 from nanochat.gpt import GPT
+from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from nanochat.preflight import CPU_TOKENS, estimate_seconds
 from nanochat.row_writer import ensure, open_rows
 from nanochat.rows import Rows
 from nanochat.samples import samples

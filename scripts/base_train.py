@@ -23,16 +23,17 @@ from nanochat.gpt import build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
+from nanochat.preflight import require_memory
 from nanochat.pretrain_exam import Exam, ExamConfig
-from nanochat.row_writer import open_rows, start_packing
+from nanochat.row_writer import bytes_to_pack, open_rows, start_packing
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
 from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.source import DataConfig, Source
 from nanochat.stage import Outcome, Stage, StageConfig, carry_out
 from nanochat.stats import Estimate
+from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import PREEMPTED
 
 SECTION = "Base model training"
 
@@ -93,6 +94,7 @@ def main(cfg: BaseTrain) -> None:
     # What to train: everything follows from depth
     vocab_size, T, seed = text.tokenizer.vocab_size, cfg.max_seq_len, cfg.stage.seed
     shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern)
+    require_memory(shape, machine)
     model = build_model(shape, machine.device, machine.dtype, seed)
     horizon = plan_horizon(
         model.num_matmul_params(),
@@ -134,6 +136,7 @@ def main(cfg: BaseTrain) -> None:
         },
         run_id=text.run_id,
         background=lambda: packing(text, horizon, machine),
+        bytes_to_pack=space(text, horizon, machine),
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
     )
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
@@ -155,6 +158,12 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
         open_rows(source, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
     return Text(tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len, run_id), run_id)
+
+
+def space(text: Text, horizon: Horizon, machine: Machine) -> int:
+    """Bytes that packing will write; the main rank finds out."""
+    needed = horizon.tokens // text.rows.max_seq_len
+    return bytes_to_pack(text.rows, text.source, needed)[0] if machine.is_main else 0
 
 
 def packing(text: Text, horizon: Horizon, machine: Machine) -> AbstractContextManager:

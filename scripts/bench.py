@@ -23,8 +23,8 @@ from typing import Literal
 from nanochat.config import start
 from nanochat.dataset import open_source, remembered
 from nanochat.engine_bench import bench_engine
+from nanochat.kernels import KernelConfig
 from nanochat.machine import MachineConfig, init_machine
-from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
 from nanochat.source import DataConfig
 from nanochat.tokenizer_bench import bench_tokenizer

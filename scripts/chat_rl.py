@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from nanochat import records, report, stats
-from nanochat.checkpoint import Checkpoint, Checkpoints, find_checkpoint, load_model, stage_folder
+from nanochat import preflight, records, report, stats
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, stage_folder
 from nanochat.config import settings, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import Outcomes, by_writing
@@ -24,11 +24,13 @@ from nanochat.gpt import GPT, for_inference
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
+from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
+from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
-from nanochat.train import PREEMPTED, LoopConfig, Progress, last_evaluation
+from nanochat.train import LoopConfig, Progress, last_evaluation
 from tasks.base import Mixture, Task
 from tasks.defaults import defaults
 from tasks.registry import held_out_questions, mixture
@@ -77,14 +79,14 @@ class ChatRL:
     """Name of the folder of checkpoints. Default: that of the checkpoint it starts from."""
     seed: int = 0
     """Of the order of questions and of the answers."""
-    resume: Literal["never", "auto"] = "never"
-    """auto: continue from the newest checkpoint of this tag, where there is one."""
-    keep: int = 2
-    """Checkpoints to keep; older ones are deleted."""
     once: bool = False
     """Do nothing when the same training has ended before and its checkpoint is still there."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
+    hourly_rate: float | None = None
+    """Dollars an hour that all devices together cost, for the estimate. Default: what such GPUs are
+    rented for."""
+    saving: SavingConfig = field(default_factory=SavingConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(weight_decay=0.0))
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(eval_every=60, save_every=60))
@@ -100,7 +102,7 @@ class ChatRL:
     def __post_init__(self) -> None:
         if self.split == "test":
             raise ValueError("--split=test: what is held out for tests cannot be practised")
-        for name in ("device_batch_size", "slots", "eval_examples", "eval_samples", "keep"):
+        for name in ("device_batch_size", "slots", "eval_examples", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -118,7 +120,23 @@ def main(cfg: ChatRL) -> None:
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
+    folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
+    with Checkpoints(folder, machine, cfg.saving) as checkpoints:
+        practise(cfg, asked, parent, checkpoints, machine, started)
+    machine.close()
+
+
+def practise(
+    cfg: ChatRL,
+    asked: Mapping[str, Any],
+    parent: Checkpoint,
+    checkpoints: Checkpoints,
+    machine: Machine,
+    started: float,
+) -> None:
+    """Measure, practise, measure again, and record it. Raises SystemExit when asked to stop."""
     # What it practises, and how well it does before
+    spec, inputs = asked["task"], parent_inputs(parent)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
@@ -138,14 +156,18 @@ def main(cfg: ChatRL) -> None:
         rewards = practice.mean_rewards(engine(for_inference(model)), review)
         return Standing(rewards, exam.take(model))
 
+    measuring = time.perf_counter()
     before = measure()
+    measured_seconds = time.perf_counter() - measuring
     machine.print0(f"before: {before}")
 
     # Practise
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
-    run, checkpoints, progress, log = open_run(
-        cfg, asked, parent, model, practice, exam, num_steps, run_id
+    run, progress, log = open_run(
+        cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id
     )
+    answers = len(before.rewards) * cfg.rl.num_samples + cfg.eval_examples * cfg.eval_samples
+    show(cfg, run, progress, inputs, checkpoints, measured_seconds / answers)
     with log:
         if progress.step == 0:
             log.log(0, before.logged)
@@ -174,7 +196,34 @@ def main(cfg: ChatRL) -> None:
             files=[checkpoint.folder],
         )
         report.update(cfg.report_dir)
-    machine.close()
+
+
+def show(
+    cfg: ChatRL,
+    run: PolicyRun,
+    progress: Progress,
+    inputs: Mapping[str, str],
+    checkpoints: Checkpoints,
+    answer_seconds: float,
+) -> None:
+    """One screen of what is about to happen; the time from the answers that were just written."""
+    machine, rl, per_step = run.machine, cfg.rl, run.practice.per_step
+    left = (run.num_steps - progress.step) * per_step * rl.num_samples
+    # an answer that is learned from is read and differentiated: twice the work of writing it
+    seconds = 3 * answer_seconds * left
+    disk = checkpoints.bytes_to_come(run.model)
+    preflight.screen(
+        {
+            **preflight.describe(run.model, machine, compiled=False),
+            "disk": preflight.require_disk(checkpoints.folder, machine, checkpoints=disk),
+            "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
+            "training": f"{run.num_steps:,} steps of {per_step} questions, {rl.num_samples} "
+            f"answers to each; from step {progress.step:,}",
+            "estimate": f"about {preflight.duration(seconds)} of training, "
+            + preflight.price(seconds, cfg.hourly_rate, machine),
+        },
+        machine,
+    )
 
 
 class Standing(NamedTuple):
@@ -204,9 +253,10 @@ def open_run(
     model: GPT,
     practice: Practice,
     exam: Exam,
+    checkpoints: Checkpoints,
     num_steps: int,
     run_id: str,
-) -> tuple[PolicyRun, Checkpoints, Progress, RunLog]:
+) -> tuple[PolicyRun, Progress, RunLog]:
     """The run that continues `parent`, from the beginning or from where it was interrupted."""
     machine, inputs = exam.machine, parent_inputs(parent)
     optimizer = build_optimizer(cfg, model, machine)
@@ -218,13 +268,8 @@ def open_run(
         "seed": cfg.seed,
         **inputs,
     }
-    folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
-    checkpoints, progress = Checkpoints(folder, machine, cfg.keep), Progress()
-    if cfg.resume == "auto":
-        checkpoints.resume(identity, False, model, optimizer, progress)
-    else:
-        checkpoints.make_room()
-    checkpoints.require_space(model)
+    progress = Progress()
+    checkpoints.begin(identity, False, model, optimizer, progress, num_steps)
     state = {
         "stage": "rl",
         "identity": identity,
@@ -232,13 +277,9 @@ def open_run(
         "source": parent.state["source"],
         "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": inputs},
     }
-    machine.print0(
-        f"training   {num_steps:,} steps of {practice.per_step} questions, "
-        f"{cfg.rl.num_samples} answers to each; from step {progress.step:,}"
-    )
     log = RunLog(
         cfg.log,
-        folder,
+        checkpoints.folder,
         is_main=machine.is_main,
         first_step=progress.step,
         total_steps=num_steps,
@@ -254,12 +295,14 @@ def open_run(
         rows_per_pass=cfg.device_batch_size,
         practice=practice,
         evaluate=lambda step: {"pass_at_1": pass_at(exam.take(model), 1).value},
-        save=lambda now: checkpoints.save(model, optimizer, practice.tokenizer, state, now),
+        save=lambda progress, final=False: checkpoints.save(
+            model, optimizer, practice.tokenizer, state, progress, final
+        ),
         log=log.log,
         loop=cfg.loop,
         start=start,
     )
-    return run, checkpoints, progress, log
+    return run, progress, log
 
 
 def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[int] | None:

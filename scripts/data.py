@@ -89,7 +89,8 @@ def progress_bar(console: Console) -> Progress:
 def download(source: Source, workers: int, console: Console) -> None:
     """Fetch every shard, several at a time."""
     shards = source.shards()
-    require_free(base_dir(), source.missing_bytes(shards), f"downloading {len(shards)} shards")
+    missing, what = source.missing_bytes(shards), f"downloading {len(shards)} shards"
+    require_free(base_dir(), missing, what, "lower --num_shards")
     hide_progress()
     with progress_bar(console) as progress, ThreadPoolExecutor(workers) as pool:
         task = progress.add_task("downloading", total=len(shards))

@@ -19,6 +19,7 @@ from nanochat.gpt import GPT
 from nanochat.hf import Imported, read_hf
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.records import new_run_id
+from nanochat.run_checkpoints import Checkpoints
 
 BATCH_TOKENS = 524_288  # per step of training, where nobody knows what pretraining took
 
@@ -45,7 +46,8 @@ def main(cfg: ImportHF) -> None:
     stage = cfg.stage or origin["stage"]
     folder = stage_folder(stage) / cfg.model_tag
     state = {"stage": stage, **carried(origin)}
-    saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
+    with Checkpoints(folder, machine):  # no training writes there meanwhile
+        saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters")
     machine.close()
 

@@ -11,6 +11,7 @@ import torch
 from nanochat.config import silence_teardown
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.machine import Machine
+from tests.training_runs import prepare
 
 atexit.register(silence_teardown)
 # transformers keeps copies of remote code, by the name of its folder: none from an earlier run
@@ -26,6 +27,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test writes into a base directory of its own."""
     folder = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows and finished small trainings (`training_runs.prepare`), made once for all tests."""
+    folder = tmp_path_factory.mktemp("trained")
+    prepare(folder)
     return folder
 
 

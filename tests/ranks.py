@@ -56,7 +56,7 @@ def main() -> None:
     schedule = ScheduleConfig(warmup_steps=2)
     run = Run(
         model, optimizer, machine, STEPS, ROWS * T, 2, 1.0, rows, str, lambda step, stopping: {},
-        lambda progress: None, log, schedule, LoopConfig(),
+        lambda progress, final=False: None, log, schedule, LoopConfig(),
     )  # fmt: skip
     train(run, Progress())
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
 """The benchmark: that it measures ours, says who is missing, and sees equal results as equal."""
 
 from nanochat import tokenizer_bench
-from nanochat.preflight import KernelConfig
+from nanochat.kernels import KernelConfig
 from scripts.bench import Bench, DataConfig, main
 
 

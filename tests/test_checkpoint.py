@@ -1,14 +1,13 @@
-"""Checkpoints: whole or not at all, verified, found again, and refused when they do not fit."""
+"""Checkpoints on disk: whole or not at all, verified, and found again."""
 
 import json
+import os
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanochat.checkpoint import (
-    Checkpoints,
     CorruptCheckpoint,
     find_checkpoint,
     list_steps,
@@ -18,11 +17,7 @@ from nanochat.checkpoint import (
     stage_folder,
 )
 from nanochat.common import MissingInput
-from nanochat.gpt import build_model
-from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress
-from tests.conftest import TINY
 
 
 @pytest.fixture(scope="module")
@@ -31,136 +26,132 @@ def tokenizer():
 
 
 @pytest.fixture
-def optimizer(tiny_gpt, machine):
-    table = rules(OptimConfig(), TINY.d_model)
-    named = dict(tiny_gpt.named_parameters())
-    return MuonAdamW(named, tiny_gpt.param_roles(), table, machine)
+def folder(base):
+    return stage_folder("base") / "tiny"
 
 
 @pytest.fixture
-def run(base, tiny_gpt, optimizer, tokenizer, machine):
-    """Saves steps of one run into base_checkpoints/tiny."""
-    checkpoints = Checkpoints(stage_folder("base") / "tiny", machine, keep=2)
-    identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
+def save(folder, tiny_gpt, tokenizer):
+    """Saves steps into base_checkpoints/tiny."""
 
-    def save(step):
-        state = {"identity": identity}
-        checkpoints.save(tiny_gpt, optimizer, tokenizer, state, Progress(step=step, bad_steps=1))
+    def save(step, **changed):
+        optim = {"steps_taken": torch.tensor(step), "m": torch.ones(7)}
+        state = {"identity": {"seed": 0}, "source": {"of": 1.5}}
+        return save_checkpoint(folder, step, tiny_gpt, optim, tokenizer, state, **changed)
 
-    return SimpleNamespace(save=save, checkpoints=checkpoints, identity=identity)
-
-
-def flip_a_bit(path, rng):
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
+    return save
 
 
-def test_what_is_saved_is_what_is_loaded(run, tiny_gpt, optimizer, machine):
-    run.save(7)
-    fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
-    table = rules(OptimConfig(), TINY.d_model)
-    other = MuonAdamW(dict(fresh.named_parameters()), fresh.param_roles(), table, machine)
-    progress = Progress()
-    assert run.checkpoints.resume(run.identity, False, fresh, other, progress)
-    assert (progress.step, progress.bad_steps) == (7, 1)
-    for name, p in fresh.named_parameters():
-        assert torch.equal(p, tiny_gpt.get_parameter(name)), name
-    rebuilt = load_model(find_checkpoint("base"), machine)
+def test_what_is_saved_is_what_is_loaded(save, tiny_gpt, machine):
+    save(7)
+    found = find_checkpoint("base")
+    assert found.step == 7 and found.optim_tensors()["steps_taken"] == 7
     tokens = torch.arange(16)[None]
-    assert torch.equal(rebuilt(tokens), tiny_gpt(tokens))
+    assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
 
 
-def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(run):
+def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(save, folder):
     for step in (999_999, 1_000_000, 1_000_001):
-        run.save(step)
-    folder = run.checkpoints.folder
+        save(step)
     assert list_steps(folder) == [1_000_000, 1_000_001]
     assert open_checkpoint(folder).step == 1_000_001
     assert (folder / "latest").read_text() == "step_1000001\n"
 
 
-def test_R10_every_flipped_bit_is_found_and_the_checkpoint_before_is_used(run, capsys):
-    run.save(1)
-    run.save(2)
-    rng = random.Random(0)
-    newest = run.checkpoints.folder / "step_000002"
-    names = ["model.safetensors", "optim.safetensors", "tokenizer.json"]
-    for i in range(30):
-        path = newest / names[i % 3]
-        original = path.read_bytes()
-        flip_a_bit(path, rng)
-        assert open_checkpoint(run.checkpoints.folder).step == 1
-        assert path.name in capsys.readouterr().out
-        path.write_bytes(original)
-    assert open_checkpoint(run.checkpoints.folder).step == 2
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optim.safetensors", "tokenizer.json", "state.json"]
+)
+def test_R10_every_flipped_bit_is_found_and_the_checkpoint_before_is_used(
+    save, folder, capsys, record_property, name
+):
+    save(1)
+    save(2)
+    path, rng = folder / "step_000002" / name, random.Random(0)
+    original = path.read_bytes()
+    for _ in range(100):
+        data = bytearray(original)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        assert open_checkpoint(folder).step == 1
+        assert name in capsys.readouterr().out
+        with pytest.raises(ValueError, match=name):
+            open_checkpoint(folder, 2)
+    path.write_bytes(original)
+    assert open_checkpoint(folder).step == 2
+    record_property("bit flips found", 100)
 
 
-def test_R10_when_no_checkpoint_is_good_the_run_does_not_start_anew(run):
-    run.save(1)
-    (run.checkpoints.folder / "step_000001" / "model.safetensors").unlink()
+def test_R10_what_latest_says_decides_nothing(save, folder):
+    save(1)
+    for text in ("step_000009\n", "", "\0\xff"):
+        (folder / "latest").write_text(text)
+        assert find_checkpoint("base").step == 1
+
+
+def test_R10_when_no_checkpoint_is_good_the_run_does_not_start_anew(save, folder):
+    save(1)
+    (folder / "step_000001" / "model.safetensors").unlink()
     with pytest.raises(CorruptCheckpoint, match="no good checkpoint"):
-        open_checkpoint(run.checkpoints.folder)
+        open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("moment", ["model.safetensors", "optim.safetensors", "state.json"])
-def test_R1_a_save_that_dies_leaves_the_old_checkpoint_and_no_rest(run, monkeypatch, moment):
-    run.save(1)
+@pytest.mark.parametrize("moment", ["tokenizer", "model.safetensors", "optim.safetensors", "state"])
+def test_R1_a_save_that_dies_leaves_the_old_checkpoint_and_no_rest(
+    save, folder, monkeypatch, moment
+):
+    save(1)
     from nanochat import checkpoint as module
 
-    save_file, write_json = module.save_file, module.write_json
+    save_tensors = module.save_tensors
 
-    def dying(real):
-        def write(first, second, *rest):
-            path = second if hasattr(second, "name") else first
-            if path.name == moment:
-                raise OSError(28, "No space left on device")
-            return real(first, second, *rest)
+    def dies(*args):
+        raise OSError(28, "No space left on device")
 
-        return write
+    def dies_at(tensors, path):
+        return dies() if path.name == moment else save_tensors(tensors, path)
 
-    monkeypatch.setattr(module, "save_file", dying(save_file))
-    monkeypatch.setattr(module, "write_json", dying(write_json))
+    monkeypatch.setattr(module, "save_tensors", dies_at)
+    if moment == "tokenizer":
+        monkeypatch.setattr(module.Tokenizer, "save", dies)
+    if moment == "state":
+        monkeypatch.setattr(module, "write_atomic", dies)
     with pytest.raises(OSError, match="No space"):
-        run.save(2)
-    assert open_checkpoint(run.checkpoints.folder).step == 1
-    assert not list(run.checkpoints.folder.glob(".saving*"))
+        save(2)
+    assert open_checkpoint(folder).step == 1
+    assert not list(folder.glob(".saving*"))
 
 
-def test_R1_a_process_killed_while_replacing_a_step_loses_nothing(run):
-    run.save(1)
-    folder = run.checkpoints.folder
+def test_R1_a_process_killed_while_replacing_a_step_loses_nothing(save, folder):
+    save(1)
     (folder / "step_000001").rename(folder / ".replaced_000001")  # killed right here
     (folder / ".saving_000001").mkdir()
+    assert open_checkpoint(folder).step == 1
+    save(1)
     assert open_checkpoint(folder).step == 1
     assert not list(folder.glob(".*_000001"))
 
 
-def test_R6_another_model_text_or_seed_is_refused_by_name(run, tiny_gpt, optimizer):
-    run.save(1)
-    other = {**run.identity, "rows": {"tokenizer": "xyz"}}
-    with pytest.raises(ValueError, match="rows.tokenizer: was 'abc', now 'xyz'"):
-        run.checkpoints.resume(other, False, tiny_gpt, optimizer, Progress())
-    assert run.checkpoints.resume(other, True, tiny_gpt, optimizer, Progress())
-    with pytest.raises(ValueError, match="seed: was 0, now 1"):
-        run.checkpoints.resume({**other, "seed": 1}, True, tiny_gpt, optimizer, Progress())
+def test_reading_leaves_alone_what_a_run_is_just_writing(save, folder):
+    save(1)
+    (folder / ".saving_000002").mkdir()
+    (folder / ".replaced_000001").mkdir()
+    (folder / ".replaced_000001" / "x").touch()
+    assert open_checkpoint(folder).step == 1
+    assert sorted(p.name for p in folder.glob(".*")) == [".replaced_000001", ".saving_000002"]
 
 
-def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
-    run.save(1)
-    run.checkpoints.make_room()
-    assert not run.checkpoints.folder.exists()
-    (aside,) = run.checkpoints.folder.parent.glob("tiny.before-*")
-    assert open_checkpoint(aside).step == 1
+def test_a_checkpoint_of_another_format_is_named(save, folder):
+    save(1)
+    path = folder / "step_000001" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(CorruptCheckpoint, match="format 1, not 2"):
+        open_checkpoint(folder, 1)
 
 
-def test_the_tag_written_last_is_found_first(run, tiny_gpt, tokenizer):
-    import os
-
-    run.save(1)
-    other = stage_folder("base") / "later"
-    save_checkpoint(other, 5, tiny_gpt, None, tokenizer, {})
-    os.utime(run.checkpoints.folder / "latest", (0, 0))
+def test_the_tag_written_last_is_found_first(save, folder, tiny_gpt, tokenizer):
+    save(1)
+    save_checkpoint(stage_folder("base") / "later", 5, tiny_gpt, None, tokenizer, {})
+    os.utime(folder / "latest", (0, 0))
     assert find_checkpoint("base").folder.parent.name == "later"
     assert find_checkpoint("base", "tiny").step == 1
 
@@ -172,9 +163,9 @@ def test_a_missing_checkpoint_names_the_command_that_makes_one(base):
         find_checkpoint("best")
 
 
-def test_state_is_readable_json_with_the_digest_of_every_file(run):
-    run.save(3)
-    folder = run.checkpoints.folder / "step_000003"
-    state = json.loads((folder / "state.json").read_text())
-    assert set(state["files"]) == {p.name for p in folder.iterdir()} - {"state.json"}
+def test_state_is_readable_json_with_the_digest_of_every_file(save, folder):
+    save(3)
+    state = json.loads((folder / "step_000003" / "state.json").read_text())
+    names = {p.name for p in (folder / "step_000003").iterdir()}
+    assert set(state["files"]) == names - {"state.json"}
     assert state["step"] == 3 and state["model"]["d_model"] == 32

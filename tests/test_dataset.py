@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from nanochat import dataset, disk, text_files
 from nanochat import hub as hub_files
-from nanochat.common import REPOSITORY, read_json, sha256_file, write_json
+from nanochat.common import REPOSITORY, Refused, read_json, sha256_file, write_json
 from nanochat.dataset import open_source, remember, remembered
 from nanochat.hub_source import HubSource
 from nanochat.source import DataConfig
@@ -522,5 +522,5 @@ def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, mon
     serve()
     source = mini()
     monkeypatch.setattr(disk, "free_bytes", lambda path: 257 << 20)
-    with pytest.raises(OSError, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
+    with pytest.raises(Refused, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
         source.fetch("shard_00005.parquet")

@@ -2,64 +2,27 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanochat import attention, preflight
-from nanochat.common import REPOSITORY, read_json
-from nanochat.gpt import build_model
+from nanochat import preflight
+from nanochat.common import REPOSITORY, Refused, read_json
+from nanochat.kernels import KernelConfig
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import (
-    KernelConfig,
     activation_bytes,
-    choose_attention,
-    choose_compile,
     choose_device_rows,
+    describe,
     plan_memory,
     prepare,
-    probe_attention,
+    require_disk,
+    require_memory,
+    screen,
 )
 from tests.conftest import TINY
-
-BROKEN = {
-    "raises": lambda q, k, v, w, s: (_ for _ in ()).throw(RuntimeError("no kernel image")),
-    "wrong": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s) + 1.0,
-    "not causal": lambda q, k, v, w, s: (
-        v.float().mean(1, True).expand(-1, v.size(1), q.size(2), -1)
-    ),
-    "no gradient": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s).detach(),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_B13_a_kernel_that_imports_but_does_not_work_fails_its_probe(kind, machine, monkeypatch):
-    cfg = build_model(TINY, machine.device, machine.dtype, 0).cfg
-    assert probe_attention("sdpa", cfg, machine) is None
-    monkeypatch.setattr(attention, "attend_sdpa", BROKEN[kind])
-    assert probe_attention("sdpa", TINY, machine)
-
-
-def test_B13_a_kernel_asked_for_by_name_is_refused_with_the_reason(machine, monkeypatch):
-    monkeypatch.setattr(attention, "attend_sdpa", BROKEN["raises"])
-    with pytest.raises(ValueError, match="no kernel image"):
-        choose_attention(KernelConfig(attention="sdpa"), TINY, machine)
-
-
-def test_compiling_is_left_out_where_it_does_not_pay(machine):
-    assert not choose_compile(KernelConfig(), machine, train_seconds=5)
-    assert choose_compile(KernelConfig(compile=True), machine, train_seconds=5)
-    assert not choose_compile(KernelConfig(compile=False), machine, train_seconds=1e9)
-
-
-def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, capsys):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(preflight.torch, "compile", broken)
-    assert not choose_compile(KernelConfig(), machine, train_seconds=1e9)
-    assert "no compiler" in capsys.readouterr().out
 
 
 def test_B16_a_device_batch_that_does_not_divide_names_one_that_does(machine):
@@ -78,10 +41,8 @@ def test_the_micro_batch_of_a_cpu_is_bounded_and_divides(machine):
     assert choose_device_rows(None, 7, 4096, 1, 0, machine) == 1
 
 
-def test_stated_memory_counts_every_tensor(machine, tiny_gpt):
+def test_stated_memory_counts_every_tensor(tiny_gpt, optimizer):
     named = dict(tiny_gpt.named_parameters())
-    table = rules(OptimConfig(), TINY.d_model)
-    optimizer = MuonAdamW(named, tiny_gpt.param_roles(), table, machine)
     memory = plan_memory(tiny_gpt, optimizer, pass_bytes=4 * tiny_gpt.num_params() + 3000)
     weights = 4 * tiny_gpt.num_params()
     matrices = 4 * sum(p.numel() for n, p in named.items() if tiny_gpt.param_roles()[n] == "matrix")
@@ -97,16 +58,71 @@ def test_activations_are_measured_on_the_model_itself(machine, tiny_gpt):
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
-def test_preparing_changes_no_weight_and_prints_what_it_found(machine, tiny_gpt, capsys):
-    before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
+@pytest.fixture
+def optimizer(machine, tiny_gpt):
     table = rules(OptimConfig(), TINY.d_model)
-    optimizer = MuonAdamW(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), table, machine)
+    named = dict(tiny_gpt.named_parameters())
+    return MuonAdamW(named, tiny_gpt.param_roles(), table, machine)
+
+
+def test_preparing_changes_no_weight_and_finds_what_fits(machine, tiny_gpt, optimizer):
+    before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     ready = prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
-    assert ready.device_rows == 8 and not ready.compiled
-    text = capsys.readouterr().out
-    for word in ("cpu", "float32", "sdpa", "eager", "weights", "activations"):
-        assert word in text
+    assert ready.device_rows == 8 and not ready.compiled and ready.train_seconds > 0
     assert all(torch.equal(p, before[n]) for n, p in tiny_gpt.named_parameters())
+
+
+class Crowded:
+    """A model that has memory for so many rows at a time."""
+
+    def __init__(self, model, rows):
+        self.model, self.rows = model, rows
+
+    def loss(self, tokens, targets):
+        if len(tokens) > self.rows:
+            raise torch.OutOfMemoryError
+        return self.model.loss(tokens, targets)
+
+
+@pytest.mark.parametrize(("fits", "asked"), [(3, None), (0, None), (3, 4), (0, 1)])
+def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
+    machine, tiny_gpt, optimizer, fits, asked
+):
+    def run():
+        model = Crowded(tiny_gpt, fits)
+        return prepare(KernelConfig(), tiny_gpt, model, optimizer, machine, 128, 1000, asked)
+
+    if fits and asked is None:
+        assert run().device_rows == 2  # the largest divisor of 8 that fits
+        return
+    with pytest.raises(Refused, match="leave it out" if asked == 4 else "smaller --depth"):
+        run()
+
+
+def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine, monkeypatch):
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda device: 64e9)
+    huge = replace(TINY, vocab_size=32768, n_layer=64, d_model=8192, head_dim=2048)
+    with pytest.raises(Refused, match=r"parameters.* GB, but cpu has 64.00 GB free.*\n.*--depth"):
+        require_memory(huge, machine)
+    require_memory(TINY, machine)
+
+
+def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
+    machine, base, monkeypatch
+):
+    monkeypatch.setattr("nanochat.disk.free_bytes", lambda folder: int(5e9))
+    with pytest.raises(
+        Refused, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
+    ):
+        require_disk(base, machine, checkpoints=4 * 10**9, rows=15 * 10**8)
+    text = require_disk(base, machine, checkpoints=4 * 10**9, rows=0)
+    assert text.startswith("checkpoints 4.00 GB; ")
+
+
+def test_the_screen_tells_device_kernels_and_model_in_one_block(machine, tiny_gpt, capsys):
+    screen({**describe(tiny_gpt, machine, False), "estimate": "about 3 h"}, machine)
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["device", "kernels", "model", "estimate"]
 
 
 @pytest.mark.parametrize("compiled", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -514,7 +514,7 @@ def test_the_wall_clock_ends_before_rl_and_again_after_it():
     [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
 )
 def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
-    assert report.default_rate(gpus) == pytest.approx(dollars)
+    assert environment.default_rate(gpus) == pytest.approx(dollars)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def practise(machine, steps, log=None, seed=0):
         rows_per_pass=8,
         practice=Practice(LowTokens(), TOKENIZER, CFG, seed, machine),
         evaluate=lambda step: {},
-        save=lambda progress: None,
+        save=unsaved,
         log=log or (lambda step, values: entries.append(values)),
         loop=LoopConfig(eval_every=0),
     )
@@ -174,12 +174,16 @@ def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
     progress = Progress()
     run = PolicyRun(
         model, optimizer, lambda ready: Engine(ready, TOKENIZER), machine, 1, 8,
-        Practice(LowTokens(), TOKENIZER, CFG, 0, machine), lambda step: {}, lambda p: None,
+        Practice(LowTokens(), TOKENIZER, CFG, 0, machine), lambda step: {}, unsaved,
         lambda step, values: None, LoopConfig(eval_every=0),
     )  # fmt: skip
     train_policy(run, progress)
-    assert progress.bad_steps == 1
+    assert progress.health.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def unsaved(progress, final=False):
+    """A run that leaves nothing behind."""
 
 
 def practice_of(machine, task=None, questions=None, seed=0, **changed):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nanochat import disk, row_writer, rows, text_files
-from nanochat.common import REPOSITORY, MissingInput, read_json, sha256_file
+from nanochat.common import REPOSITORY, MissingInput, Refused, read_json, sha256_file
 from nanochat.dataset import open_source
 from nanochat.row_writer import ensure, open_rows, start_packing
 from nanochat.rows import Rows, differences
@@ -349,7 +349,7 @@ def test_R9_rows_that_do_not_fit_on_the_disk_are_refused_with_both_numbers(
     found = open_rows(source, tokenizer, T)
     monkeypatch.setattr(disk, "free_bytes", lambda path: 200 << 20)
     for start in (lambda: ensure(found, source, tokenizer), lambda: start_packing(found, source)):
-        with pytest.raises(OSError, match=r"packing 5 shards needs about .*0\.21 GB free"):
+        with pytest.raises(Refused, match=r"packing 5 shards needs about .*0\.21 GB free"):
             start()
     assert not digests(found)
 

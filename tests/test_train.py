@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from nanochat.gpt import build_model
+from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
+from nanochat.stopping import PREEMPTED, UNEVALUATED
 from nanochat.train import (
-    PREEMPTED,
-    UNEVALUATED,
     LoopConfig,
     Progress,
     Run,
-    TooManyBadSteps,
     to_device,
     train,
     train_step,
@@ -40,8 +39,8 @@ def rows_of(step, masked=False):
     return tokens, targets
 
 
-def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, **changes):
-    model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
+def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, seed=0, guard=None, **changes):
+    model = build_model(TINY, torch.device("cpu"), torch.float32, seed)
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     saved, logged = [], []
@@ -53,15 +52,15 @@ def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, **changes):
         batch_tokens=ROWS * T,
         device_rows=device_rows,
         flops_per_token=1.0,
-        rows=lambda step: rows_of(step, masked),
+        rows=lambda step: rows_of(step + 1000 * seed, masked),
         rows_name=lambda step: f"rows of {step}",
         evaluate=lambda step, stopping: {"val_bpb": 5.0 - step},
-        save=lambda progress: saved.append(
+        save=lambda progress, final=False: saved.append(
             (progress.step, {n: p.detach().clone() for n, p in model.named_parameters()})
         ),
         log=lambda step, values: logged.append((step, values)),
         schedule=ScheduleConfig(warmup_steps=2),
-        loop=LoopConfig(eval_every=5),
+        loop=LoopConfig(eval_every=5, guard=guard or GuardConfig()),
     )
     return replace(run, **changes), saved, logged
 
@@ -121,7 +120,7 @@ def test_R13_a_step_that_is_not_finite_is_skipped_counted_and_named(machine, cap
     run, saved, _ = poisoned(machine, {3, 7}, num_steps=12)
     progress = Progress()
     assert train(run, progress)
-    assert progress.bad_steps == 2
+    assert progress.health.bad_steps == 2
     assert "step 3" in (out := capsys.readouterr().out) and "rows of 3" in out
     assert math.isfinite(progress.smooth_loss)
     assert all(p.isfinite().all() for _, weights in saved for p in weights.values())
@@ -133,13 +132,15 @@ def test_R13_a_gradient_that_is_not_finite_is_skipped_too(machine):
     before = [p.detach().clone() for p in run.model.parameters()]
     progress = Progress()
     train(run, progress)
-    assert progress.bad_steps == 1
+    assert progress.health.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
 def test_R13_several_bad_steps_in_a_row_stop_the_run_with_the_last_good_state_saved(machine):
-    run, saved, _ = poisoned(machine, {4, 5, 6}, num_steps=12, loop=LoopConfig(max_bad_steps=3))
-    with pytest.raises(TooManyBadSteps, match="step 6"):
+    run, saved, _ = poisoned(
+        machine, {4, 5, 6}, num_steps=12, loop=LoopConfig(guard=GuardConfig(max_bad_steps=3))
+    )
+    with pytest.raises(NotFinite, match="step 6"):
         train(run, Progress())
     clean, _, _ = make_run(machine, num_steps=12)
     for step in range(4):
@@ -171,7 +172,7 @@ def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
     run, *_ = make_run(
         machine,
         num_steps=3,
-        save=lambda progress: order.append("save"),
+        save=lambda progress, final: order.append("save" if final else "save, unsafe"),
         evaluate=lambda step, stopping: order.append("evaluate") or {},
     )
     train(run, Progress())
@@ -213,7 +214,11 @@ def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(
 
     loop = LoopConfig(eval_every=0)
     run, *_ = make_run(
-        machine, 3, evaluate=evaluate, save=lambda p: saved.append(p.step), loop=loop
+        machine,
+        3,
+        evaluate=evaluate,
+        save=lambda progress, final: saved.append(progress.step),
+        loop=loop,
     )
     with pytest.raises(SystemExit) as left:
         train(run, Progress())

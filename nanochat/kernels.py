@@ -1,0 +1,116 @@
+"""
+The kernels a run uses: each optional one is run once, for real, before it is trusted.
+
+    model shapes, machine -> probe forward and backward -> the fastest that agrees, compiled or not
+
+A kernel that imports may still fail on this device, or compute something else; one that does is
+left out with a printed line. Changes nothing about what a run computes but rounding.
+"""
+
+import shutil
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nanochat.attention import Backend, attend, attend_plain
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import Machine
+
+COMPILE_SECONDS = 45.0  # what compiling costs on two CPU cores, measured d4, 2026-11
+COMPILE_GAIN = 0.25  # share of the time that it saves there
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    attention: Literal["sdpa", "flex", "fa3", "plain"] | None = None
+    """Attention kernel. Default: the fastest that passes its probe here."""
+    compile: bool | None = None
+    """Fuse the model with torch.compile. Default: on a GPU, and on a CPU where the run is long
+    enough to earn the compilation back."""
+    checkpoint_activations: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+
+def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str | None:
+    """Run a kernel forward and backward on this model's shapes. Returns why it failed, or None."""
+    T = min(cfg.max_seq_len, 256)
+    window = next((w for w in map(cfg.window, range(cfg.n_layer)) if w is not None), None)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        x = torch.randn(1, T, heads, cfg.head_dim, generator=generator)
+        return x.to(machine.device, machine.dtype).requires_grad_()
+
+    q, k, v = draw(cfg.n_head), draw(cfg.n_kv_head), draw(cfg.n_kv_head)
+    window = None if window is None else min(window, T // 2)
+    try:
+        got = attend(q, k, v, window=window, backend=backend)
+        got.float().square().sum().backward()
+        machine.synchronize()
+    except Exception as error:  # whatever a kernel raises, it does not work here
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    want = attend_plain(q, k, v, window, cfg.head_dim**-0.5)
+    error = float((got.detach().float() - want.detach()).abs().max())
+    limit = 0.05 if machine.dtype == torch.bfloat16 else 1e-3
+    if not error < limit or q.grad is None or not bool(q.grad.isfinite().all()):
+        return f"differs from the definition by {error:.3g}"
+    return None
+
+
+def choose_attention(cfg: KernelConfig, model: GPTConfig, machine: Machine) -> Backend:
+    """
+    The kernel asked for, or the first that works: on CUDA fa3, then flex with windows; sdpa, plain.
+
+    Raises ValueError where the one asked for does not.
+    """
+    if cfg.attention is not None:
+        if why := probe_attention(cfg.attention, model, machine):
+            raise ValueError(f"--attention={cfg.attention} does not work here: {why}")
+        return cfg.attention
+    wanted: list[Backend] = []
+    if machine.device.type == "cuda":
+        wanted.append("fa3")
+        if "S" in model.window_pattern:
+            wanted.append("flex")
+    for backend in (*wanted, "sdpa"):
+        why = probe_attention(backend, model, machine)
+        if why is None:
+            return backend
+        machine.print0(f"attention kernel {backend} left out: {why}")
+    return "plain"
+
+
+def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) -> bool:
+    """Compile where asked; by default where it saves more time than it takes and works."""
+    if cfg.compile is not None:
+        return cfg.compile
+    if machine.device.type == "mps":
+        return False
+    if machine.device.type == "cpu" and train_seconds * COMPILE_GAIN < COMPILE_SECONDS:
+        return False
+    if machine.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+        machine.print0("torch.compile left out: it needs a C++ compiler (install g++)")
+        return False
+    try:
+        torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
+    except Exception as error:
+        machine.print0(f"torch.compile left out: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def set_kernels(
+    cfg: KernelConfig, model: GPT, machine: Machine, seconds: float, optimizer: Any = None
+) -> bool:
+    """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
+    backend = choose_attention(cfg, model.cfg, machine)
+    for block in model.blocks:
+        block.attention.backend = backend
+    compiled = choose_compile(cfg, machine, seconds)
+    if compiled:
+        model.compile()
+    if compiled and optimizer is not None:
+        optimizer.compile()
+    return compiled

@@ -1,0 +1,235 @@
+"""
+The checkpoints of one run: who may write them, when they are safe, where a run goes on.
+
+    lock -> resume or make room -> save ... save -> the last one safe on disk -> unlock
+
+One run writes to a folder at a time. A save is of one state and all of it: what is not finite is
+never saved, so that it never pushes a good checkpoint out. A save can be written beside the
+training; the next one waits for it. Knows nothing of what is trained.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from nanochat.checkpoint import (
+    Checkpoint,
+    list_steps,
+    open_checkpoint,
+    sweep,
+    weights_on_host,
+    write_checkpoint,
+)
+from nanochat.common import Refused
+from nanochat.disk import RunLock
+from nanochat.gpt import GPT
+from nanochat.guard import NotFinite, first_not_finite
+from nanochat.machine import Machine
+from nanochat.optim import MuonAdamW
+from nanochat.rows import differences
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import Progress
+
+
+@dataclass(frozen=True)
+class SavingConfig:
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue from the newest checkpoint of this tag, where there is one. What torchrun
+    starts again after a failure continues in any case."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted."""
+    async_save: bool = False
+    """Write checkpoints beside the training, which goes on once the state is copied: takes as much
+    memory of the host as a checkpoint is large. The last one is always waited for."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What a full or broken disk does to a run that cannot save on the way: stop it, or be told
+    and go on. That the last save fails is always an error."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+
+
+class Checkpoints:
+    """
+    The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one.
+
+    A context manager: inside, this run alone may write there.
+    """
+
+    def __init__(self, folder: Path, machine: Machine, cfg: SavingConfig = SavingConfig()):
+        self.folder, self.machine, self.cfg = folder, machine, cfg
+        self.saved: Checkpoint | None = None
+        """The newest one that this process wrote, on the main rank."""
+        self.lock = RunLock(folder.parent / f".{folder.name}.lock")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[Checkpoint] | None = None
+
+    def __enter__(self) -> Self:
+        """Raises Refused, on every rank, where another run writes to the folder."""
+        refused = None
+        if self.machine.is_main:
+            try:
+                self.lock.acquire()
+                sweep(self.folder)
+            except Refused as error:
+                refused = error
+        refused = self.machine.broadcast(refused)
+        if refused:
+            raise refused
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.writer.shutdown(wait=True)
+        self.lock.release()
+
+    # ---- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        model: GPT,
+        optimizer: MuonAdamW,
+        tokenizer: Tokenizer,
+        state: Mapping[str, Any],
+        progress: Progress,
+        final: bool = False,
+    ) -> None:
+        """
+        Save the state of all ranks; `final` returns only when it is safe on disk.
+
+        Every rank calls this. Raises NotFinite naming the first tensor that holds a number which
+        is not finite, and OSError where the disk fails a save that matters (`on_save_error`).
+        """
+        self.require_finite(model, optimizer)
+        optim_tensors = optimizer.state_dict()
+        problem = None
+        if self.machine.is_main:
+            state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
+            beside = self.cfg.async_save and not final
+            weights = weights_on_host(model, copy=beside)
+            missed = self.written()  # the one before: a disk has one writer
+            write = partial(
+                write_checkpoint, self.folder, progress.step, weights, model.cfg,
+                optim_tensors, tokenizer, state, self.cfg.keep,
+            )  # fmt: skip
+            self.pending = self.writer.submit(write)
+            problem = missed if beside else self.written()
+            if missed and not beside:
+                self.machine.print0(f"the checkpoint before is missing: {missed}")
+        problem = self.machine.broadcast(problem)
+        if problem and (final or self.cfg.on_save_error == "stop"):
+            raise OSError(f"no checkpoint at step {progress.step}: {problem}")
+        if problem:
+            self.machine.print0(f"a checkpoint is missing, the training goes on: {problem}")
+
+    def written(self) -> str | None:
+        """Wait for the save under way; what the disk had against it, if anything."""
+        pending, self.pending = self.pending, None
+        try:
+            self.saved = pending.result() if pending else self.saved
+        except OSError as error:
+            return str(error)
+        return None
+
+    def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
+        """Raises NotFinite, on every rank, naming the first tensor that is not finite on one."""
+        named = {**model.state_dict(), **optimizer.local_state()}
+        found = [name for name in self.machine.gather(first_not_finite(named)) if name]
+        if found:
+            last = list_steps(self.folder)[-1:]
+            raise NotFinite(
+                f"{found[0]} holds numbers that are not finite: not saved. "
+                + (f"--resume=auto goes on from step {last[0]}" if last else "There is none before")
+            )
+
+    # ---- beginning ---------------------------------------------------------------------------
+
+    def begin(
+        self,
+        identity: Mapping[str, Any],
+        allow_change: bool,
+        model: GPT,
+        optimizer: MuonAdamW,
+        progress: Progress,
+        num_steps: int,
+    ) -> None:
+        """
+        Continue where that was asked for, or where torchrun starts this run again after a failure;
+        else move what an earlier run of this name left out of the way.
+        """
+        if self.cfg.resume == "auto" or self.started_again(num_steps):
+            self.resume(identity, allow_change, model, optimizer, progress)
+        else:
+            self.make_room()
+
+    def started_again(self, num_steps: int) -> bool:
+        """
+        Whether an earlier attempt of this very launch has saved something.
+
+        A node that came later does not know of restarts, so an unfinished run is enough.
+        """
+        restarted = self.machine.any(self.machine.restarts > 0)
+        again = False
+        if self.machine.is_main and self.machine.launch:
+            found = open_checkpoint(self.folder)
+            if found is not None and found.state.get("launch") == self.machine.launch:
+                again = restarted or found.step < num_steps
+        return self.machine.broadcast(again)
+
+    def resume(
+        self,
+        identity: Mapping[str, Any],
+        allow_change: bool,
+        model: GPT,
+        optimizer: MuonAdamW,
+        progress: Progress,
+    ) -> bool:
+        """
+        Load the newest good checkpoint; False where there is none.
+
+        Raises ValueError naming what differs when it belongs to another `identity` (model, batch,
+        seed, rows), unless only rows differ and `allow_change` is set.
+        """
+        found = open_checkpoint(self.folder, say=self.machine.print0)
+        if found is None:
+            return False
+        changed = differences(found.state["identity"], identity)
+        allowed = allow_change and all(line.startswith("rows.") for line in changed)
+        if changed and not allowed:
+            raise ValueError(
+                f"{found.folder} belongs to another run:\n  "
+                + "\n  ".join(changed)
+                + "\nuse another --model_tag, or --allow_data_change where only rows differ"
+            )
+        for line in changed:
+            self.machine.print0(f"continuing although {line}")
+        model.load_state_dict(found.model_tensors())
+        optimizer.load_state_dict(found.optim_tensors())
+        progress.load_state_dict(found.state["progress"])
+        self.machine.print0(f"resumed {found.folder}")
+        return True
+
+    def make_room(self) -> None:
+        """Move the checkpoints of an earlier run of this name out of the way, deleting nothing."""
+        if self.machine.is_main and list_steps(self.folder):
+            when = time.strftime("%y%m%d-%H%M%S")
+            aside = self.folder.rename(f"{self.folder}.before-{when}")
+            self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
+        self.machine.barrier()
+
+    def bytes_to_come(self, model: GPT) -> int:
+        """What the checkpoints to keep, and the one being written, still take on the disk."""
+        there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
+        return max(0, (self.cfg.keep + 1) * checkpoint_bytes(model) - there)
+
+
+def checkpoint_bytes(model: GPT) -> int:
+    """Estimated size of one checkpoint with its optimizer state."""
+    roles = model.param_roles()
+    return sum(
+        p.numel() * 4 * (2 if roles[n] == "matrix" else 3) for n, p in model.named_parameters()
+    )

@@ -1,0 +1,39 @@
+"""
+How a run ends before its time: exit statuses, and signals turned into a flag.
+
+Knows nothing of what is stopped.
+"""
+
+import os
+import signal
+from typing import Any
+
+PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
+UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
+HUNG = 77  # of a rank that waited too long for another one
+
+
+class StopRequest:
+    """
+    Turns SIGTERM and SIGINT into a flag that the loop reads between micro-batches.
+
+    A second SIGINT ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.previous[number] = signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.asked and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.asked = True

@@ -1,0 +1,44 @@
+"""
+A training in which something breaks: python -m tests.faulty <fault> <rank> <step> <flags>
+
+Runs scripts.base_train, and before a step of one rank does what hardware does. Faults: `nan` (a
+gradient), `flip` (a bit of a weight).
+"""
+
+import math
+import sys
+
+import torch
+
+from nanochat import train
+from nanochat.machine import Machine
+from nanochat.train import Run
+
+FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+plain_step = train.train_step
+
+
+def strike(run: Run) -> None:
+    """Break something."""
+    # one that every rank updates for itself: others are put together anew in every step
+    weight = next(part.params[0] for part in run.optimizer.parts if not part.spread)
+    if FAULT == "nan":
+        weight.register_hook(lambda grad: grad * math.nan)
+    else:
+        weight.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+
+
+def faulty_step(run: Run, step: int, *rest):
+    machine: Machine = run.machine
+    if machine.rank == RANK and step == STEP:
+        strike(run)
+    return plain_step(run, step, *rest)
+
+
+if __name__ == "__main__":
+    train.train_step = faulty_step
+    from nanochat.config import start
+    from scripts.base_train import BaseTrain, main
+
+    sys.argv[1:4] = []
+    start(main, BaseTrain(), __doc__)

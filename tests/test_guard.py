@@ -1,0 +1,140 @@
+"""What a step must pass: finite, no spike, the same weights on all ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.guard import Guard, GuardConfig, Health, RanksDiffer, require_equal_ranks
+from nanochat.train import Progress, train
+from tests.test_train import make_run
+
+
+def guard_of(machine, **changed):
+    return Guard(GuardConfig(**changed), Health(), machine)
+
+
+def curve(seed, steps=1100, start=9.0, end=2.5, noise=0.03):
+    """A loss that falls as those of pretraining do: fast, then slowly, with noise of its own."""
+    rng = np.random.default_rng(seed)
+    falling = end + (start - end) * (1 + np.arange(steps) / 8) ** -0.7
+    return falling * np.exp(noise * rng.standard_normal(steps))
+
+
+def alarms(machine, losses, **changed):
+    """The steps that a guard calls spikes."""
+    guard = guard_of(machine, **changed)
+    return [s for s, loss in enumerate(losses) if guard.note(s, loss, 1.0, lambda: "x") == "spike"]
+
+
+@pytest.mark.parametrize("step", [3, 70, 1000])
+def test_R14_a_spike_is_found_early_and_late_and_named(machine, capsys, step):
+    for seed in range(10):
+        losses = curve(seed)
+        losses[step] *= 5
+        assert alarms(machine, losses) == [step]
+    assert f"step {step}: a spike" in capsys.readouterr().out
+
+
+def test_R14_clean_curves_raise_no_alarm(machine):
+    """Of pretraining, and of short fine-tuning whose few rows differ more."""
+    for seed in range(10):
+        assert not alarms(machine, curve(seed))
+        assert not alarms(machine, curve(seed, 300, start=1.2, end=0.2, noise=0.25))
+
+
+@pytest.mark.parametrize(
+    "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+def test_R14_ten_clean_runs_raise_no_alarm(machine, steps, record_property):
+    for seed in range(10):
+        run, *_ = make_run(machine, num_steps=steps, seed=seed)
+        progress = Progress()
+        train(run, progress)
+        assert (progress.health.spikes, progress.health.bad_steps) == (0, 0)
+    record_property("clean steps without an alarm", 10 * steps)
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_R14_a_spike_is_learned_or_skipped_as_asked(machine, policy, capsys):
+    run, saved, logged = make_run(machine, num_steps=12, guard=GuardConfig(on_spike=policy))
+    plain, now = run.model.loss, {"step": -1}
+    rows = run.rows
+
+    def spiking(tokens, targets):
+        return plain(tokens, targets) * (40 if now["step"] == 8 else 1)
+
+    def rows_of(step):
+        now["step"] = step
+        return rows(step)
+
+    run.model.loss = spiking
+    object.__setattr__(run, "rows", rows_of)
+    steps_taken = []
+    update = run.optimizer.step
+    run.optimizer.step = lambda *a: (steps_taken.append(now["step"]), update(*a))
+    progress = Progress()
+    train(run, progress)
+    assert (progress.health.spikes, progress.health.bad_steps) == (1, 0)
+    assert (8 in steps_taken) == (policy == "warn")
+    assert progress.smooth_loss < 2  # the average is not polluted
+    assert "rows rows of 8" in capsys.readouterr().out
+    losses = {step: values["loss"] for step, values in logged if "loss" in values}
+    assert losses[8] > 4 * losses[7]  # nor is what happened hidden
+
+
+def test_R14_a_new_level_is_accepted_after_a_while(machine):
+    found = alarms(machine, [1.0] * 20 + [9.0] * 60)
+    assert found == list(range(20, 28))
+
+
+def test_a_loss_near_zero_may_double(machine):
+    assert not alarms(machine, [0.001, 0.001, 0.001, 0.01, 0.2, 0.4])
+
+
+def test_the_window_survives_a_resume():
+    progress, again = Progress(step=3, health=Health(1, 2, [3.0, 2.9])), Progress()
+    again.load_state_dict(progress.state_dict())
+    assert again == progress
+
+
+def test_R13_one_bad_number_is_enough(machine):
+    guard = guard_of(machine)
+    for loss, norm in ((math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)):
+        assert guard.judge(loss, norm) == "bad" and not guard.allows(loss, norm)
+    assert guard.allows(1.0, 0.0)
+
+
+class Ranks:
+    """Stands for three ranks whose sums were gathered."""
+
+    world_size = 3
+
+    def __init__(self, *others):
+        self.others = others
+
+    def gather(self, sums):
+        sums_of = [torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in w.values()])
+                   for w in self.others]  # fmt: skip
+        return [sums, *(s.tolist() for s in sums_of)]
+
+
+def test_R15_a_single_flipped_bit_is_found_and_named(record_property):
+    rng = np.random.default_rng(0)
+    weights = {name: torch.randn(50, 30) for name in ("a", "b", "c")}
+    for _ in range(100):
+        other = {name: w.clone() for name, w in weights.items()}
+        bits = other["b"].view(torch.int32).view(-1)
+        bits[rng.integers(bits.numel())] ^= 1 << int(rng.integers(31))
+        with pytest.raises(RanksDiffer, match=r"before step 7 .* b is another one on rank 2 of 3"):
+            require_equal_ranks(weights, Ranks(weights, other), 7)
+    require_equal_ranks(weights, Ranks(weights, weights), 7)
+    record_property("bit flips found", 100)
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="max_bad_steps must be at least 1, got 0"):
+        GuardConfig(max_bad_steps=0)
+    with pytest.raises(ValueError, match="check_ranks_every counts steps, got -1"):
+        GuardConfig(check_ranks_every=-1)

@@ -1,0 +1,269 @@
+"""The checkpoints of a run: one writer, nothing lost, nothing broken saved, the right one used."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanochat import run_checkpoints
+from nanochat.checkpoint import open_checkpoint, stage_folder
+from nanochat.common import REPOSITORY, Refused
+from nanochat.gpt import build_model
+from nanochat.guard import Health, NotFinite
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.run_checkpoints import Checkpoints, SavingConfig, checkpoint_bytes
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import Progress
+from tests.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["a small text"], 265)
+
+
+def new_optimizer(model, machine):
+    table = rules(OptimConfig(), TINY.d_model)
+    return MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+
+
+@pytest.fixture
+def run(base, tiny_gpt, tokenizer, machine):
+    """Saves steps of one run into base_checkpoints/tiny."""
+    folder, optimizer = stage_folder("base") / "tiny", new_optimizer(tiny_gpt, machine)
+    identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
+
+    def open_with(**changed):
+        cfg = SavingConfig(**changed)
+        return Checkpoints(folder, changed.pop("machine", machine), cfg)
+
+    def save(checkpoints, step, final=False):
+        progress = Progress(step=step, health=Health(bad_steps=1, losses=[1.5]))
+        state = {"identity": identity}
+        checkpoints.save(tiny_gpt, optimizer, tokenizer, state, progress, final)
+
+    return SimpleNamespace(
+        save=save, open=open_with, identity=identity, folder=folder, model=tiny_gpt,
+        optimizer=optimizer,
+    )  # fmt: skip
+
+
+def full_disk(*args):
+    raise OSError(28, "No space left on device")
+
+
+# ------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_what_is_saved_is_what_a_run_goes_on_with(run, machine):
+    with run.open(resume="auto") as checkpoints:
+        run.save(checkpoints, 7)
+        fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
+        other, progress = new_optimizer(fresh, machine), Progress()
+        checkpoints.begin(run.identity, False, fresh, other, progress, 10)
+    assert (progress.step, progress.health) == (7, Health(1, 0, [1.5]))
+    for name, p in fresh.named_parameters():
+        assert torch.equal(p, run.model.get_parameter(name)), name
+
+
+def test_R6_another_model_text_or_seed_is_refused_by_name(run):
+    with run.open() as checkpoints:
+        run.save(checkpoints, 1)
+
+        def resume(identity, allow):
+            return checkpoints.resume(identity, allow, run.model, run.optimizer, Progress())
+
+        other = {**run.identity, "rows": {"tokenizer": "xyz"}}
+        with pytest.raises(ValueError, match="rows.tokenizer: was 'abc', now 'xyz'"):
+            resume(other, False)
+        assert resume(other, True)
+        with pytest.raises(ValueError, match="seed: was 0, now 1"):
+            resume({**other, "seed": 1}, True)
+
+
+def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
+    with run.open() as checkpoints:
+        run.save(checkpoints, 1)
+        checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 10)
+    assert not run.folder.exists()
+    (aside,) = run.folder.parent.glob("tiny.before-*")
+    assert open_checkpoint(aside).step == 1
+
+
+@pytest.mark.parametrize(
+    ("launch", "restarts", "saved_step", "goes_on"),
+    [
+        pytest.param("a", 1, 3, True, id="restarted"),
+        pytest.param("a", 0, 3, True, id="on a node that came later"),
+        pytest.param("a", 0, 9, False, id="finished before"),
+        pytest.param("b", 1, 3, False, id="by another launch"),
+        pytest.param("", 0, 3, False, id="without torchrun"),
+    ],
+)
+def test_what_torchrun_starts_again_goes_on_unasked(
+    run, machine, launch, restarts, saved_step, goes_on
+):
+    first = replace(machine, launch="a" if launch else "")
+    with Checkpoints(run.folder, first) as checkpoints:
+        run.save(checkpoints, saved_step)
+    progress = Progress()
+    again = replace(machine, launch=launch, restarts=restarts)
+    with Checkpoints(run.folder, again) as checkpoints:
+        checkpoints.begin(run.identity, False, run.model, run.optimizer, progress, 9)
+    assert progress.step == (saved_step if goes_on else 0)
+
+
+def test_R9_the_room_that_checkpoints_still_need_is_known(run):
+    with run.open(keep=3) as checkpoints:
+        assert checkpoints.bytes_to_come(run.model) == 4 * checkpoint_bytes(run.model)
+        run.save(checkpoints, 1)
+        written = sum(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
+        assert checkpoints.bytes_to_come(run.model) == 4 * checkpoint_bytes(run.model) - written
+    assert checkpoint_bytes(run.model) < written < 1.5 * checkpoint_bytes(run.model)
+
+
+# ------------------------------------------------------------------------------------------------
+# One writer
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from nanochat.disk import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+print("holding", flush=True)
+time.sleep(60)
+"""
+
+
+def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run, capsys):
+    lock = run.open().lock.path
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "holding\n"
+    with pytest.raises(Refused, match=rf"process {holder.pid} on \S+, since .*\n.*--model_tag"):
+        run.open().__enter__()
+    holder.kill()
+    holder.wait()
+    with run.open() as checkpoints:
+        assert f"stale, taken over: process {holder.pid}" in capsys.readouterr().out
+        run.save(checkpoints, 1)
+        with pytest.raises(Refused, match=f"process {os.getpid()}"):
+            run.open().__enter__()
+    with run.open():
+        assert "stale" not in capsys.readouterr().out  # it let go by itself
+
+
+# ------------------------------------------------------------------------------------------------
+# Full disks
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_R8_a_full_disk_leaves_the_old_checkpoint_and_stops_or_goes_on(
+    run, monkeypatch, capsys, beside, policy
+):
+    with run.open(on_save_error=policy, async_save=beside) as checkpoints:
+        run.save(checkpoints, 1)
+        checkpoints.written()
+        with monkeypatch.context() as patch:
+            patch.setattr("nanochat.checkpoint.save_tensors", full_disk)
+            if policy == "stop":
+                with pytest.raises(OSError, match="no checkpoint at step.*No space left"):
+                    run.save(checkpoints, 2)
+                    run.save(checkpoints, 3)  # what was written beside is found out now
+            else:
+                run.save(checkpoints, 2)
+                run.save(checkpoints, 3)
+                assert "goes on: [Errno 28] No space left" in capsys.readouterr().out
+            with pytest.raises(OSError, match="no checkpoint at step 4"):
+                run.save(checkpoints, 4, final=True)
+        assert open_checkpoint(run.folder).step == 1
+        assert not list(run.folder.glob(".saving*"))
+        run.save(checkpoints, 5, final=True)
+    assert open_checkpoint(run.folder).step == 5
+
+
+def test_R8_a_limit_of_the_system_itself_leaves_the_old_checkpoint(run):
+    with run.open() as checkpoints:
+        run.save(checkpoints, 1)
+        largest = max(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, hard))
+        try:
+            with pytest.raises(OSError, match="could not be written.*File too large"):
+                run.save(checkpoints, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert open_checkpoint(run.folder).step == 1
+        assert not list(run.folder.glob(".saving*"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Beside the training
+
+
+def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, monkeypatch):
+    """Weights and optimizer move on while the writer is held back; `latest` waits for it."""
+    go = threading.Event()
+    write = run_checkpoints.write_checkpoint
+    monkeypatch.setattr(
+        run_checkpoints, "write_checkpoint", lambda *args: go.wait(30) and write(*args)
+    )
+    at_save = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    state_at_save = {n: x.clone() for n, x in run.optimizer.state_dict().items()}
+    with run.open(async_save=True) as checkpoints:
+        run.save(checkpoints, 1)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.add_(1.0)
+            for x in run.optimizer.local_state().values():
+                x.add_(1.0)
+        run.optimizer.steps_taken += 1
+        assert not (run.folder / "latest").exists() and open_checkpoint(run.folder) is None
+        go.set()
+    found = open_checkpoint(run.folder)
+    for name, p in found.model_tensors().items():
+        assert torch.equal(p, at_save[name]), name
+    for name, x in found.optim_tensors().items():
+        assert torch.equal(x, state_at_save[name]), name
+
+
+def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
+    with run.open(async_save=True) as checkpoints:
+        for step in (1, 2):
+            run.save(checkpoints, step)
+        run.save(checkpoints, 3, final=True)
+        assert json.loads((run.folder / "step_000003" / "state.json").read_text())["step"] == 3
+        assert checkpoints.saved.step == 3
+    assert (run.folder / "latest").read_text() == "step_000003\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# Nothing broken
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_R13_what_is_not_finite_is_never_saved(run, where):
+    with run.open() as checkpoints:
+        run.save(checkpoints, 1)
+        values = dict(run.model.named_parameters())
+        if where == "optimizer":
+            values = run.optimizer.local_state()
+        name = list(values)[-1]
+        values[name].data.view(-1)[0] = float("nan")
+        with pytest.raises(NotFinite, match=rf"{name} holds.*goes on from step 1"):
+            run.save(checkpoints, 2)
+    assert open_checkpoint(run.folder).step == 1

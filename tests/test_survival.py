@@ -1,0 +1,239 @@
+"""Trainings that are killed, stopped, cut off, frozen: nothing is lost, and someone says why."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from nanochat.checkpoint import list_steps
+from nanochat.runlog import read_metrics
+from nanochat.stopping import HUNG, PREEMPTED
+from tests.training_runs import (
+    OWN_STORE,
+    SMALL,
+    STEPS,
+    TRAIN,
+    begin,
+    folder,
+    free_port,
+    losses,
+    node,
+    python,
+    read_until_step,
+    same_weights,
+    torchrun,
+)
+
+ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
+
+
+@pytest.fixture(scope="module")
+def base(trained_base) -> Path:
+    return trained_base
+
+
+def rest_of(process: subprocess.Popen[str], seconds: float = 60) -> str:
+    """What a process prints until it ends, which must be soon."""
+    text, _ = process.communicate(timeout=seconds)
+    return text
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks that torchrun started, in order."""
+    ranks = {}
+    for child in psutil.Process(process.pid).children():
+        if "RANK" in (env := child.environ()):
+            ranks[int(env["RANK"])] = child
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Killed
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [(3, STEPS), pytest.param(50, 150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
+    base, kills, steps, record_property
+):
+    """Every second kill waits for a moment inside a save."""
+    rng, tag = np.random.default_rng(0), f"killed-{kills}"
+    words = [*TRAIN, *SMALL, f"--num_iterations={steps}", "--save_every=1", "--keep=2"]
+    run, inside, newest = folder(base, tag), 0, 0
+    for kill in range(kills):
+        process = begin(base, *words, f"--model_tag={tag}", "--resume=auto")
+        target = newest + int(rng.integers(1, 5))
+        while (list_steps(run) or [0])[-1] < target and process.poll() is None:
+            time.sleep(0.001)
+        deadline = time.monotonic() + 2
+        while kill % 2 and not list(run.glob(".saving*")) and time.monotonic() < deadline:
+            pass
+        time.sleep(float(rng.uniform(0, 0.02)))
+        process.kill()
+        text = rest_of(process)
+        assert process.returncode == -signal.SIGKILL, text[-3000:]
+        if newest:
+            assert f"resumed {run / f'step_{newest:06d}'}" in text
+        newest = list_steps(run)[-1]
+        inside += bool(list(run.glob(".saving*")))
+        logged = [e["step"] for e in read_metrics(run / "metrics.jsonl") if "loss" in e]
+        assert newest >= logged[-1] - 1  # lost: at most the step that was not saved yet
+    python(base, *words, f"--model_tag={tag}", "--resume=auto")
+    whole = "one" if steps == STEPS else "whole"
+    if whole != "one":
+        python(base, *words, f"--model_tag={whole}")
+    assert same_weights(base, tag, whole, steps) and losses(base, tag) == losses(base, whole)
+    record_property("kills survived", kills)
+    record_property("of them inside a save", inside)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_run_goes_on(base, record_property):
+    words = [*TRAIN, *SMALL, "--model_tag=restarted"]
+    process = begin(base, *torchrun(2, "--max-restarts=3"), *words)
+    for step, rank in ((6, 0), (13, 1)):
+        read_until_step(process, step)
+        workers(process)[rank].kill()
+    text = rest_of(process)
+    assert process.returncode == 0, text[-3000:]
+    assert "resumed" in text
+    assert same_weights(base, "restarted", "two")
+    assert losses(base, "restarted") == losses(base, "two")
+    record_property("kills survived", 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "comes_back"), [("2", True), pytest.param("1:2", False, marks=pytest.mark.slow)]
+)
+def test_a_node_that_dies_is_waited_for_or_done_without(base, nodes, comes_back, record_property):
+    tag, port = f"died-{comes_back}", free_port()
+    words = [*TRAIN, *SMALL, f"--model_tag={tag}"]
+
+    def agent(number: int) -> subprocess.Popen[str]:
+        return begin(base, *node(port, number, nodes, "--max-restarts=3"), *words, **OWN_STORE)
+
+    agents = [agent(0), agent(1)]
+    lines: list[str] = []
+    seen = threading.Event()
+
+    def listen(process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            lines.append(line)
+            if re.match(r"step +[6-9]/", line):
+                seen.set()
+
+    threads = [threading.Thread(target=listen, args=(process,)) for process in agents]
+    for thread in threads:
+        thread.start()
+    assert seen.wait(60), "".join(lines)[-3000:]
+    for process in (*workers(agents[1]), agents[1]):  # at once, as in a power cut
+        process.kill()
+    if comes_back:
+        agents.append(agent(1))
+        threads.append(threading.Thread(target=listen, args=(agents[2],)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(120)
+    assert agents[0].wait(5) == 0, "".join(lines)[-4000:]
+    np.testing.assert_allclose(losses(base, tag), losses(base, "two"), rtol=1e-5)
+    if comes_back:
+        assert same_weights(base, tag, "two")
+    record_property("kills survived", 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Asked to stop
+
+
+@pytest.mark.parametrize("whom", ["alone", "torchrun", "one worker", "all workers"])
+def test_R7_a_signal_ends_a_run_soon_with_its_step_saved(base, whom):
+    tag = "stopped-" + whom.replace(" ", "-")
+    process = begin(
+        base, *torchrun(1 if whom == "alone" else 2), *TRAIN, *ENDLESS, f"--model_tag={tag}"
+    )
+    read_until_step(process, 5)
+    asked = {
+        "alone": lambda: [process], "torchrun": lambda: [process],
+        "one worker": lambda: workers(process)[1:], "all workers": lambda: workers(process),
+    }[whom]()  # fmt: skip
+    for target in asked:
+        target.send_signal(signal.SIGTERM)
+    text = rest_of(process)
+    saved = re.search(r"asked to stop: saved step (\d+)", text)
+    assert saved, text[-3000:]
+    step = int(saved[1])
+    assert list_steps(folder(base, tag))[-1] == step
+    entries = [e["step"] for e in read_metrics(folder(base, tag) / "metrics.jsonl")]
+    assert max(entries) <= step + 1
+    if whom == "alone":
+        assert process.returncode == PREEMPTED
+    else:  # torchrun ends with a status of its own, and names that of its workers
+        assert process.returncode == 1
+        assert f"exitcode: {PREEMPTED}" in re.sub(r" +", " ", text) or whom == "torchrun"
+
+
+def test_R7_a_second_interrupt_ends_it_at_once(base):
+    process = begin(base, *TRAIN, *ENDLESS, "--model_tag=interrupted")
+    read_until_step(process, 5)
+    os.kill(process.pid, signal.SIGSTOP)  # both arrive before a step can end
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGCONT)
+    rest_of(process, 20)
+    assert process.returncode in (PREEMPTED, 128 + signal.SIGINT)
+
+
+# ------------------------------------------------------------------------------------------------
+# Broken
+
+
+def test_R13_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(base):
+    text = python(
+        base, *torchrun(2), "-m", "tests.faulty", "nan", "1", "7", *SMALL, "--model_tag=nan",
+        "--num_iterations=10",
+    )  # fmt: skip
+    assert re.search(r"step 7: loss .*, gradient norm nan: skipped on all ranks", text)
+
+
+def test_R15_ranks_that_differ_are_found_within_n_steps_and_the_parameter_named(base):
+    process = begin(
+        base, *torchrun(2), "-m", "tests.faulty", "flip", "1", "6", *ENDLESS,
+        "--model_tag=flipped", "--check_ranks_every=5",
+    )  # fmt: skip
+    text = rest_of(process)
+    assert process.returncode != 0
+    assert re.search(r"RanksDiffer: before step 10 .* (\S+) is another one on rank 1 of 2", text)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_R16_a_frozen_rank_is_named_and_nobody_waits_for_long(base, rank):
+    process = begin(
+        base, *torchrun(2), *TRAIN, *ENDLESS, f"--model_tag=frozen-{rank}",
+        "--collective_timeout_minutes=0.1",
+    )  # fmt: skip
+    read_until_step(process, 5)
+    frozen = workers(process)[rank]
+    other = workers(process)[1 - rank]
+    frozen.suspend()
+    began = time.monotonic()
+    while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 20, "the other rank waits on"
+        time.sleep(0.1)
+    frozen.kill()  # torchrun would, after half a minute of grace
+    text = rest_of(process)
+    assert process.returncode != 0
+    assert re.search(
+        rf"rank {1 - rank} has waited [\d.]+ s in .*collective_timeout_minutes allows: "
+        rf"rank {rank}: no sign of life for \d+ s \(process {frozen.pid} on ",
+        text,
+    ), text[-3000:]
+    assert re.search(rf"exitcode\s*: {HUNG} ", text)
