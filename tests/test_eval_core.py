@@ -3,7 +3,7 @@
 import math
 import re
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -297,8 +297,8 @@ def test_the_fast_path_reads_fewer_tokens(gpt):
 class Together(Machine):
     """One of several ranks that are threads of this process."""
 
-    box: list
-    barrier_: threading.Barrier
+    box: list = field(kw_only=True)
+    barrier_: threading.Barrier = field(kw_only=True)
 
     def gather(self, value):
         self.box[self.rank] = value
@@ -315,7 +315,7 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
         results = {}
 
         def run(rank, one_task=one_task, box=box, barrier=barrier, results=results):
-            ours = Together(rank, rank, world_size, CPU, torch.float32, box, barrier)
+            ours = Together(rank, rank, world_size, CPU, torch.float32, box=box, barrier_=barrier)
             results[rank] = examine(subject, one_task, ours, 17, pass_tokens)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
