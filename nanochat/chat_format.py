@@ -48,7 +48,7 @@ def render(
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """The conversation up to where the assistant speaks next; a last answer is left out."""
-    if messages and messages[-1].get("role") == "assistant":
+    if len(turns(messages)) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     ids, _ = render(tokenizer, messages)
     return [*ids, tokenizer.special("<|assistant_start|>")]
@@ -81,6 +81,8 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
 
 def turns(messages: Sequence[Message]) -> list[tuple[str, Any]]:
     """(role, content) with the system message merged, checked: user and assistant in turn."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
     checked = [check(i, message) for i, message in enumerate(messages)]
     if checked and checked[0][0] == "system":
         if len(checked) < 2 or checked[1][0] != "user":
@@ -97,6 +99,8 @@ def turns(messages: Sequence[Message]) -> list[tuple[str, Any]]:
 
 def check(i: int, message: Message) -> tuple[str, Any]:
     """A message's role and content. Raises ValueError naming message `i` where one is amiss."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {i} is no object with a role and a content: {message!r}")
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise ValueError(f"message {i} has role {role!r}, not system, user or assistant")
@@ -105,7 +109,8 @@ def check(i: int, message: Message) -> tuple[str, Any]:
     if role != "assistant" or not isinstance(content, list):
         raise ValueError(f"message {i}: the content of the {role} is text, got {type(content)}")
     for part in content:
-        if part.get("type") not in ("text", *PARTS) or not isinstance(part.get("text"), str):
+        known = isinstance(part, Mapping) and part.get("type") in ("text", *PARTS)
+        if not known or not isinstance(part.get("text"), str):
             raise ValueError(f"message {i} has a part {part!r}; parts are text, {', '.join(PARTS)}")
     return role, content
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_atomic
 from nanochat.environment import git_state
+from nanochat.record_shape import check_record
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
@@ -184,7 +185,7 @@ def write_record(
     path = folder / f"{slug(section)}.json"
     with locked(folder):
         if extend and path.exists():
-            record = extended(read_json(path), record)
+            record = extended(check_record(read_json(path), path), record)
         record = plain(record)
         append_line(folder / "records.jsonl", json.dumps(record, allow_nan=False))
         write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -206,7 +207,7 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
     path = report_folder(report_dir) / f"{slug(section)}.json"
     if not path.exists():
         return None
-    record = read_json(path)
+    record = check_record(read_json(path), path)
     if record["key"] != key or (record["provenance"]["outputs"] and not record["files"]):
         return None
     for name, was in record["files"].items():
@@ -219,15 +220,24 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
 
 def read_records(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
     """The present record of every section, oldest first."""
-    found = [read_json(path) for path in sorted(report_folder(report_dir).glob("*.json"))]
-    records = [record for record in found if "section" in record]
+    found = {path: read_json(path) for path in report_folder(report_dir).glob("*.json")}
+    records = [check_record(r, path) for path, r in found.items() if looks_like_one(r)]
     return sorted(records, key=lambda record: record["timestamp"])
 
 
+def looks_like_one(content: Any) -> bool:
+    """Whether a JSON file of the folder means to be a record, though it may be damaged."""
+    return not isinstance(content, dict) or bool({"section", "provenance", "cost"} & content.keys())
+
+
 def read_history(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
-    """Every record ever written to the folder, in the order of writing."""
+    """Every record ever written to the folder, in the order of writing; no damaged ones."""
     path = report_folder(report_dir) / "records.jsonl"
-    return list(read_lines(path)) if path.exists() else []
+    found = []
+    for record in read_lines(path) if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(check_record(record, path))
+    return found
 
 
 def report_folder(report_dir: Path | str | None = None) -> Path:
@@ -333,11 +343,12 @@ def ends_with_newline(handle: int, size: int) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line; a line torn by a killed writer is passed over."""
+    """The JSON objects of a file, one per line; a torn or damaged line is passed over."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value
 
 
 @contextlib.contextmanager

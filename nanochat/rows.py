@@ -189,6 +189,11 @@ class Rows:
     def counts(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard. Raises ValueError if the file of rows does not match."""
         counts = read_json(self.counts_path(shard))
+        if not isinstance(counts, dict) or not isinstance(counts.get("rows"), int):
+            raise ValueError(
+                f"{self.counts_path(shard)} does not say how many rows there are; delete it to "
+                "have them packed again"
+            )
         path = self.bin_path(shard)
         expected = counts["rows"] * self.row_length * self.dtype.itemsize
         actual = path.stat().st_size if path.exists() else 0

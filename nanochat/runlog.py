@@ -154,6 +154,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_lines(path):
+        if not isinstance(entry.get("resumed_at", entry.get("step")), int):
+            continue  # damaged: it loses only itself, as a torn line does
         if "resumed_at" in entry:
             steps = {step: old for step, old in steps.items() if step <= entry["resumed_at"]}
         else:

@@ -25,6 +25,7 @@ from nanochat.common import MissingInput, base_dir, fingerprint, read_json, writ
 
 FORMAT = 1
 PATTERN = rustbpe.DEFAULT_PATTERN  # GPT-4's, with numbers of at most two digits
+PROBE = "aB 12,\n \t\u00e9\u6f22'"  # letters, digits, signs and spaces, which a pattern must match
 FILE_NAME = "tokenizer.json"
 # bos starts every document and conversation; in the other pairs, what stands between start and end
 # is a turn of the user, one of the assistant, its call of a tool, and the tool's answer.
@@ -53,6 +54,8 @@ class Tokenizer:
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
         self.fingerprint = fingerprint(content)
+        if self.decode(self.encode(PROBE)) != PROBE:
+            raise ValueError(f"pattern {content['pattern']!r} loses text: it must match all of it")
 
     @classmethod
     def train(

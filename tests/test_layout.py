@@ -19,7 +19,7 @@ FLOORS = """
     disk hub text_files hub_repo source local_source hub_source dataset
     packing rows row_writer chat_rows
     attention kv_cache loss gpt optim schedule scaling sampling engine engine_bench
-    records variance runlog kernels preflight train_bench
+    record_shape records variance runlog kernels preflight train_bench
     guard train checkpoint run_checkpoints stage samples
     plots sections summary figures report
     eval_bpb eval_core suites pretrain_exam finetune eval_chat rl
@@ -40,7 +40,7 @@ OWNERS = {
     "pooch": {"nanochat/suites.py"},
     "fastapi": {"nanochat/server.py", "nanochat/respond.py"},
     "uvicorn": {"nanochat/server.py", "nanochat/gate.py"},
-    "pydantic": {"nanochat/openai_api.py"},
+    "pydantic": {"nanochat/openai_api.py", "nanochat/record_shape.py"},
     "prometheus_client": {"nanochat/server_metrics.py"},
     "torch.distributed": {"nanochat/machine.py", "nanochat/optim.py"},
 }
