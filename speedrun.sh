@@ -25,14 +25,14 @@ h100x8)
     depth=${DEPTH:-24} processes=8 gigabytes=90 rate=24
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
-    shape=(--max_seq_len=2048 --target_param_data_ratio=8)
+    shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
     minutes=(3 2 100 5 10 15 5 40 20)
     ;;
 gpu1)
     depth=${DEPTH:-12} processes=1 gigabytes=40 rate=3
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=1000000000)
-    shape=(--max_seq_len=2048)
+    shape=(--max_seq_len=2048 --save_every=500)
     mid=(--mixture=smoltalk=100000,mmlu,gsm8k,spelling=5000)
     rl=(--num_iterations=100 --num_samples=8)
     chat=(--max_problems=500)
@@ -110,7 +110,7 @@ if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu1 ]; then
 fi
 
 tag="d$depth"
-go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once)
+go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once --hourly_rate="$rate")
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
 stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${go[@]}"

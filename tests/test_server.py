@@ -325,15 +325,19 @@ def abort(site: Site, stream: bool, after: str) -> float:
     return site.seconds_until_idle()
 
 
-def test_V2_whoever_hangs_up_frees_slots_at_once_and_leaks_nothing(site, monkeypatch):
+def test_V2_whoever_hangs_up_frees_slots_at_once_and_leaks_nothing(
+    site, monkeypatch, record_property
+):
     slow_down(monkeypatch, site, 0.01)
     hang_up(site, 30)
+    record_property("requests served", 30)
 
 
 @pytest.mark.slow
-def test_V2_a_thousand_hang_ups_leak_nothing(site, monkeypatch):
+def test_V2_a_thousand_hang_ups_leak_nothing(site, monkeypatch, record_property):
     slow_down(monkeypatch, site, 0.005)
     hang_up(site, 1000)
+    record_property("requests served", 1000)
 
 
 def hang_up(site: Site, times: int) -> None:
@@ -415,17 +419,18 @@ def load(site: Site, users: int, seconds: int, tokens: int) -> dict:
     return found
 
 
-def test_V3_many_users_are_served_alike(base):
+def test_V3_many_users_are_served_alike(base, record_property):
     write_model(context=512)
     with serving(slots=8) as site:
         told = load(site, users=8, seconds=3, tokens=40)
         assert told["refused"] == 0 and told["answers"] > 16
         crowd = load(site, users=12, seconds=3, tokens=40)  # more than slots: they take turns
         assert crowd["refused"] == 0 and crowd["answers"] > 16
+        record_property("requests served", told["answers"] + crowd["answers"])
 
 
 @pytest.mark.slow
-def test_V3_sixty_four_users_get_four_times_what_one_gets(base):
+def test_V3_sixty_four_users_get_four_times_what_one_gets(base, record_property):
     cfg = shape_for_depth(4, 4096, 512)
     tokenizer = Tokenizer.train(documents(0, 0, "val"), 4096)
     write_checkpoint("sft:d4", replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer)
@@ -435,6 +440,7 @@ def test_V3_sixty_four_users_get_four_times_what_one_gets(base):
         assert all(one["refused"] == 0 for one in told)
         rates = [one["tokens_per_second"] for one in told]
         print([{k: round(v, 3) for k, v in one.items() if k != "errors"} for one in told])
+        record_property("requests served", sum(one["answers"] for one in told))
         assert rates[1] + rates[3] > 4 * (rates[0] + rates[2]), rates
         site.seconds_until_idle()
 

@@ -1,0 +1,106 @@
+"""
+Write the table of tests/README.md from the results of test runs.
+
+    bash tests/run.sh --junitxml=ordinary.xml -m "not slow and not net"
+    bash tests/run.sh --junitxml=slow.xml -m slow
+    python -m dev.reliability ordinary.xml slow.xml
+"""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.environment import git_state
+from tests.cases import CASES, NOT_HERE
+
+README = Path(__file__).resolve().parent.parent / "tests" / "README.md"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+ID = re.compile(r"(?<=_)([BRPSV]\d+)(?=_)")
+FAMILIES = {
+    "kills survived, with nothing lost": ["kills survived"],
+    "bit flips found": ["bit flips found"],
+    "bad inputs tried": ["bad inputs tried"],
+    "requests served under load": ["requests served"],
+}
+
+
+@dataclass
+class Result:
+    """One test of one run."""
+
+    name: str
+    file: str
+    mark: str
+    outcome: str
+
+
+def read(path: Path) -> tuple[str, list[Result], Counter[str]]:
+    """A run's day, its tests, and the sums of the properties they recorded."""
+    suite = next(iter(ET.parse(path).getroot().iter("testsuite")))
+    mark = "slow" if "slow" in path.stem else "ordinary"
+    results, sums = [], Counter()
+    for case in suite.iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = next((k for k in ("failure", "error", "skipped") if k in kinds), "passed")
+        name, file = case.get("name", ""), case.get("classname", "").split(".")[-1]
+        results.append(Result(name, file, mark, outcome))
+        for prop in case.iter("property"):
+            sums[prop.get("name", "")] += int(prop.get("value", "0"))
+    return suite.get("timestamp", "")[:10], results, sums
+
+
+def row(case: str, results: list[Result]) -> str:
+    """A case's line of the table."""
+    files = ", ".join(f"`{file}.py`" for file in sorted({r.file for r in results}))
+    marks = Counter(r.mark for r in results)
+    outcomes = Counter(r.outcome for r in results)
+    last = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
+    counted = ", ".join(f"{n} {mark}" for mark, n in sorted(marks.items()))
+    if case in NOT_HERE:
+        last = f"not here: {NOT_HERE[case]}"
+    return f"| {case} | {CASES[case]} | {files} | {counted} | {last} |"
+
+
+def table(paths: Iterable[Path]) -> str:
+    """The part of the README between the marks."""
+    by_case: dict[str, list[Result]] = defaultdict(list)
+    sums: Counter[str] = Counter()
+    days, totals, escapes = set(), Counter(), 0
+    for path in paths:
+        day, results, counted = read(path)
+        days.add(day)
+        sums.update(counted)
+        for result in results:
+            totals[result.mark, result.outcome] += 1
+            cases = ID.findall(result.name)
+            for case in cases:
+                by_case[case].append(result)
+            escapes += result.outcome == "passed" and any(c[0] == "S" for c in cases)
+    lines = [f"Last run: {' and '.join(sorted(days))}, commit {git_state()['commit']}."]
+    for mark in ("ordinary", "slow"):
+        of = [f"{n:,} {outcome}" for (m, outcome), n in sorted(totals.items()) if m == mark]
+        lines.append(f"{mark.capitalize()} tests: {', '.join(of) or 'not run'}.")
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {name} | {sum(sums[key] for key in keys):,} |" for name, keys in FAMILIES.items()]
+    lines += [
+        f"| tests of the sandbox that attempt an escape, all denied or contained | {escapes} |"
+    ]
+    lines += ["", "| ID | case | tests | how many | last result |", "|---|---|---|---|---|"]
+    lines += [row(case, by_case[case]) for case in CASES]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    text = README.read_text()
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END)[1]
+    paths = [Path(name) for name in sys.argv[1:]]
+    README.write_text(head + BEGIN + "\n" + table(paths) + "\n" + END + tail)
+
+
+if __name__ == "__main__":
+    main()
