@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, StringConstraints, ValidationError
 
 TIME = StringConstraints(pattern=r"^\d{4}-[01]\d-[0-3]\d [0-2]\d:[0-5]\d:[0-5]\d$")
+Setting = str | float | int | bool | None
 Number = float | int | str  # "nan", "inf", "-inf": what JSON has no number for
 
 
@@ -68,7 +69,7 @@ class Record(Shape):
     section: Annotated[str, StringConstraints(min_length=1)]
     timestamp: Annotated[str, TIME]
     key: str
-    settings: dict[str, Any]
+    settings: dict[str, Setting | list[Setting]]
     values: dict[str, Estimate | Number | bool | None]
     items: dict[str, Scores | Weights]
     tables: list[Table]

@@ -221,7 +221,13 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
 def read_records(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
     """The present record of every section, oldest first."""
     found = {path: read_json(path) for path in report_folder(report_dir).glob("*.json")}
-    records = [check_record(r, path) for path, r in found.items() if looks_like_one(r)]
+    records = []
+    for path, content in found.items():
+        if looks_like_one(content):
+            record = check_record(content, path)
+            if path.stem != slug(record["section"]):
+                raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
+            records.append(record)
     return sorted(records, key=lambda record: record["timestamp"])
 
 

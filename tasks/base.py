@@ -79,7 +79,20 @@ def flaw(messages: Any) -> str | None:
             return f"message {number}: the content must be text, or parts of an answer"
         if not content:
             return f"message {number} is empty"
+        if any(is_torn(part["text"]) for part in parts or [{"text": content}]):
+            return (
+                f"message {number} holds half of a character (a lone surrogate), which is no text"
+            )
     return None
+
+
+def is_torn(text: str) -> bool:
+    """Whether a string is no text: JSON can hold halves of characters, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def is_part(part: Any) -> bool:
