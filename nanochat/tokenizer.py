@@ -100,10 +100,18 @@ class Tokenizer:
 
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
-        """Read a tokenizer.json. Raises FileNotFoundError or ValueError, naming the file."""
+        """
+        Read a tokenizer.json. Raises FileNotFoundError or ValueError, naming the file.
+
+        Where it says its fingerprint, as all that `save` wrote do, it must be that of the rest.
+        """
         content = read_json(path)
+        said = content.pop("fingerprint", None) if isinstance(content, dict) else None
         try:
-            return cls(content)
+            tokenizer = cls(content)
+            if said not in (None, tokenizer.fingerprint):
+                raise ValueError(f"damaged: it is not what {said} was")
+            return tokenizer
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -119,7 +127,8 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
-        write_json(folder / FILE_NAME, self._content)
+        content = {**self._content, "fingerprint": self.fingerprint}
+        write_json(folder / FILE_NAME, content)
         return folder / FILE_NAME
 
     @property
