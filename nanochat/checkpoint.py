@@ -9,6 +9,7 @@ seal, and falls back to the checkpoint before it. Tensors are stored whole, so a
 can load them. Reading changes nothing on the disk: a run may be writing there.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -149,11 +150,12 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    write_atomic(folder / "latest", final.name + "\n")
-    sweep(folder)
+    with contextlib.suppress(OSError):  # it is committed: the rest can wait for the next save
+        write_atomic(folder / "latest", final.name + "\n")
+        sweep(folder)
     for old in list_steps(folder)[:-keep]:
         if old != step:
-            shutil.rmtree(step_folder(folder, old))
+            shutil.rmtree(step_folder(folder, old), ignore_errors=True)
     return Checkpoint(final, step, record)
 
 

@@ -65,8 +65,24 @@ class RunLock:
         self.path, self.say = path, say
         self.file: TextIO | None = None
 
-    def acquire(self) -> None:
-        """Raises Refused naming process and host of the run that holds the lock."""
+    def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
+        """
+        Raises Refused naming process and host of the run that holds the lock.
+
+        One that another attempt of the same `launch` holds is waited for: on a shared disk the
+        lock of a host that died lives on for a while.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                return self.try_to_acquire(launch)
+            except Refused:
+                if not launch or self.launch_of_owner() != launch or time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
+    def try_to_acquire(self, launch: str) -> None:
+        """Raises Refused where another process has it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
         try:
@@ -87,6 +103,7 @@ class RunLock:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "launch": launch,
         }
         file.write(json.dumps(me) + "\n")
         file.flush()
@@ -98,6 +115,13 @@ class RunLock:
             self.file.truncate(0)
             self.file.close()
             self.file = None
+
+    def launch_of_owner(self) -> str | None:
+        """The launch that the file's owner belongs to, where it says so."""
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8"))["launch"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def owner(self, file: TextIO) -> str:
         """Who the file says holds it."""

@@ -234,8 +234,9 @@ class MuonAdamW:
         with self.machine.waiting("the sum of gradients"):
             for work in waiting:
                 work.wait()
-        spread = self.machine.sum(self.squared_norm(spread=True))[0]
-        return (spread + self.squared_norm(spread=False)) ** 0.5
+            # on a GPU it is here that one waits: what is launched returns at once
+            spread, common = self.squared_norm(spread=True), self.squared_norm(spread=False)
+        return (self.machine.sum(spread)[0] + common) ** 0.5
 
     def squared_norm(self, spread: bool) -> float:
         """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
@@ -335,6 +336,7 @@ class MuonAdamW:
                     value, work = all_gather(value, self.machine)
                     with self.machine.waiting("the gathering of optimizer state"):
                         work.wait()
+                        self.machine.synchronize()
                 if not self.machine.is_main:
                     continue
                 copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]

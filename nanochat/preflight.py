@@ -105,6 +105,8 @@ def rehearse(model: GPT, trainable: Trainable, machine: Machine, rows: int) -> R
     ids = torch.arange(rows * model.cfg.max_seq_len, device=machine.device) % model.cfg.vocab_size
     ids = ids.view(rows, model.cfg.max_seq_len)
     seconds = 0.0
+    if machine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(machine.device)
     for _ in range(3):
         machine.synchronize()
         started = time.perf_counter()
@@ -195,7 +197,10 @@ def prepare(
     T = model.cfg.max_seq_len
     used = used_memory_bytes(machine.device)
     model.checkpoint_activations = cfg.checkpoint_activations
-    row_bytes = activation_bytes(model, machine) if machine.device.type == "cuda" else 1
+    try:
+        row_bytes = activation_bytes(model, machine) if machine.device.type == "cuda" else 1
+    except torch.OutOfMemoryError:
+        row_bytes = 1 << 50  # one row at a time is tried, compiled perhaps
     fixed = plan_memory(model, optimizer, 0).total
     rows = batch_tokens // T // machine.world_size
     device_rows = choose_device_rows(device_batch_size, rows, T, row_bytes, fixed, machine)

@@ -184,8 +184,8 @@ def write_record(
     }
     path = folder / f"{slug(section)}.json"
     with locked(folder):
-        if extend and path.exists():
-            record = extended(check_record(read_json(path), path), record)
+        if extend and (old := read_if_sound(path)):
+            record = extended(old, record)
         record = plain(record)
         append_line(folder / "records.jsonl", json.dumps(record, allow_nan=False))
         write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -204,11 +204,12 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
         if cfg.once and records.finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")
     """
-    path = report_folder(report_dir) / f"{slug(section)}.json"
-    if not path.exists():
-        return None
-    record = check_record(read_json(path), path)
-    if record["key"] != key or (record["provenance"]["outputs"] and not record["files"]):
+    record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
+    if (
+        record is None
+        or record["key"] != key
+        or (record["provenance"]["outputs"] and not record["files"])
+    ):
         return None
     for name, was in record["files"].items():
         file = base_dir() / name
@@ -229,6 +230,15 @@ def read_records(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
                 raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
             records.append(record)
     return sorted(records, key=lambda record: record["timestamp"])
+
+
+def read_if_sound(path: Path) -> dict[str, Any] | None:
+    """A record; None where there is none, or a damaged one, of which is told."""
+    try:
+        return check_record(read_json(path), path) if path.exists() else None
+    except ValueError as error:
+        print(f"passed over: {error}", flush=True)
+        return None
 
 
 def looks_like_one(content: Any) -> bool:

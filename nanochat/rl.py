@@ -354,6 +354,10 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
     with StopRequest() as stop:
         while progress.step < run.num_steps:
             step = progress.step
+            if run.machine.any(stop.asked):
+                run.save(progress, final=True)
+                run.machine.print0(f"asked to stop: saved step {progress.step}")
+                return False
             if step and run.loop.eval_every and step % run.loop.eval_every == 0:
                 run.log(step, run.evaluate(step))
             guard.check_ranks(step, run.optimizer.named_params())
@@ -366,10 +370,6 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
             run.log(step, {**figures, "step_seconds": seconds})
             if guard.lost:
                 give_up(run.save, progress, guard)
-            if run.machine.any(stop.asked):
-                run.save(progress, final=True)
-                run.machine.print0(f"asked to stop: saved step {progress.step}")
-                return False
             every = run.loop.save_every
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)

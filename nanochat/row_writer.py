@@ -328,6 +328,7 @@ def start_packing(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,  # a signal to our group is ours: we save, they end with us
         )
         for _ in range(workers)
     ]

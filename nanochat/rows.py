@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import MissingInput, read_json, sha256_file
+from nanochat.stopping import StoppedWaiting
 
 POLL_SECONDS = 0.1
 SILENCE_SECONDS = 30.0  # a packing process that shows no life for this long is taken for dead
@@ -54,6 +55,7 @@ class Rows:
         self.recipe = recipe
         self.say = say
         self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
+        self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
         self._starts = [0]  # place in the epoch of each shard's first row, as far as known
         self._maps: dict[str, np.ndarray] = {}
         self._old_error = stamp(self.error_path)
@@ -229,6 +231,8 @@ class Rows:
         self.say(f"waiting for {shard} to be packed")
         beat, heard = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
+            if self.should_stop():
+                raise StoppedWaiting(f"asked to stop while {shard} was being packed")
             failure = self.packer_failure()
             if failure is None and stamp(self.error_path) not in (None, self._old_error):
                 failure = self.error_path.read_text()

@@ -8,6 +8,7 @@ never saved, so that it never pushes a good checkpoint out. A save can be writte
 training; the next one waits for it. Knows nothing of what is trained.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any, Literal, Self
 
 from nanochat.checkpoint import (
     Checkpoint,
+    CorruptCheckpoint,
     list_steps,
     open_checkpoint,
     sweep,
@@ -27,7 +29,7 @@ from nanochat.checkpoint import (
 from nanochat.common import Refused
 from nanochat.disk import RunLock
 from nanochat.gpt import GPT
-from nanochat.guard import NotFinite, first_not_finite
+from nanochat.guard import NotFinite, first_not_finite, require_equal_ranks
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.rows import differences
@@ -67,14 +69,14 @@ class Checkpoints:
         """The newest one that this process wrote, on the main rank."""
         self.lock = RunLock(folder.parent / f".{folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: Future[Checkpoint] | None = None
+        self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
 
     def __enter__(self) -> Self:
         """Raises Refused, on every rank, where another run writes to the folder."""
         refused = None
         if self.machine.is_main:
             try:
-                self.lock.acquire()
+                self.lock.acquire(self.machine.launch)
                 sweep(self.folder)
             except Refused as error:
                 refused = error
@@ -84,7 +86,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.writer.shutdown(wait=True)
+        if missed := self.written():
+            print(missed, flush=True)
+        self.writer.shutdown()
         self.lock.release()
 
     # ---- saving ------------------------------------------------------------------------------
@@ -102,37 +106,41 @@ class Checkpoints:
         Save the state of all ranks; `final` returns only when it is safe on disk.
 
         Every rank calls this. Raises NotFinite naming the first tensor that holds a number which
-        is not finite, and OSError where the disk fails a save that matters (`on_save_error`).
+        is not finite, RanksDiffer where the ranks hold other weights, and OSError where the disk
+        fails a save that matters (`on_save_error`).
         """
         self.require_finite(model, optimizer)
+        require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
+        missed = self.written()  # the one before: a disk has one writer, and memory room for one
         optim_tensors = optimizer.state_dict()
         problem = None
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             beside = self.cfg.async_save and not final
             weights = weights_on_host(model, copy=beside)
-            missed = self.written()  # the one before: a disk has one writer
             write = partial(
                 write_checkpoint, self.folder, progress.step, weights, model.cfg,
                 optim_tensors, tokenizer, state, self.cfg.keep,
             )  # fmt: skip
-            self.pending = self.writer.submit(write)
+            self.pending = (progress.step, self.writer.submit(write))
             problem = missed if beside else self.written()
             if missed and not beside:
-                self.machine.print0(f"the checkpoint before is missing: {missed}")
+                print(missed, flush=True)
         problem = self.machine.broadcast(problem)
         if problem and (final or self.cfg.on_save_error == "stop"):
-            raise OSError(f"no checkpoint at step {progress.step}: {problem}")
+            raise OSError(problem)
         if problem:
-            self.machine.print0(f"a checkpoint is missing, the training goes on: {problem}")
+            self.machine.print0(f"{problem}; the training goes on")
 
     def written(self) -> str | None:
         """Wait for the save under way; what the disk had against it, if anything."""
-        pending, self.pending = self.pending, None
+        if self.pending is None:
+            return None
+        (step, future), self.pending = self.pending, None
         try:
-            self.saved = pending.result() if pending else self.saved
+            self.saved = future.result()
         except OSError as error:
-            return str(error)
+            return f"no checkpoint of step {step}: {error}"
         return None
 
     def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
@@ -173,9 +181,10 @@ class Checkpoints:
         A node that came later does not know of restarts, so an unfinished run is enough.
         """
         restarted = self.machine.any(self.machine.restarts > 0)
-        again = False
+        again, found = False, None
         if self.machine.is_main and self.machine.launch:
-            found = open_checkpoint(self.folder)
+            with contextlib.suppress(CorruptCheckpoint):
+                found = open_checkpoint(self.folder)
             if found is not None and found.state.get("launch") == self.machine.launch:
                 again = restarted or found.step < num_steps
         return self.machine.broadcast(again)
@@ -189,12 +198,13 @@ class Checkpoints:
         progress: Progress,
     ) -> bool:
         """
-        Load the newest good checkpoint; False where there is none.
+        Load the newest good checkpoint, the same on every rank; False where there is none.
 
-        Raises ValueError naming what differs when it belongs to another `identity` (model, batch,
-        seed, rows), unless only rows differ and `allow_change` is set.
+        Raises CorruptCheckpoint where none is good, ValueError naming what differs when it belongs
+        to another `identity` (model, batch, seed, rows), unless only rows differ and
+        `allow_change` is set.
         """
-        found = open_checkpoint(self.folder, say=self.machine.print0)
+        found = self.chosen()
         if found is None:
             return False
         changed = differences(found.state["identity"], identity)
@@ -213,6 +223,30 @@ class Checkpoints:
         self.machine.print0(f"resumed {found.folder}")
         return True
 
+    def chosen(self) -> Checkpoint | None:
+        """
+        What the main rank finds to be the newest good checkpoint, as every rank sees it.
+
+        Raises CorruptCheckpoint, on every rank, where one of them sees something else.
+        """
+        found, problem = None, None
+        if self.machine.is_main:
+            try:
+                found = open_checkpoint(self.folder)
+            except CorruptCheckpoint as error:
+                problem = f"{error}; --resume=never starts anew and moves them aside"
+        wanted = self.machine.broadcast((found.step, found.fingerprint) if found else None)
+        if wanted and not self.machine.is_main:
+            try:
+                found = open_checkpoint(self.folder, wanted[0])
+                if found is None or found.fingerprint != wanted[1]:
+                    problem = f"rank {self.machine.rank} sees another step {wanted[0]} than rank 0"
+            except (OSError, ValueError) as error:
+                problem = f"rank {self.machine.rank}: {error}; is {self.folder} a shared disk?"
+        if problems := [p for p in self.machine.gather(problem) if p]:
+            raise CorruptCheckpoint(problems[0])
+        return found
+
     def make_room(self) -> None:
         """Move the checkpoints of an earlier run of this name out of the way, deleting nothing."""
         if self.machine.is_main and list_steps(self.folder):
@@ -221,10 +255,11 @@ class Checkpoints:
             self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
         self.machine.barrier()
 
-    def bytes_to_come(self, model: GPT) -> int:
-        """What the checkpoints to keep, and the one being written, still take on the disk."""
+    def bytes_to_come(self, model: GPT, saves: int) -> int:
+        """What so many saves take on the disk: those to keep and the one being written, at most."""
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
-        return max(0, (self.cfg.keep + 1) * checkpoint_bytes(model) - there)
+        size = checkpoint_bytes(model)
+        return min(saves * size, max(size, (self.cfg.keep + 1) * size - there))
 
 
 def checkpoint_bytes(model: GPT) -> int:

@@ -27,6 +27,7 @@ from nanochat.rows import Rows
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import RunLog, RunLogConfig
 from nanochat.schedule import ScheduleConfig
+from nanochat.stopping import StopRequest
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress, Run, Trainable, median_rate, train
 
@@ -150,6 +151,8 @@ def carry_out(
         ready = prepare(cfg, stage, machine, checkpoints, progress)
         state = {"stage": stage.kind, "identity": identity, "settings": dict(asked), **stage.state}
         step_rows = stage.batch_tokens // model.cfg.max_seq_len
+        stop = StopRequest()
+        rows.should_stop = lambda: stop.asked
         log = RunLog(
             cfg.log,
             checkpoints.folder,
@@ -179,6 +182,7 @@ def carry_out(
             schedule=cfg.schedule,
             loop=cfg.loop,
             grad_clip=cfg.optim.grad_clip,
+            stop=stop,
             also_every=stage.also_every,
         )
         with log, stage.background():
@@ -194,7 +198,7 @@ def prepare(
     disk = preflight.require_disk(
         checkpoints.folder,
         machine,
-        checkpoints=checkpoints.bytes_to_come(model),
+        checkpoints=checkpoints.bytes_to_come(model, saves_to_come(cfg.loop, progress, steps)),
         rows=stage.bytes_to_pack,
     )
     left = (steps - progress.step) * batch
@@ -231,6 +235,12 @@ def prepare(
         machine,
     )
     return ready
+
+
+def saves_to_come(loop: LoopConfig, progress: Progress, num_steps: int) -> int:
+    """How many checkpoints a run will still write."""
+    left = num_steps - progress.step
+    return 1 + (left // loop.save_every if loop.save_every else 0)
 
 
 def patient(evaluation: Callable[[int], Evaluate], rows: int) -> Evaluate:

@@ -13,6 +13,10 @@ UNEVALUATED = 76  # of one that trained and saved, but had no memory for its las
 HUNG = 77  # of a rank that waited too long for another one
 
 
+class StoppedWaiting(RuntimeError):
+    """What was waited for does not come any more: the run was asked to stop."""
+
+
 class StopRequest:
     """
     Turns SIGTERM and SIGINT into a flag that the loop reads between micro-batches.

@@ -27,7 +27,7 @@ from nanochat.loss import Trainable
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.stopping import UNEVALUATED, StopRequest
+from nanochat.stopping import UNEVALUATED, StoppedWaiting, StopRequest
 
 LOSS_BETA = 0.9  # of the moving average of the training loss
 UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
@@ -111,6 +111,7 @@ class Run:
     schedule: ScheduleConfig
     loop: LoopConfig
     grad_clip: float = 0.0
+    stop: StopRequest = field(default_factory=StopRequest)
     also_every: Sequence[int] = ()
     """Further cadences, in steps, at which `evaluate` is called; 0 = never."""
 
@@ -130,7 +131,7 @@ def train(run: Run, progress: Progress) -> bool:
     and RanksDiffer.
     """
     guard = Guard(run.loop.guard, progress.health, run.machine)
-    with StopRequest() as stop:
+    with run.stop as stop:
         while progress.step < run.num_steps:
             step = progress.step
             if step and run.evaluates(step):
@@ -188,7 +189,10 @@ def train_step(
     and when no rank was asked to stop meanwhile: then the step is as if it had not begun.
     """
     machine, optimizer = run.machine, run.optimizer
-    tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
+    try:
+        tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
+    except StoppedWaiting:
+        tokens = targets = torch.empty(0, 1, dtype=torch.int64)
     local = torch.zeros((), device=machine.device)
     for i in range(0, len(tokens), run.device_rows):
         if stopping():

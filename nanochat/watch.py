@@ -59,11 +59,11 @@ class Watch:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """While inside, this rank waits for others."""
-        self.wait = (what, time.monotonic())
+        before, self.wait = self.wait, (what, time.monotonic())
         try:
             yield
         finally:
-            self.wait, self.busy_since = None, time.monotonic()
+            self.wait, self.busy_since = before, time.monotonic()
 
     def close(self) -> None:
         """Stop watching; the others may go on."""
@@ -82,7 +82,15 @@ class Watch:
                 lost = f"the launcher does not answer: {type(error).__name__}"
                 self.others = {r: Beat(beat.at, lost) for r, beat in self.others.items()}
             self.judge()
-            self.closed.wait(BEAT_SECONDS)
+            self.rest()
+
+    def rest(self) -> None:
+        """Sleep until the next beat; what it lasts longer, this process was stopped itself."""
+        began = time.monotonic()
+        self.closed.wait(BEAT_SECONDS)
+        stopped = time.monotonic() - began - BEAT_SECONDS
+        if stopped > self.silent_seconds and (wait := self.wait):
+            self.wait = (wait[0], wait[1] + stopped)
 
     def beat(self) -> None:
         """Tell that this rank lives, and where it is."""

@@ -27,6 +27,7 @@ from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
+from nanochat.stage import saves_to_come
 from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
@@ -211,7 +212,7 @@ def show(
     left = (run.num_steps - progress.step) * per_step * rl.num_samples
     # an answer that is learned from is read and differentiated: twice the work of writing it
     seconds = 3 * answer_seconds * left
-    disk = checkpoints.bytes_to_come(run.model)
+    disk = checkpoints.bytes_to_come(run.model, saves_to_come(cfg.loop, progress, run.num_steps))
     preflight.screen(
         {
             **preflight.describe(run.model, machine, compiled=False),

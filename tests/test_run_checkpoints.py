@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from nanochat import run_checkpoints
-from nanochat.checkpoint import open_checkpoint, stage_folder
+from nanochat.checkpoint import CorruptCheckpoint, open_checkpoint, stage_folder
 from nanochat.common import REPOSITORY, Refused
 from nanochat.gpt import build_model
 from nanochat.guard import Health, NotFinite
+from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.run_checkpoints import Checkpoints, SavingConfig, checkpoint_bytes
 from nanochat.tokenizer import Tokenizer
@@ -123,12 +124,55 @@ def test_what_torchrun_starts_again_goes_on_unasked(
 
 
 def test_R9_the_room_that_checkpoints_still_need_is_known(run):
+    size = checkpoint_bytes(run.model)
     with run.open(keep=3) as checkpoints:
-        assert checkpoints.bytes_to_come(run.model) == 4 * checkpoint_bytes(run.model)
+        assert [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 99)] == [size, 4 * size]
         run.save(checkpoints, 1)
         written = sum(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
-        assert checkpoints.bytes_to_come(run.model) == 4 * checkpoint_bytes(run.model) - written
-    assert checkpoint_bytes(run.model) < written < 1.5 * checkpoint_bytes(run.model)
+        assert checkpoints.bytes_to_come(run.model, saves=99) == 4 * size - written
+    assert size < written < 1.5 * size
+
+
+def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoint(run, machine):
+    for launch in ("old", "new"):
+        with Checkpoints(run.folder, replace(machine, launch=launch)) as checkpoints:
+            checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 9)
+            run.save(checkpoints, 3)
+            (run.folder / "step_000003" / "model.safetensors").unlink()
+    assert len(list(run.folder.parent.glob("tiny.before-*"))) == 1
+    with run.open(resume="auto") as checkpoints:
+        with pytest.raises(CorruptCheckpoint, match="--resume=never starts anew"):
+            checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 9)
+
+
+class Second(Machine):
+    """Rank 1 of two; the main rank has chosen `told`, and finds nothing amiss."""
+
+    told = None
+
+    def broadcast(self, value):
+        return self.told
+
+    def gather(self, value):
+        return [None, value]
+
+
+def test_R15_ranks_that_see_different_checkpoints_do_not_start(run, machine):
+    with run.open() as checkpoints:
+        run.save(checkpoints, 3)
+        checkpoints.written()
+        good = checkpoints.saved.fingerprint
+    second = Second(1, 1, 2, machine.device, machine.dtype)
+    checkpoints = Checkpoints(run.folder, second)
+    for told, complaint in (
+        ((4, good), "rank 1: no step 4 in .*shared disk"),
+        ((3, "0" * 16), "rank 1 sees another step 3 than rank 0"),
+    ):
+        Second.told = told
+        with pytest.raises(CorruptCheckpoint, match=complaint):
+            checkpoints.chosen()
+    Second.told = (3, good)
+    assert checkpoints.chosen().step == 3
 
 
 # ------------------------------------------------------------------------------------------------
@@ -139,18 +183,33 @@ import sys, time
 from pathlib import Path
 from nanochat.disk import RunLock
 lock = RunLock(Path(sys.argv[1]))
-lock.acquire()
+lock.acquire(sys.argv[2])
 print("holding", flush=True)
-time.sleep(60)
+time.sleep(float(sys.argv[3]))
 """
+
+
+def holder_of(lock, launch, seconds):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock), launch, str(seconds)], cwd=REPOSITORY,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "holding\n"
+    return process
+
+
+def test_R22_the_lock_of_an_attempt_before_is_waited_for(run, machine):
+    """On a shared disk the lock of a host that died lives on for a while."""
+    process = holder_of(run.open().lock.path, "launch 7", 1.0)
+    with pytest.raises(Refused):
+        Checkpoints(run.folder, replace(machine, launch="launch 8")).__enter__()
+    with Checkpoints(run.folder, replace(machine, launch="launch 7")):
+        assert process.wait(5) == 0
 
 
 def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run, capsys):
     lock = run.open().lock.path
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(lock)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "holding\n"
+    holder = holder_of(lock, "", 60)
     with pytest.raises(Refused, match=rf"process {holder.pid} on \S+, since .*\n.*--model_tag"):
         run.open().__enter__()
     holder.kill()
@@ -179,14 +238,15 @@ def test_R8_a_full_disk_leaves_the_old_checkpoint_and_stops_or_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr("nanochat.checkpoint.save_tensors", full_disk)
             if policy == "stop":
-                with pytest.raises(OSError, match="no checkpoint at step.*No space left"):
+                with pytest.raises(OSError, match="no checkpoint of step 2: .*No space left"):
                     run.save(checkpoints, 2)
                     run.save(checkpoints, 3)  # what was written beside is found out now
             else:
                 run.save(checkpoints, 2)
                 run.save(checkpoints, 3)
-                assert "goes on: [Errno 28] No space left" in capsys.readouterr().out
-            with pytest.raises(OSError, match="no checkpoint at step 4"):
+                text = capsys.readouterr().out
+                assert "step 2: [Errno 28] No space left on device; the training goes on" in text
+            with pytest.raises(OSError, match="no checkpoint of step 4"):
                 run.save(checkpoints, 4, final=True)
         assert open_checkpoint(run.folder).step == 1
         assert not list(run.folder.glob(".saving*"))

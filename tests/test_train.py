@@ -15,7 +15,7 @@ from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
-from nanochat.stopping import PREEMPTED, UNEVALUATED
+from nanochat.stopping import PREEMPTED, UNEVALUATED, StoppedWaiting
 from nanochat.train import (
     LoopConfig,
     Progress,
@@ -191,6 +191,17 @@ def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
     assert not train(replace(run, log=log), progress)
     assert saved[-1][0] == progress.step == 5  # the step at hand is left, to be done again
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handler went with the loop
+
+
+def test_R7_a_signal_ends_the_wait_for_rows_that_are_still_being_packed(machine):
+    def rows(step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StoppedWaiting
+        return rows_of(step)
+
+    run, saved, _ = make_run(machine, num_steps=10, rows=rows)
+    assert not train(run, Progress()) and saved[-1][0] == 4
 
 
 @pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])

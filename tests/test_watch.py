@@ -62,6 +62,25 @@ def test_R16_waiting_less_than_the_timeout_is_nothing(store, quick):
     assert not quick.is_set()
 
 
+def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, quick):
+    watches = [Watch(store, rank, 2, timeout_seconds=0.6) for rank in range(2)]
+    plain, stopped = watches[0].closed.wait, threading.Event()
+
+    def sleep(seconds):
+        if not stopped.is_set():
+            stopped.set()
+            time.sleep(1.0)  # as SIGSTOP and SIGCONT would
+        return plain(seconds)
+
+    with watches[0].waiting("a barrier"):
+        watches[0].closed.wait = sleep
+        assert stopped.wait(5)
+        time.sleep(1.3)
+    for each in watches:
+        each.close()
+    assert not quick.is_set()
+
+
 def test_R16_a_launcher_that_is_gone_is_said(quick, capsys):
     class Gone:
         def set(self, key, value):
