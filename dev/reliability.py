@@ -3,7 +3,7 @@ Write the table of tests/README.md from the results of test runs.
 
     bash tests/run.sh --junitxml=ordinary.xml -m "not slow and not net"
     bash tests/run.sh --junitxml=slow.xml -m slow
-    python -m dev.reliability ordinary.xml slow.xml
+    python -m dev.reliability ordinary.xml slow.xml     # of a test in several files, the last counts
 """
 
 import re
@@ -36,21 +36,22 @@ class Result:
     file: str
     mark: str
     outcome: str
+    counted: dict[str, int]
+    """What it recorded: kills, inputs, requests."""
 
 
-def read(path: Path) -> tuple[str, list[Result], Counter[str]]:
-    """A run's day, its tests, and the sums of the properties they recorded."""
+def read(path: Path) -> tuple[str, list[Result]]:
+    """A run's day, and its tests."""
     suite = next(iter(ET.parse(path).getroot().iter("testsuite")))
     mark = "slow" if "slow" in path.stem else "ordinary"
-    results, sums = [], Counter()
+    results = []
     for case in suite.iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = next((k for k in ("failure", "error", "skipped") if k in kinds), "passed")
         name, file = case.get("name", ""), case.get("classname", "").split(".")[-1]
-        results.append(Result(name, file, mark, outcome))
-        for prop in case.iter("property"):
-            sums[prop.get("name", "")] += int(prop.get("value", "0"))
-    return suite.get("timestamp", "")[:10], results, sums
+        counted = {p.get("name", ""): int(p.get("value", "0")) for p in case.iter("property")}
+        results.append(Result(name, file, mark, outcome, counted))
+    return suite.get("timestamp", "")[:10], results
 
 
 def row(case: str, results: list[Result]) -> str:
@@ -70,16 +71,18 @@ def table(paths: Iterable[Path]) -> str:
     by_case: dict[str, list[Result]] = defaultdict(list)
     sums: Counter[str] = Counter()
     days, totals, escapes = set(), Counter(), 0
+    last: dict[tuple[str, str], Result] = {}
     for path in paths:
-        day, results, counted = read(path)
+        day, results = read(path)
         days.add(day)
-        sums.update(counted)
-        for result in results:
-            totals[result.mark, result.outcome] += 1
-            cases = ID.findall(result.name)
-            for case in cases:
-                by_case[case].append(result)
-            escapes += result.outcome == "passed" and any(c[0] == "S" for c in cases)
+        last |= {(result.file, result.name): result for result in results}
+    for result in last.values():
+        totals[result.mark, result.outcome] += 1
+        sums.update(result.counted)
+        cases = ID.findall(result.name)
+        for case in cases:
+            by_case[case].append(result)
+        escapes += result.outcome == "passed" and any(c[0] == "S" for c in cases)
     lines = [f"Last run: {' and '.join(sorted(days))}, commit {git_state()['commit']}."]
     for mark in ("ordinary", "slow"):
         of = [f"{n:,} {outcome}" for (m, outcome), n in sorted(totals.items()) if m == mark]

@@ -157,7 +157,9 @@ def test_P5_a_conversation_is_a_prompt_of_special_tokens_that_no_text_can_forge(
     assert ids[-2:] == tokenizer.encode("It is")[-2:]
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
+@pytest.mark.parametrize(
+    "name", ["arc_easy", pytest.param("arc_challenge", marks=pytest.mark.slow)]
+)
 def test_R26_the_harness_agrees_item_by_item_on_ARC(
     checkpoint, exported, ours, hub, tmp_path, name
 ):
