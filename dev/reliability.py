@@ -3,7 +3,7 @@ Write the table of tests/README.md from the results of test runs.
 
     bash tests/run.sh --junitxml=ordinary.xml -m "not slow and not net"
     bash tests/run.sh --junitxml=slow.xml -m slow
-    python -m dev.reliability ordinary.xml slow.xml     # of a test in several files, the last counts
+    python -m dev.reliability ordinary.xml slow.xml   # of a test in several, the last counts
 """
 
 import re
