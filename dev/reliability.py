@@ -62,7 +62,7 @@ def row(case: str, results: list[Result]) -> str:
     last = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
     counted = ", ".join(f"{n} {mark}" for mark, n in sorted(marks.items()))
     if case in NOT_HERE:
-        last = f"not here: {NOT_HERE[case]}"
+        last, counted = f"not here: {NOT_HERE[case]}", f"{len(results)} gpu"
     return f"| {case} | {CASES[case]} | {files} | {counted} | {last} |"
 
 
