@@ -86,7 +86,7 @@ class Engine:
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
         self.slots = slots
-        self.device = model.head.weight.device
+        self.device = model.device
         self.cache = model.new_cache(slots, capacity)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # number i has slot i

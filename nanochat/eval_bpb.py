@@ -4,6 +4,7 @@ Bits per byte: how many bits a model spends on each byte of a text, whatever its
     (tokens, targets) or documents -> nats and bytes, summed over ranks -> Bpb
 
 Bytes come from the raw bytes of each token; special tokens have none and are outside both sums.
+Documents are scored in windows; `document_bpb` asserts that every token of them was, once.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
+from nanochat.tokenizer import Tokenizer
 
 
 class Scorer(Protocol):
@@ -143,6 +145,40 @@ def document_batches(
     if pending:
         blank = (pending[0][0], np.full(T, IGNORE, dtype=np.int64))
         yield stack(pending + [blank] * (rows - len(pending)))  # one shape for the compiler
+
+
+def document_bpb(
+    model: Scorer,
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    T: int,
+    stride: int,
+    rows: int,
+    machine: Machine,
+) -> Bpb:
+    """
+    Score documents one by one, each behind a BOS, in `windows` of T that advance by `stride`;
+    `rows` windows per forward pass. `bytes` are those of the texts' UTF-8, whatever the tokenizer.
+
+    Every rank passes all texts. Raises AssertionError unless every token was scored exactly once.
+    """
+    num_tokens = num_bytes = 0
+
+    def encoded() -> Iterator[np.ndarray]:
+        nonlocal num_tokens, num_bytes
+        for text in texts:
+            ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64)
+            num_tokens += len(ids) - 1
+            num_bytes += len(text.encode())
+            yield ids
+
+    batches = document_batches(encoded(), T, stride, rows, machine.rank, machine.world_size)
+    found = bits_per_byte(model, batches, tokenizer.token_bytes(), machine)
+    assert (found.tokens, found.bytes) == (num_tokens, num_bytes), (
+        f"scored {found.tokens} tokens of {found.bytes} bytes, "
+        f"the texts have {num_tokens} of {num_bytes}"
+    )
+    return found
 
 
 def stack(pairs: Sequence[Batch]) -> Batch:

@@ -94,7 +94,7 @@ def by_letters(
 
     Scores the first `count` items. Every letter must be one token.
     """
-    device = model.head.weight.device
+    device = model.device
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
         order = sorted(range(len(items)), key=lambda n: len(prompts[n]))

@@ -145,7 +145,9 @@ class AnswerLoss:
     def evaluation(self, rows_per_pass: int) -> Evaluate:
         """What `Stage` asks for."""
 
-        def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        def evaluate(
+            step: int, stopping: Callable[[], bool], last: bool
+        ) -> dict[str, float] | None:
             batches = self.batches(rows_per_pass)
             try:
                 found = bits_per_byte(self.model, batches, self.token_bytes, self.machine, stopping)

@@ -5,7 +5,8 @@ The GPT model: decoder-only transformer, forward pass and initialisation, nothin
 
 Knows nothing of tokenizers, optimizers, checkpoints or ranks. Every weight has a role
 (`param_roles`) from which optim.py picks its update rule. `GPTConfig.classic` is the plain
-architecture; the default adds value embeddings, residual scalars and sharper attention.
+architecture; the default adds value embeddings, residual scalars and sharper attention. What only
+some tracks need (partial rotation, exclusive attention, a tied head, ...) is off by default.
 """
 
 import math
@@ -23,8 +24,11 @@ from nanochat.attention import Backend, attend, attend_masked, attend_stored, vi
 from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
-Role = Literal["matrix", "embedding", "value_embedding", "head", "residual", "skip", "gate"]
+Role = Literal[
+    "matrix", "embedding", "value_embedding", "head", "tied", "residual", "skip", "gate", "gain"
+]  # fmt: skip
 GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
+TIED_STD = 0.005  # of a table that is also the head
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,20 @@ class GPTConfig:
     """Every other layer, the last included, adds a gated embedding of the token to its values."""
     residual_scalars: bool = True
     """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
+    tie_embeddings: bool = False
+    """One table embeds tokens and scores them: there is no head of its own."""
+    rope_dims: int | None = None
+    """Channels of each head that positions turn; the others pass as they are. None = all."""
+    xsa_last_n: int = 0
+    """In so many of the last layers, what attention gathers loses its part along the token's own
+    value (exclusive self attention, arXiv:2603.09078)."""
+    qk_gain_init: float | None = None
+    """Where a gain per query head starts that is learned; it replaces the fixed qk_gain."""
+    init: Literal["uniform", "orthogonal"] = "uniform"
+    """How block matrices are drawn; both with entries of standard deviation fan_in^-0.5."""
+    projection_init: Literal["zero", "scaled"] = "zero"
+    """The matrices that write into the residual stream: zero, or drawn like the others and divided
+    by sqrt(2 n_layer), as many as write there (GPT-2)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len"):
@@ -63,6 +81,16 @@ class GPTConfig:
             raise ValueError(f"softcap must lie in (0, {MAX_SOFTCAP}], got {self.softcap}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise ValueError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
+        if int(self.mlp_ratio * self.d_model) < 1:
+            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a channel")
+        if not (2 <= self.rotated <= self.head_dim and self.rotated % 2 == 0):
+            raise ValueError(
+                f"rope_dims must be even, from 2 to head_dim {self.head_dim}, got {self.rope_dims}"
+            )
+        if not 0 <= self.xsa_last_n <= self.n_layer:
+            raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
+        if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
+            raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
 
     def classic(self) -> "GPTConfig":
         """The same shape in the plain architecture of October 2025."""
@@ -73,7 +101,16 @@ class GPTConfig:
             qk_gain=1.0,
             value_embeddings=False,
             residual_scalars=False,
+            tie_embeddings=False,
+            rope_dims=None,
+            xsa_last_n=0,
+            qk_gain_init=None,
         )
+
+    @property
+    def rotated(self) -> int:
+        """Channels of each head that positions turn."""
+        return self.head_dim if self.rope_dims is None else self.rope_dims
 
     def window(self, layer: int) -> int | None:
         """How many earlier tokens `layer` sees, None = all."""
@@ -117,9 +154,25 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + D/2) of x (B, T, heads, D) by their position's angle."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+    """
+    Turn channel pairs (i, i + R/2) of x (B, T, heads, D) by their position's angle, R being twice
+    the angles there are; the D - R channels after them stay as they are.
+    """
+    R = 2 * cos.size(-1)
+    a, b = x[..., :R].chunk(2, dim=-1)
+    turned = (a * cos + b * sin, b * cos - a * sin)
+    return torch.cat(turned if x.size(-1) == R else (*turned, x[..., R:]), dim=-1)
+
+
+def exclude_self(y: Tensor, v: Tensor) -> Tensor:
+    """
+    y (B, T, H, D) without its part along v (B, T, G, D), the token's own value of a head's group.
+
+    Source: exclusive self attention, arXiv:2603.09078.
+    """
+    grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, G, H/G, D)
+    n = F.normalize(v.float(), dim=-1).to(v.dtype)[:, :, :, None]
+    return (grouped - (grouped * n).sum(-1, keepdim=True) * n).flatten(2, 3)
 
 
 def segment_mask(segments: Tensor, window: int | None) -> Tensor:
@@ -141,7 +194,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
         self.window = cfg.window(layer)
-        self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
+        self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
+        learned = cfg.qk_gain_init is not None
+        self.gain = nn.Parameter(torch.ones(cfg.n_head)) if learned else None
+        self.scale = (1.0 if learned else cfg.qk_gain**2) * cfg.head_dim**-0.5
         self.backend: Backend = "sdpa"
         self.q = Linear(cfg.d_model, cfg.n_head * cfg.head_dim)
         self.k = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
@@ -174,6 +230,8 @@ class Attention(nn.Module):
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
             v = v + gate[..., None] * extra.view(B, T, G, D)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        if self.gain is not None:
+            q = q * self.gain.to(q.dtype)[:, None]
         if cache is not None:
             cache.write(self.layer, k, v)
         if cache is not None and mask is not None:
@@ -182,6 +240,8 @@ class Attention(nn.Module):
             y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
         else:
             y = attend_masked(q, k, v, mask, self.scale)
+        if self.exclusive:
+            y = exclude_self(y, v)
         return self.out(y.flatten(2))
 
 
@@ -245,7 +305,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict(tables)
         blocks: Any = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
         self.blocks: Sequence[Block] = blocks
-        self.head = Linear(cfg.d_model, cfg.vocab_size)
+        self.head = None if cfg.tie_embeddings else Linear(cfg.d_model, cfg.vocab_size)
         if cfg.residual_scalars:
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
@@ -254,29 +314,44 @@ class GPT(nn.Module):
 
     # ---- weights -----------------------------------------------------------------------------
 
+    @property
+    def head_weight(self) -> Tensor:
+        """What scores the next token, (V, C): the head's weights, or the embedding tied to it."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Draw every weight. Layers start as the identity: their output matrices are zero.
+        Draw every weight. By default layers start as the identity: what they write is zero.
 
         Other matrices are uniform with standard deviation fan_in^-0.5 (the up projection 0.4 of
-        that), embeddings normal. Source of the values: nanochat's tuning log, 2026-03.
+        that), embeddings normal; a tied table is as small as a head that scores all tokens alike.
+        Source of the values: nanochat's tuning log, 2026-03; of the tied one: parameter golf.
         """
         cfg = self.cfg
         plain = not cfg.residual_scalars
-        nn.init.normal_(self.embed.weight, std=1.0 if plain else 0.8, generator=generator)
-        nn.init.normal_(self.head.weight, std=0.0 if plain else 0.001, generator=generator)
+        std = TIED_STD if cfg.tie_embeddings else 1.0 if plain else 0.8
+        nn.init.normal_(self.embed.weight, std=std, generator=generator)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.0 if plain else 0.001, generator=generator)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
         for block in self.blocks:
             attention, mlp = block.attention, block.mlp
             for matrix in (attention.q, attention.k, attention.v):
-                nn.init.uniform_(matrix.weight, -bound, bound, generator=generator)
-            up = bound * (1.0 if plain else 0.4)
-            nn.init.uniform_(mlp.up.weight, -up, up, generator=generator)
-            nn.init.zeros_(attention.out.weight)
-            nn.init.zeros_(mlp.down.weight)
+                self.draw(matrix.weight, 1.0, generator)
+            self.draw(mlp.up.weight, 1.0 if plain else 0.4, generator)
+            for matrix in (attention.out, mlp.down):
+                scale = (2 * cfg.n_layer) ** -0.5 if cfg.projection_init == "scaled" else 0.0
+                self.draw(matrix.weight, scale, generator)
             if attention.gate is not None:
                 nn.init.zeros_(attention.gate.weight)
+            if attention.gain is not None and cfg.qk_gain_init is not None:
+                nn.init.constant_(attention.gain, cfg.qk_gain_init)
         for weight in self.value_embeds.parameters():
             nn.init.uniform_(weight, -bound, bound, generator=generator)
         if cfg.residual_scalars:
@@ -284,10 +359,21 @@ class GPT(nn.Module):
             self.residual.copy_(1.15 - 0.10 * depth)
             self.skip.copy_(0.20 - 0.15 * depth)
 
+    def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
+        """Fill a block matrix (M, N) with entries of standard deviation `scale` * N^-0.5."""
+        M, N = weight.shape
+        if scale == 0.0:
+            nn.init.zeros_(weight)
+        elif self.cfg.init == "orthogonal":  # entries of an orthonormal one: max(M, N)^-0.5
+            nn.init.orthogonal_(weight, gain=scale * max(1.0, M / N) ** 0.5, generator=generator)
+        else:
+            bound = 3**0.5 * N**-0.5 * scale  # a uniform variable's bound is sqrt(3) sigma
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
+
     def param_roles(self) -> dict[str, Role]:
         """The role of every parameter, by name, in the model's order."""
         outside: dict[str, Role] = {
-            "embed": "embedding",
+            "embed": "tied" if self.head is None else "embedding",
             "value_embeds": "value_embedding",
             "head": "head",
             "residual": "residual",
@@ -297,6 +383,7 @@ class GPT(nn.Module):
         for name, _ in self.named_parameters():
             first = name.split(".")[0]
             inside: Role = "gate" if ".gate." in name else "matrix"
+            inside = "gain" if name.endswith(".gain") else inside
             roles[name] = inside if first == "blocks" else outside[first]
         return roles
 
@@ -310,7 +397,7 @@ class GPT(nn.Module):
         return sum(
             p.numel()
             for name, p in self.named_parameters()
-            if roles[name] in ("matrix", "gate", "head")
+            if roles[name] in ("matrix", "gate", "head", "tied")
         )
 
     def flops_per_token(self) -> float:
@@ -337,7 +424,7 @@ class GPT(nn.Module):
         """
         cfg, T = self.cfg, tokens.size(1)
         places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
-        cos, sin = rotary(places, cfg.head_dim, cfg.rope_theta)
+        cos, sin = rotary(places, cfg.rotated, cfg.rope_theta)
         cos, sin = cos.to(self.dtype), sin.to(self.dtype)
         masks: dict[int | None, Tensor | None] = {}
         for window in {cfg.window(i) for i in range(cfg.n_layer)}:
@@ -363,7 +450,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., C) -> capped logits (..., V) in float32."""
-        return cap(self.head(hidden), self.cfg.softcap)
+        return cap(F.linear(hidden, self.head_weight.to(hidden.dtype)), self.cfg.softcap)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
@@ -378,7 +465,7 @@ class GPT(nn.Module):
             capacity or cfg.max_seq_len,
             cfg.n_kv_head,
             cfg.head_dim,
-            self.head.weight.device,
+            self.device,
             self.dtype,
         )
 
@@ -396,7 +483,7 @@ class GPT(nn.Module):
         h = self.hidden(tokens, segments=segments).flatten(0, 1)
         flat = None if weights is None else weights.flatten()
         return summed_loss(
-            h, self.head.weight, targets.flatten(), self.cfg.softcap, flat, self.loss_kernels
+            h, self.head_weight, targets.flatten(), self.cfg.softcap, flat, self.loss_kernels
         )
 
     @torch.no_grad()
@@ -406,7 +493,7 @@ class GPT(nn.Module):
         """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
         h = self.hidden(tokens, segments=segments).flatten(0, 1)
         flat = token_losses(
-            h, self.head.weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
+            h, self.head_weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
         )
         return flat.view_as(targets)
 

@@ -8,7 +8,6 @@ carries gpt.py and what it imports along as remote code, behind hf_modeling.py. 
 tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging Face.
 """
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import nanochat
 from nanochat.common import write_atomic, write_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf_tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
+from nanochat.own_code import code_of, source_of
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
@@ -153,29 +152,6 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------
 # Code that travels with the weights
-
-
-def source_of(module: str) -> str:
-    """The text of one of our modules."""
-    return (Path(nanochat.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")
-
-
-def code_of(module: str) -> list[str]:
-    """A module and all of ours that it imports, directly or not."""
-    found, waiting = [], [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += own_imports(source_of(name))
-    return found
-
-
-def own_imports(text: str) -> list[str]:
-    """Which of our modules a module imports."""
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
-    modules = [node.module or "" for node in nodes]
-    return [name.split(".")[1] for name in modules if name.startswith("nanochat.")]
 
 
 def relative_imports(text: str) -> str:

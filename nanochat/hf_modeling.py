@@ -97,7 +97,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return self.gpt.embed
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        return self.gpt.head
+        return self.gpt.embed if self.gpt.head is None else self.gpt.head
 
     def forward(
         self,
@@ -113,7 +113,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids (B, T), attention_mask (B, past + T) with 0 for padding on the left -> logits
         (B, T, V), or of the last `logits_to_keep` tokens. `labels` (B, T), -100 where none counts.
         """
-        self.gpt.dtype = self.gpt.head.weight.dtype
+        self.gpt.dtype = self.gpt.embed.weight.dtype
         B, T = input_ids.shape
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training

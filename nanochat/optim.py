@@ -30,7 +30,13 @@ class OptimConfig:
     unembedding_lr: float = 0.008
     """Peak AdamW rate of the head at width 768; falls with width^-0.5."""
     weight_decay: float | None = None
-    """Muon's decay, applied only where it agrees with the update. Default: from the horizon."""
+    """Muon's decay. Default: from the horizon."""
+    decay_rule: Literal["cautious", "decoupled"] = "cautious"
+    """cautious: decay only where it agrees with the update, fading over the run. decoupled: every
+    matrix weight shrinks by rate times decay before its update, to the end."""
+    tied_lr: float = 0.05
+    """Peak AdamW rate of a table that is both embedding and head (--tie_embeddings) at width 768;
+    falls with width^-0.5."""
     matrix_lr: float = 0.02
     """Peak Muon rate of the matrices inside the layers."""
     grad_clip: float = 0.0
@@ -40,7 +46,8 @@ class OptimConfig:
     the batch. The residual ones get a hundredth."""
 
     def __post_init__(self) -> None:
-        for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "grad_clip"):
+        rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "tied_lr")
+        for name in (*rates, "grad_clip"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
 
@@ -53,19 +60,24 @@ class Rule:
     lr: float
     betas: tuple[float, float] = (0.8, 0.95)
     weight_decay: float = 0.0
+    cautious: bool = True
+    """Of Muon: decay only where it agrees with the update."""
 
 
 def rules(cfg: OptimConfig, d_model: int) -> dict[str, Rule]:
     """The rule of every role. Values: nanochat's tuning log, 2026-03 (d12 on 8xH100)."""
     table = (d_model / 768) ** -0.5
+    cautious = cfg.decay_rule == "cautious"
     return {
-        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0),
+        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
+        "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
         "residual": Rule("adamw", cfg.scalar_lr / 100, (0.8, 0.95)),
         "skip": Rule("adamw", cfg.scalar_lr, (0.96, 0.95)),
         "gate": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.95)),
+        "gain": Rule("adamw", cfg.scalar_lr / 25, (0.8, 0.95)),
     }
 
 
@@ -97,18 +109,20 @@ def muon_update(
     beta: Tensor,
     decay: Tensor,
     dtype: torch.dtype,
+    cautious: bool = True,
 ) -> None:
     """
     One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz products.
 
-    Nesterov momentum, orthogonal direction, rate times sqrt(max(1, M/N)). `decay` shrinks only
-    weights that the update shrinks anyway (cautious, arXiv:2411.16085).
+    Nesterov momentum, orthogonal direction, rate times sqrt(max(1, M/N)). `cautious` decay shrinks
+    only weights that the update shrinks anyway (arXiv:2411.16085); the other kind shrinks all, by
+    rate times `decay` (decoupled, arXiv:1711.05101).
     """
     momentum.lerp_(grad, 1 - beta)
     direction = orthogonalize(grad.lerp(momentum, beta).to(dtype)).to(weight.dtype)
     direction = direction * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
-    agrees = (direction * weight) > 0
-    weight.sub_(lr * direction + lr * decay * weight * agrees)
+    shrunk = weight * ((direction * weight) > 0) if cautious else weight
+    weight.sub_(lr * direction + lr * decay * shrunk)
 
 
 def adamw_update(
@@ -149,7 +163,8 @@ class Part:
 
 class MuonAdamW:
     """
-    The optimizer. `named_params` and `roles` come from the model, `table` from `rules`.
+    The optimizer. `named_params` and `roles` come from the model, `table` from `rules`. With an
+    `ema_decay`, a running average of the weights keeps that share of itself at every step.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
@@ -160,8 +175,9 @@ class MuonAdamW:
         roles: Mapping[str, str],
         table: Mapping[str, Rule],
         machine: Machine,
+        ema_decay: float = 0.0,
     ):
-        self.machine, self.table = machine, table
+        self.machine, self.table, self.ema_decay = machine, table, ema_decay
         self.steps_taken = 0
         self.parts: list[Part] = []
         self.muon_kernel: Callable = muon_update
@@ -183,6 +199,8 @@ class MuonAdamW:
             local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
             kinds = ("momentum",) if part.stacked else ("first", "second")
             part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in kinds}
+            if ema_decay:
+                part.state["average"] = local.clone()
 
     # ---- who owns what -----------------------------------------------------------------------
 
@@ -265,6 +283,8 @@ class MuonAdamW:
             if part.spread:
                 weight = weight.clone()
             self.update(part, weight, lr_factor, momentum, decay_factor)
+            if self.ema_decay:
+                part.state["average"].lerp_(weight, 1 - self.ema_decay)
             part.grad = None
             if part.spread:
                 waiting.append((part, *all_gather(weight, self.machine)))
@@ -286,7 +306,7 @@ class MuonAdamW:
             return torch.tensor(x, dtype=torch.float32)
 
         if part.stacked:
-            decay = rule.weight_decay * decay_factor
+            decay = rule.weight_decay * (decay_factor if rule.cautious else 1.0)
             self.muon_kernel(
                 weight,
                 grad,
@@ -295,6 +315,7 @@ class MuonAdamW:
                 t(momentum),
                 t(decay),
                 self.machine.dtype,
+                rule.cautious,
             )
         else:
             self.adamw_kernel(
@@ -308,6 +329,30 @@ class MuonAdamW:
                 t(rule.weight_decay),
                 t(float(self.steps_taken)),
             )
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Apply every rule once to copies: what is compiled, is compiled when this returns."""
+        for part in self.parts:
+            whole = self.whole(part, [p.detach() for p in part.params])
+            weight = self.local(part, whole).clone()
+            state, part.state = part.state, {k: v.clone() for k, v in part.state.items()}
+            part.grad = torch.zeros_like(weight)
+            self.update(part, weight, 0.0, 0.95, 0.0)
+            part.state, part.grad = state, None
+
+    @torch.no_grad()
+    def take_average(self) -> None:
+        """Put the average of the weights in their place, where one is kept."""
+        if not self.ema_decay:
+            return
+        for part in self.parts:
+            whole = part.state["average"]
+            if part.spread:
+                whole, work = all_gather(whole, self.machine)
+                with self.machine.waiting("the gathering of averaged weights"):
+                    work.wait()
+            self.scatter_into(part, whole, part.params)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not: a step that must not reach the weights."""

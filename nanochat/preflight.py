@@ -84,7 +84,7 @@ def activation_bytes(model: GPT, machine: Machine) -> int:
     row = torch.zeros(1, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model.loss(row, row)
-    head = model.head.weight.numel() * 4  # the head's gradient is kept once, not per row
+    head = model.head_weight.numel() * 4  # the head's gradient is kept once, not per row
     return max(1, sum(seen.values()) - head)
 
 

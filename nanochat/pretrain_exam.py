@@ -63,11 +63,10 @@ class Exam:
         rows: Rows,
         dataset: str | None,
         eval_every: int,
-        num_steps: int,
         machine: Machine,
     ) -> None:
         self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, rows
-        self.eval_every, self.num_steps, self.machine = eval_every, num_steps, machine
+        self.eval_every, self.machine = eval_every, machine
         self.core: Estimate | None = None
         self.suite: Suite | None = None
         if cfg.core_metric_every:
@@ -77,15 +76,20 @@ class Exam:
     def evaluation(self, device_rows: int) -> Evaluate:
         """What the loop calls at all cadences, `device_rows` at a time."""
 
-        def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        def evaluate(
+            step: int, stopping: Callable[[], bool], last: bool
+        ) -> dict[str, float] | None:
+            def due(every: int) -> bool:
+                return bool(every) and (last or step % every == 0)
+
             figures: dict[str, float] = {}
-            if self.due(step, self.cfg.sample_every) and self.machine.is_main:
+            if due(self.cfg.sample_every) and self.machine.is_main:
                 for said in samples(self.model, self.tokenizer).values():
                     print(f"    {said!r}")
             try:
-                if step == self.num_steps or self.due(step, self.eval_every):
+                if last or due(self.eval_every):
                     figures["val_bpb"] = self.val_bpb(device_rows, stopping)
-                if self.suite and self.due(step, self.cfg.core_metric_every):
+                if self.suite and due(self.cfg.core_metric_every):
                     self.core = self.few_shot(self.suite, stopping)
                     figures["core_metric"] = self.core.value
             except Interrupted:
@@ -93,10 +97,6 @@ class Exam:
             return figures
 
         return evaluate
-
-    def due(self, step: int, every: int) -> bool:
-        """Whether something with this cadence is measured after so many steps."""
-        return bool(every) and (step % every == 0 or step == self.num_steps)
 
     def val_bpb(self, device_rows: int, stopping: Callable[[], bool]) -> float:
         """Bits per byte on validation rows."""

@@ -39,6 +39,7 @@ SHOWN = {  # what a line of the console shows of a step, in order
     "lr": "lr x{:.3f}",
     "tokens_per_second": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
+    "seconds_left": "{:.0f}s left",
 }
 
 

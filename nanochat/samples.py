@@ -22,7 +22,7 @@ NEW_TOKENS = 16
 @torch.no_grad()
 def continue_greedily(model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens: int) -> str:
     """`prompt` behind BOS and its most likely continuation, decoded; reads the whole each time."""
-    device = model.head.weight.device
+    device = model.device
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     for _ in range(new_tokens):
         window = torch.tensor([ids[-model.cfg.max_seq_len :]], device=device)

@@ -8,8 +8,8 @@ The reference point is depth 12 at 32,768 ids, where the rates were tuned.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig
@@ -22,25 +22,61 @@ BATCH_EXPONENT = 0.383  # growth of the best batch with the horizon (nanochat, 2
 MIN_STEPS = 960  # a short run rather takes smaller batches: measured by the peers, d4, 2026-11
 
 
+@dataclass(frozen=True)
+class ShapeConfig:
+    d_model: int | None = None
+    """Width: channels of the residual stream. Default: 64 per layer."""
+    head_dim: int | None = None
+    """Channels of each head. Default: 128 where they divide a width of at least 512, else 64."""
+    n_kv_head: int | None = None
+    """Heads of keys and values, each shared by a group of query heads. Default: as many as they."""
+    mlp_ratio: float | None = None
+    """Channels inside each MLP per channel of the model. Default: 4."""
+    tie_embeddings: bool | None = None
+    """Score tokens with the table that embeds them. Default: no."""
+    value_embeddings: bool | None = None
+    """Add a gated embedding of the token to the values of every other layer. Default: yes, in
+    classic no."""
+    rope_dims: int | None = None
+    """Channels of each head that positions turn; the others pass as they are. Default: all."""
+    xsa_last_n: int | None = None
+    """Layers, counted from the last, with exclusive self attention. Default: 0."""
+    qk_gain_init: float | None = None
+    """Learn a gain for each query head, from this start, instead of the fixed one."""
+    init: Literal["uniform", "orthogonal"] | None = None
+    """How block matrices are drawn. Default: uniform."""
+    projection_init: Literal["zero", "scaled"] | None = None
+    """What writes into the residual stream starts at zero, or drawn and divided by sqrt(2 layers).
+    Default: zero."""
+
+    def given(self) -> dict[str, Any]:
+        """What was set, by the names of `GPTConfig`."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
 def shape_for_depth(
     depth: int,
     vocab_size: int,
     max_seq_len: int,
     arch: Literal["default", "classic"] = "default",
     window_pattern: str = "L",
-    head_dim: int | None = None,
+    shape: ShapeConfig = ShapeConfig(),
 ) -> GPTConfig:
     """
-    The model of a depth: 64 channels per layer, heads of 128 where they divide the width, else 64.
+    The model of a depth: 64 channels per layer, heads of 128 where they divide the width, else 64;
+    what `shape` gives replaces what follows from depth.
 
-    Raises ValueError for a depth below 1 or a head_dim that does not divide the width.
+    Raises ValueError for a depth below 1 or numbers that do not fit together.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
-    width = WIDTH_PER_LAYER * depth
-    head_dim = head_dim or (128 if width % 128 == 0 and width >= 512 else 64)
+    width = shape.d_model or WIDTH_PER_LAYER * depth
+    head_dim = shape.head_dim or (128 if width % 128 == 0 and width >= 512 else 64)
     if width % head_dim:
-        raise ValueError(f"head_dim {head_dim} must divide the width {width} of depth {depth}")
+        raise ValueError(
+            f"head_dim {head_dim} must divide the width {width} of depth {depth}: give --head_dim "
+            "or --d_model"
+        )
     heads = width // head_dim
     cfg = GPTConfig(
         vocab_size=vocab_size,
@@ -52,7 +88,8 @@ def shape_for_depth(
         max_seq_len=max_seq_len,
         window_pattern=window_pattern,
     )
-    return cfg.classic() if arch == "classic" else cfg
+    cfg = cfg.classic() if arch == "classic" else cfg
+    return replace(cfg, **shape.given())
 
 
 @dataclass(frozen=True)

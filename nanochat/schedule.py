@@ -3,7 +3,8 @@ Schedules: what the rates are at a step, as pure functions of progress.
 
     (step, num_steps) -> learning rate factor, Muon momentum, weight decay factor
 
-Nothing is remembered, so a resumed run continues exactly where it was.
+Nothing is remembered, so a resumed run continues exactly where it was. A run that ends by the clock
+passes the steps it will have at its pace so far, so that step / num_steps is the share of its time.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class ScheduleConfig:
                 raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")
 
 
-def lr_factor(step: int, num_steps: int, cfg: ScheduleConfig) -> float:
+def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     """
     Trapezoid: up over the warmup, flat, down to the final fraction at the last step.
 
@@ -41,12 +42,12 @@ def lr_factor(step: int, num_steps: int, cfg: ScheduleConfig) -> float:
     return min(up, down, 1.0)
 
 
-def muon_momentum(step: int, num_steps: int, cfg: ScheduleConfig) -> float:
+def muon_momentum(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     """From 0.85 up over 300 steps, or a third of a shorter run."""
     ramp = max(1, min(300, num_steps // 3))
     return 0.85 + (cfg.muon_momentum - 0.85) * min(1.0, step / ramp)
 
 
-def decay_factor(step: int, num_steps: int) -> float:
+def decay_factor(step: int, num_steps: float) -> float:
     """Weight decay falls linearly to 0 over the run (measured by nanochat, 2026-01-10)."""
     return 1 - step / num_steps

@@ -7,6 +7,7 @@ What a source of text is: ordered, frozen shards with a fingerprint, each a stre
 where files come from, nor of tokens or rows.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,6 +92,10 @@ class Source(ABC):
         Null, empty and undecodable texts are left out, and counted in `skipped` under `null`,
         `empty` and `undecodable`. Raises ValueError naming a file that cannot be read.
         """
+
+    def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
+        """The texts of a shard one by one, at most so many from the first."""
+        return itertools.islice(itertools.chain.from_iterable(self.documents(shard)), most)
 
     def shards(self) -> list[str]:
         """All shards, the validation shard last."""

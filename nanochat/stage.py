@@ -58,7 +58,7 @@ class StageConfig:
     log: RunLogConfig = field(default_factory=RunLogConfig)
 
 
-Evaluate = Callable[[int, Callable[[], bool]], dict[str, float] | None]  # see train.Run
+Evaluate = Callable[[int, Callable[[], bool], bool], dict[str, float] | None]  # see train.Run
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class Stage:
     """What that will write to the disk."""
     also_every: Sequence[int] = ()
     """Cadences of evaluation beside the loop's own, see train.Run."""
+    max_seconds: float | None = None
+    """Budget of training time, see train.Run."""
+    forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
+    """What training sees in place of the weights, see train.Run."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def carry_out(
             checkpoints.folder,
             is_main=machine.is_main,
             first_step=progress.step,
-            total_steps=stage.num_steps,
+            total_steps=stage.num_steps if stage.max_seconds is None else None,
             run_id=stage.run_id,
             settings=dict(asked),
         )
@@ -184,6 +188,8 @@ def carry_out(
             grad_clip=cfg.optim.grad_clip,
             stop=stop,
             also_every=stage.also_every,
+            max_seconds=stage.max_seconds,
+            forward_weights=stage.forward_weights,
         )
         with log, stage.background():
             done = train(run, progress)
@@ -212,12 +218,17 @@ def prepare(
         left,
         cfg.device_batch_size,
     )
+    if stage.max_seconds is not None:
+        stage.optimizer.rehearse()  # what it compiles is not to be paid from the budget
     T = model.cfg.max_seq_len
     passes = batch // (T * ready.device_rows * machine.world_size)
     epochs = rows.epochs_for(steps * batch // T)
     repeats = "not all packed yet" if epochs is None else f"gone through {epochs:.2f} times"
     inputs = stage.state["provenance"]["inputs"]
-    seconds = ready.train_seconds
+    seconds, most = ready.train_seconds, ""
+    if stage.max_seconds is not None:
+        seconds = min(seconds, stage.max_seconds - progress.clock_seconds)
+        most = f"{stage.max_seconds:g} s of steps, at most "
     preflight.screen(
         {
             **preflight.describe(model, machine, ready.compiled),
@@ -227,7 +238,7 @@ def prepare(
             "rows": f"{rows.fingerprint} of {T:,} tokens, {repeats}",
             "batch": f"{batch:,} tokens: {passes} passes of {ready.device_rows} rows on each of "
             f"{machine.world_size} devices",
-            "training": f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}; from step "
+            "training": f"{most}{steps:,} steps of {batch:,} tokens = {steps * batch:,}; from step "
             f"{progress.step:,}",
             "estimate": f"about {duration(seconds)} of training, "
             + preflight.price(seconds, cfg.hourly_rate, machine),
@@ -246,11 +257,11 @@ def saves_to_come(loop: LoopConfig, progress: Progress, num_steps: int) -> int:
 def patient(evaluation: Callable[[int], Evaluate], rows: int) -> Evaluate:
     """An evaluation in passes of `rows`; where memory does not suffice, of half as many."""
 
-    def evaluate(step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+    def evaluate(step: int, stopping: Callable[[], bool], last: bool) -> dict[str, float] | None:
         nonlocal rows
         while True:
             try:
-                return evaluation(rows)(step, stopping)
+                return evaluation(rows)(step, stopping, last)
             except torch.OutOfMemoryError:
                 if rows == 1:
                     raise

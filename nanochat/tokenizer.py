@@ -127,9 +127,14 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
-        content = {**self._content, "fingerprint": self.fingerprint}
+        content = {**self.content, "fingerprint": self.fingerprint}
         write_json(folder / FILE_NAME, content)
         return folder / FILE_NAME
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What makes it again: `Tokenizer(content)`. In types that JSON has."""
+        return dict(self._content)
 
     @property
     def vocab_size(self) -> int:

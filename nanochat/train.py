@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +59,8 @@ class Progress:
     train_seconds: float = 0.0
     """Time spent in timed steps, by all attempts together."""
     timed_steps: int = 0
+    clock_seconds: float = 0.0
+    """Time spent in all steps, the mean of the ranks: what a budget of seconds is compared with."""
     health: Health = field(default_factory=Health)
     min_val: float | None = None
     last_val: float | None = None
@@ -90,14 +93,16 @@ class Run:
     """
     What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
     with IGNORE among the targets where one does not count; `rows_name(step)` says which they
-    are, for messages. `evaluate(step, stopping)` returns figures to log and the one to be smallest
-    under "val_bpb", or None when `stopping()` cut it short. It and `save` are called on every rank.
+    are, for messages. `evaluate(step, stopping, last)` returns figures to log and the one to be
+    smallest under "val_bpb", or None when `stopping()` cut it short; `last` is True once, when all
+    is trained. It and `save` are called on every rank.
     """
 
     model: Trainable
     optimizer: MuonAdamW
     machine: Machine
     num_steps: int
+    """Steps to train; at most so many where `max_seconds` may end the run before."""
     batch_tokens: int
     """Tokens per step, all ranks together."""
     device_rows: int
@@ -105,7 +110,7 @@ class Run:
     flops_per_token: float
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
     rows_name: Callable[[int], str]
-    evaluate: Callable[[int, Callable[[], bool]], dict[str, float] | None]
+    evaluate: Callable[[int, Callable[[], bool], bool], dict[str, float] | None]
     save: Save
     log: Callable[[int, dict[str, Any]], None]
     schedule: ScheduleConfig
@@ -114,6 +119,22 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     also_every: Sequence[int] = ()
     """Further cadences, in steps, at which `evaluate` is called; 0 = never."""
+    max_seconds: float | None = None
+    """Training ends with the step that reaches so many seconds of steps; evaluations and saving
+    are not counted. The schedules then follow the clock."""
+    forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
+    """Entered around the forward and backward passes of a step, told what share of the run is done:
+    may put other weights in place of the model's, and puts those back."""
+
+    def horizon(self, progress: Progress) -> float:
+        """How many steps the run will have in all: as told, or as the clock will allow."""
+        if self.max_seconds is None or not progress.clock_seconds:
+            return self.num_steps
+        return min(self.num_steps, progress.step * self.max_seconds / progress.clock_seconds)
+
+    def finished(self, progress: Progress) -> bool:
+        """Whether nothing is left to train."""
+        return progress.step >= self.horizon(progress)
 
     def evaluates(self, step: int) -> bool:
         """Whether `evaluate` is called after so many steps."""
@@ -132,18 +153,21 @@ def train(run: Run, progress: Progress) -> bool:
     """
     guard = Guard(run.loop.guard, progress.health, run.machine)
     with run.stop as stop:
-        while progress.step < run.num_steps:
-            step = progress.step
+        while not run.finished(progress):
+            step, horizon = progress.step, run.horizon(progress)
             if step and run.evaluates(step):
                 evaluate(run, progress, step, stop)
             guard.check_ranks(step, run.optimizer.named_params())
             started = time.perf_counter()
-            loss, norm, stopping = train_step(run, step, lambda: stop.asked, guard.allows)
+            loss, norm, stopping = train_step(run, step, lambda: stop.asked, guard.allows, horizon)
             if stopping:
                 run.save(progress, final=True)
                 run.machine.print0(f"asked to stop: saved step {progress.step}")
                 return False
             seconds = time.perf_counter() - started
+            if run.max_seconds is not None:  # all ranks must agree on when to end
+                seconds = run.machine.sum(seconds)[0] / run.machine.world_size
+            progress.clock_seconds += seconds
             verdict = guard.note(step, loss, norm, lambda at=step: run.rows_name(at))
             progress.step += 1
             average = loss if verdict == "good" else progress.smooth_loss
@@ -153,18 +177,19 @@ def train(run: Run, progress: Progress) -> bool:
                 progress.train_seconds += seconds
                 progress.timed_steps += 1
                 progress.step_seconds = [*progress.step_seconds[-999:], seconds]
-            log_step(run, progress, step, loss, norm, seconds)
+            log_step(run, progress, horizon, loss, norm, seconds)
             if step == 0:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: keep it out of every later collection
             if guard.lost:
                 give_up(run.save, progress, guard)
             every = run.loop.save_every
-            if every and progress.step % every == 0 and progress.step < run.num_steps:
+            if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
+        run.optimizer.take_average()
         run.save(progress, final=True)
         with last_evaluation(run.machine):
-            return evaluate(run, progress, progress.step, stop)
+            return evaluate(run, progress, progress.step, stop, last=True)
 
 
 def give_up(save: Save, progress: Progress, guard: Guard) -> None:
@@ -182,25 +207,29 @@ def train_step(
     step: int,
     stopping: Callable[[], bool] = lambda: False,
     allows: Callable[[float, float], bool] = lambda loss, norm: math.isfinite(loss + norm),
+    horizon: float | None = None,
 ) -> tuple[float, float, bool]:
     """
-    One optimizer step. Returns (mean loss in nats per counted target, gradient norm, stopped?), the
-    same on every rank. An update happens only when that loss and norm are allowed to make one,
-    and when no rank was asked to stop meanwhile: then the step is as if it had not begun.
+    One optimizer step of a run of `horizon` steps, by default its num_steps. Returns (mean loss in
+    nats per counted target, gradient norm, stopped?), the same on every rank. An update happens
+    only when that loss and norm are allowed to make one, and when no rank was asked to stop
+    meanwhile: then the step is as if it had not begun.
     """
     machine, optimizer = run.machine, run.optimizer
+    horizon = horizon or run.num_steps
     try:
         tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
     except StoppedWaiting:
         tokens = targets = torch.empty(0, 1, dtype=torch.int64)
     local = torch.zeros((), device=machine.device)
-    for i in range(0, len(tokens), run.device_rows):
-        if stopping():
-            break
-        loss = run.model.loss(tokens[i : i + run.device_rows], targets[i : i + run.device_rows])
-        # divided by what a full step counts, so that gradients have a fixed scale in bf16
-        (loss / run.batch_tokens).backward()
-        local += loss.detach()
+    with run.forward_weights(step / horizon):
+        for i in range(0, len(tokens), run.device_rows):
+            if stopping():
+                break
+            loss = run.model.loss(tokens[i : i + run.device_rows], targets[i : i + run.device_rows])
+            # divided by what a full step counts, so that gradients have a fixed scale in bf16
+            (loss / run.batch_tokens).backward()
+            local += loss.detach()
     counted = (targets >= 0).sum()
     nats, count, asked = machine.sum(float(local), float(counted), float(stopping()))
     if asked:
@@ -216,9 +245,9 @@ def train_step(
         if run.grad_clip and norm > run.grad_clip:
             scale *= run.grad_clip / norm
         optimizer.step(
-            lr_factor(step, run.num_steps, run.schedule),
-            muon_momentum(step, run.num_steps, run.schedule),
-            decay_factor(step, run.num_steps),
+            lr_factor(step, horizon, run.schedule),
+            muon_momentum(step, horizon, run.schedule),
+            decay_factor(step, horizon),
             scale,
         )
     machine.synchronize()
@@ -233,9 +262,11 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def evaluate(run: Run, progress: Progress, step: int, stop: StopRequest) -> bool:
+def evaluate(
+    run: Run, progress: Progress, step: int, stop: StopRequest, last: bool = False
+) -> bool:
     """Measure, remember the smallest validation value, log. False when asked to stop instead."""
-    figures = run.evaluate(step, lambda: stop.asked)
+    figures = run.evaluate(step, lambda: stop.asked, last)
     if figures is None:
         run.machine.print0(f"asked to stop: the evaluation at step {step} is left")
         return False
@@ -266,20 +297,25 @@ def last_evaluation(machine: Machine) -> Iterator[None]:
 
 
 def log_step(
-    run: Run, progress: Progress, step: int, loss: float, norm: float, seconds: float
+    run: Run, progress: Progress, horizon: float, loss: float, norm: float, seconds: float
 ) -> None:
-    """Hand one step's figures to the log."""
+    """Hand the figures of the step just done to the log; its rates were those of `horizon`."""
+    step = progress.step - 1
     rate = run.batch_tokens / seconds
     used = utilization(rate * run.flops_per_token, run.machine.device, run.machine.world_size)
     figures = {
         "loss": loss,
         "smooth_loss": progress.smooth_loss,
-        "lr": lr_factor(step, run.num_steps, run.schedule),
+        "lr": lr_factor(step, horizon, run.schedule),
         "grad_norm": norm,
         "tokens_per_second": rate,
         "step_seconds": seconds,
     }
-    run.log(step, figures if used is None else {**figures, "mfu": used})
+    if used is not None:
+        figures["mfu"] = used
+    if run.max_seconds is not None:
+        figures["seconds_left"] = max(0.0, run.max_seconds - progress.clock_seconds)
+    run.log(step, figures)
 
 
 def median_rate(run: Run, progress: Progress) -> float:

@@ -18,7 +18,7 @@ from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, start
 from nanochat.dataset import open_source
-from nanochat.eval_bpb import Bpb, bits_per_byte, document_batches, row_batches
+from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, row_batches
 from nanochat.gpt import GPT
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -26,7 +26,7 @@ from nanochat.preflight import CPU_TOKENS, estimate_seconds
 from nanochat.row_writer import ensure, open_rows
 from nanochat.rows import Rows
 from nanochat.samples import samples
-from nanochat.source import DataConfig, Source
+from nanochat.source import DataConfig
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model loss"
@@ -99,7 +99,12 @@ def main(cfg: BaseLoss) -> None:
     # Documents, each from its beginning: comparable between packers and tokenizers
     T = model.cfg.max_seq_len
     stride = cfg.sliding_stride or max(1, T // 4)
-    plain = document_bpb(model, source, tokenizer, T, cfg.max_documents, step_rows, machine)
+
+    def score(stride: int, most: int | None) -> Bpb:
+        texts = source.texts(source.val_shard, most)
+        return document_bpb(model, texts, tokenizer, T, stride, step_rows, machine)
+
+    plain = score(T, cfg.max_documents)
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     values = {
         "train bpb": train.value,
@@ -109,11 +114,8 @@ def main(cfg: BaseLoss) -> None:
         "document bytes": plain.bytes,
     }
     if cfg.sliding_documents:
-        n = cfg.sliding_documents
-        fixed = document_bpb(model, source, tokenizer, T, n, step_rows, machine)
-        sliding = document_bpb(model, source, tokenizer, stride, n, step_rows, machine)
-        values["sliding window bpb"] = sliding.value
-        values["same documents, plain"] = fixed.value
+        values["sliding window bpb"] = score(stride, cfg.sliding_documents).value
+        values["same documents, plain"] = score(T, cfg.sliding_documents).value
         values["sliding stride"] = stride
     values["train tokens scored"], values["val tokens scored"] = train.tokens, val.tokens
 
@@ -139,32 +141,6 @@ def train_batches(
     for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
         batch = rows.batch(number, step_rows, seed=0)
         yield batch[: num_rows - number * step_rows]
-
-
-def document_bpb(
-    model: GPT,
-    source: Source,
-    tokenizer: Tokenizer,
-    stride: int,
-    max_documents: int | None,
-    step_rows: int,
-    machine: Machine,
-) -> Bpb:
-    """Score validation documents in windows of the model's length (`eval_bpb.windows`)."""
-
-    def encoded() -> Iterator[np.ndarray]:
-        count = 0
-        for texts in source.documents(source.val_shard):
-            for text in texts:
-                if max_documents is not None and count >= max_documents:
-                    return
-                count += 1
-                yield np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64)
-
-    batches = document_batches(
-        encoded(), model.cfg.max_seq_len, stride, step_rows, machine.rank, machine.world_size
-    )
-    return bits_per_byte(model, batches, tokenizer.token_bytes(), machine)
 
 
 def write_section(

@@ -19,16 +19,17 @@ import torch
 from nanochat import records, report
 from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
-from nanochat.gpt import build_model
+from nanochat.gpt import GPT, build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
-from nanochat.preflight import require_memory
+from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.pretrain_exam import Exam, ExamConfig
+from nanochat.quantize import LateQuantization, QuantConfig
 from nanochat.row_writer import bytes_to_pack, open_rows, start_packing
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
-from nanochat.scaling import Horizon, plan_horizon, scaled_optim, shape_for_depth
+from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.source import DataConfig, Source
 from nanochat.stage import Outcome, Stage, StageConfig, carry_out
 from nanochat.stats import Estimate
@@ -50,17 +51,38 @@ class BaseTrain:
     """Train until about this many FLOPs are spent."""
     target_param_data_ratio: float = 12.0
     """Training tokens per matmul parameter, where nothing else says how long to train."""
+    max_wallclock_seconds: float | None = None
+    """Train so many seconds of steps, the rates following the clock; compiling before the first
+    step, evaluations and saving are not counted. num_iterations are then the most there can be."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: from the horizon."""
     arch: Literal["default", "classic"] = "default"
     """classic: the plain architecture of October 2025, which Hugging Face loads natively."""
     window_pattern: str = "L"
     """Attention windows by layer: L sees everything, S a quarter of the row."""
+    ema_decay: float = 0.0
+    """Share that an average of all weights keeps at each step, as 0.997; the run ends with the
+    average in place of the weights. 0 = off."""
+    qat_start: float = 1.0
+    """Share of the run from which the forward pass sees the weights as --quantize would store them;
+    1 = never."""
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to use."""
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     exam: ExamConfig = field(default_factory=ExamConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_wallclock_seconds is not None and not self.max_wallclock_seconds > 0:
+            raise ValueError(
+                f"max_wallclock_seconds must be positive, got {self.max_wallclock_seconds}"
+            )
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must lie in [0, 1), got {self.ema_decay}")
+        if not 0 <= self.qat_start <= 1:
+            raise ValueError(f"qat_start is a share of the run, 0 to 1, got {self.qat_start}")
 
 
 class Text(NamedTuple):
@@ -93,19 +115,10 @@ def main(cfg: BaseTrain) -> None:
 
     # What to train: everything follows from depth
     vocab_size, T, seed = text.tokenizer.vocab_size, cfg.max_seq_len, cfg.stage.seed
-    shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern)
+    shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern, cfg.shape)
     require_memory(shape, machine)
     model = build_model(shape, machine.device, machine.dtype, seed)
-    horizon = plan_horizon(
-        model.num_matmul_params(),
-        model.flops_per_token(),
-        T,
-        cfg.num_iterations,
-        cfg.target_flops,
-        cfg.target_param_data_ratio,
-        cfg.total_batch_size,
-        machine.world_size,
-    )
+    horizon = plan(cfg, model, machine)
     exam = Exam(
         cfg.exam,
         model,
@@ -113,11 +126,11 @@ def main(cfg: BaseTrain) -> None:
         text.rows,
         text.source.describe().get("dataset"),
         cfg.stage.loop.eval_every,
-        horizon.num_steps,
         machine,
     )
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    named = dict(model.named_parameters())
+    optimizer = MuonAdamW(named, model.param_roles(), table, machine, cfg.ema_decay)
     stage = Stage(
         kind="base",
         model=model,
@@ -138,6 +151,8 @@ def main(cfg: BaseTrain) -> None:
         background=lambda: packing(text, horizon, machine),
         bytes_to_pack=space(text, horizon, machine),
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
+        max_seconds=cfg.max_wallclock_seconds,
+        forward_weights=LateQuantization(named, cfg.quant, cfg.qat_start),
     )
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
@@ -145,6 +160,27 @@ def main(cfg: BaseTrain) -> None:
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
+
+
+def plan(cfg: BaseTrain, model: GPT, machine: Machine) -> Horizon:
+    """
+    Steps and batch. With a budget of seconds and no num_iterations: twice the steps that it is
+    estimated to allow, as that estimate is a rough one.
+    """
+    iterations, flops = cfg.num_iterations, cfg.target_flops
+    if cfg.max_wallclock_seconds is not None and iterations is None:
+        rate = 1e6 / machine.broadcast(estimate_seconds(model, 1_000_000, machine))
+        flops = 2 * cfg.max_wallclock_seconds * rate * model.flops_per_token()
+    return plan_horizon(
+        model.num_matmul_params(),
+        model.flops_per_token(),
+        cfg.max_seq_len,
+        iterations,
+        flops,
+        cfg.target_param_data_ratio,
+        cfg.total_batch_size,
+        machine.world_size,
+    )
 
 
 def open_text(cfg: BaseTrain, machine: Machine) -> Text:
@@ -198,11 +234,11 @@ def write_section(
     model, machine = outcome.model, run.machine
     assert checkpoint is not None, "only the rank that writes checkpoints writes the record"
     mfu = outcome.utilization
-    tokens = run.num_steps * run.batch_tokens
+    tokens = progress.step * run.batch_tokens
     values: dict[str, Any] = {
         "Number of parameters": model.num_params(),
         "Number of FLOPs per token": f"{run.flops_per_token:e}",
-        "Calculated number of iterations": run.num_steps,
+        "Calculated number of iterations": progress.step,
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / model.num_params(),
         "DDP world size": machine.world_size,

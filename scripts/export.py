@@ -3,29 +3,35 @@ Write a checkpoint in another project's format.
 
     python -m scripts.export                            # the last stage's newest checkpoint
     python -m scripts.export --source=base --model_tag=d24 --out=my-model --dtype=bfloat16
+    python -m scripts.export --source=base --format=artifact --limit_bytes=16000000
 
 Reads   a checkpoint of a stage
 Writes  export/<stage>-<tag>/, or the folder of --out: weights, configuration, tokenizer and chat
-        template for Hugging Face's AutoModelForCausalLM and AutoTokenizer
+        template for Hugging Face's AutoModelForCausalLM and AutoTokenizer; as an artifact the one
+        file export/<stage>-<tag>.golf, which scripts.golf_eval scores
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanochat.checkpoint import carried, find_checkpoint, load_model, newest_stage
-from nanochat.common import base_dir
-from nanochat.config import start
+from nanochat.artifact import Compressor, Container, store
+from nanochat.artifact_size import describe, require_within, smallest
+from nanochat.checkpoint import Checkpoint, carried, find_checkpoint, load_model, newest_stage
+from nanochat.common import base_dir, write_atomic
+from nanochat.config import field_docs, start
+from nanochat.gpt import GPT
 from nanochat.hf import is_native, write_hf
-from nanochat.machine import MachineConfig, init_machine
+from nanochat.machine import Machine, MachineConfig, init_machine
+from nanochat.quantize import Clip, QuantConfig
 from nanochat.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Export:
-    format: Literal["hf"] = "hf"
+    format: Literal["hf", "artifact"] = "hf"
     """hf: Hugging Face's. A model of --arch=classic becomes transformers' own NanoChat classes; any
-    other brings its code along."""
+    other brings its code along. artifact: one file, as small as can be, refused above a limit."""
     source: Literal["base", "mid", "sft", "rl"] | None = None
     """The stage whose model is written. Default: the last that has one."""
     model_tag: str | None = None
@@ -33,7 +39,22 @@ class Export:
     step: int | None = None
     """Step of the checkpoint. Default: the last good one."""
     out: str | None = None
-    """Folder to write. Default: export/<stage>-<tag> under the base directory."""
+    """Folder or file to write. Default: export/<stage>-<tag> under the base directory."""
+    quantize: str | None = None
+    """Of an artifact: the format of each matrix, as in embed.*=int8,*=int6. Default: what the model
+    was trained for, else *=int8."""
+    row_clip: Clip | None = None
+    """Of an artifact: how far the grid of a row reaches (see base_train). Default: as trained."""
+    row_clip_std: float | None = None
+    """Of an artifact: standard deviations that --row_clip=std keeps. Default: as trained."""
+    container: Container | None = None
+    """Of an artifact: levels in a byte each, or packed to their bits. Default: the smaller file."""
+    compressor: Compressor | None = None
+    """Of an artifact: what compresses it. Default: the smallest file."""
+    limit_bytes: int = 16_000_000
+    """Of an artifact: the most that file and code may take together."""
+    count_code: bool = True
+    """Of an artifact: whether the code that scores it counts towards the limit."""
     machine: MachineConfig = field(default_factory=lambda: MachineConfig("cpu", "float32"))
     """Its dtype is that of the weights as they are written."""
 
@@ -43,8 +64,19 @@ def main(cfg: Export) -> None:
     stage = cfg.source or newest_stage()
     checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
     tag = checkpoint.folder.parent.name
-    folder = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / f"{stage}-{tag}"
+    out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / f"{stage}-{tag}"
     model = load_model(checkpoint, machine)
+    if cfg.format == "artifact":
+        write_artifact(cfg, model, checkpoint, stage, out if cfg.out else out.with_suffix(".golf"))
+    else:
+        write_folder(out, model, checkpoint, stage, machine)
+    machine.close()
+
+
+def write_folder(
+    folder: Path, model: GPT, checkpoint: Checkpoint, stage: str, machine: Machine
+) -> None:
+    """For Hugging Face."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     origin = {"stage": stage, "step": checkpoint.step, **carried(checkpoint.state)}
     write_hf(folder, model, tokenizer, machine.dtype, origin)
@@ -53,7 +85,28 @@ def main(cfg: Export) -> None:
         f"{checkpoint.folder} -> {folder}: {model.num_params():,} parameters in {machine.dtype}\n"
         f'AutoModelForCausalLM.from_pretrained("{folder}"{code})'
     )
-    machine.close()
+
+
+def write_artifact(cfg: Export, model: GPT, checkpoint: Checkpoint, stage: str, path: Path) -> None:
+    """One file, or Refused; the table of what everything costs in any case."""
+    trained = checkpoint.state["settings"]
+    asked = {name: getattr(cfg, name) or trained.get(name) for name in field_docs(QuantConfig)}
+    quant = QuantConfig(**{name: value for name, value in asked.items() if value is not None})
+    origin = {
+        "stage": stage,
+        "tag": checkpoint.folder.parent.name,
+        "step": checkpoint.step,
+        "checkpoint": checkpoint.fingerprint,
+        "run_id": checkpoint.state["provenance"]["run_id"],
+        "seed": checkpoint.state["provenance"]["seed"],
+    }
+    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    stored = store(model.state_dict(), quant)
+    written = smallest(stored, model.cfg, tokenizer, origin, cfg.container, cfg.compressor)
+    print(describe(written, cfg.limit_bytes, cfg.count_code), flush=True)
+    require_within(written, cfg.limit_bytes, cfg.count_code)
+    write_atomic(path, written.data)
+    print(f"{checkpoint.folder} -> {path}: {model.num_params():,} parameters as {quant.quantize}")
 
 
 if __name__ == "__main__":

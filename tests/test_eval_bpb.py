@@ -1,6 +1,7 @@
 """Bits per byte: every token once, bytes exact, and the same whatever the batching."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.eval_bpb import bits_per_byte, document_batches, row_batches, windows
+from nanochat import eval_bpb, world
+from nanochat.eval_bpb import (
+    bits_per_byte,
+    document_batches,
+    document_bpb,
+    row_batches,
+    windows,
+)
+from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+from tests.conftest import TINY, lively
 
 TOKEN_BYTES = np.array([0, 1, 2, 3, 4, 0, 6, 7])  # tokens 0 and 5 are special
 
@@ -90,6 +101,42 @@ def test_documents_are_scored_the_same_by_any_number_of_ranks(machine, tiny_gpt)
         return sum(p.nats for p in parts) / sum(p.bytes for p in parts)
 
     assert measure(1, 4) == pytest.approx(measure(3, 2), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(world.documents(0, 0, "train"), 300)
+
+
+TEXTS = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n" * 2, "a", "Tom is here. " * 9]
+
+
+@pytest.mark.parametrize(("stride", "rows"), [(16, 1), (16, 4), (8, 3), (1, 7), (3, 2)])
+def test_documents_are_scored_as_if_token_by_token_and_bytes_are_those_of_the_text(
+    stride, rows, tokenizer, machine
+):
+    """Against the definition: each token from its own window, alone, with the context promised."""
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size)
+    model = lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
+    nats = 0.0
+    for text in TEXTS:
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        for place in range(1, len(ids)):  # the first 16 share a window, then each `stride`
+            late = max(0, place - 16)
+            begin = 0 if not late else -(-late // stride) * stride
+            seen = torch.tensor([ids[begin:place]])
+            nats -= float(model(seen)[0, -1].detach().log_softmax(-1)[ids[place]])
+    found = document_bpb(model, TEXTS, tokenizer, 16, stride, rows, machine)
+    assert found.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert found.nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_token_that_was_not_scored_is_noticed(tokenizer, machine, monkeypatch):
+    """As upstream's sliding window did the other way round: it scored its tail twice."""
+    whole = eval_bpb.windows
+    monkeypatch.setattr(eval_bpb, "windows", lambda *args: list(whole(*args))[:-1])
+    with pytest.raises(AssertionError, match="the texts have"):
+        document_bpb(Uniform(), TEXTS, tokenizer, 16, 8, 4, machine)
 
 
 @pytest.mark.parametrize("stride", [0, 17])

@@ -1,5 +1,6 @@
 """What other modules rely on: causality, initial values, counts, and a model that can learn."""
 
+import cmath
 import math
 import subprocess
 import sys
@@ -12,17 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
 from nanochat.common import REPOSITORY
-from nanochat.gpt import GPT, GPTConfig, build_model, rotary, rotate
+from nanochat.gpt import GPT, GPTConfig, build_model, exclude_self, rotary, rotate
 from nanochat.loss import IGNORE
 from tests.conftest import TINY, lively
 
 CPU = torch.device("cpu")
+GOLF = replace(
+    TINY,
+    mlp_ratio=3,
+    tie_embeddings=True,
+    rope_dims=4,
+    xsa_last_n=1,
+    qk_gain_init=1.5,
+    init="orthogonal",
+    projection_init="scaled",
+)
 VARIANTS = {
     "default": TINY,
     "classic": TINY.classic(),
     "windows": replace(TINY, window_pattern="SSL", max_seq_len=600),
     "one layer": replace(TINY, n_layer=1),
     "no groups": replace(TINY, n_kv_head=4),
+    "golf": GOLF,
+    "tied and plain": replace(TINY.classic(), tie_embeddings=True),
 }
 
 
@@ -136,6 +149,98 @@ def test_rotation_makes_scores_depend_on_distance_only():
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
+def test_partial_rotation_turns_the_first_channels_alone():
+    """Against its definition: channel i and i + R/2 are one number turned by t * theta^(-2i/R)."""
+    R, D, theta = 4, 10, 100.0
+    x = torch.randn(1, 7, 2, D, generator=torch.Generator().manual_seed(0))
+    got = rotate(x, *rotary(torch.arange(7), R, theta))
+    assert torch.equal(got[..., R:], x[..., R:])
+    for t in range(7):
+        for i in range(R // 2):
+            number = torch.complex(x[0, t, :, i], x[0, t, :, i + R // 2])
+            turned = number * cmath.exp(-1j * t * theta ** (-2 * i / R))
+            want = torch.stack([turned.real, turned.imag], dim=-1)
+            torch.testing.assert_close(got[0, t][:, [i, i + R // 2]], want)
+
+
+def test_exclusive_attention_leaves_nothing_along_the_tokens_own_value():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(2, 5, 6, 8, generator=generator)
+    v = torch.randn(2, 5, 3, 8, generator=generator)
+    got = exclude_self(y, v)
+    for h in range(6):  # two query heads share each value
+        own = v[:, :, h // 2]
+        n = own / own.norm(dim=-1, keepdim=True)
+        want = y[:, :, h] - (y[:, :, h] * n).sum(-1, keepdim=True) * n
+        torch.testing.assert_close(got[:, :, h], want)
+        assert (got[:, :, h] * n).sum(-1).abs().max() < 1e-5
+
+
+def test_exclusion_is_for_the_last_layers_and_a_first_token_then_hears_nothing():
+    cfg = replace(TINY, n_layer=3, xsa_last_n=2)
+    blocks = build_model(cfg, CPU, torch.float32, seed=0).blocks
+    assert [b.attention.exclusive for b in blocks] == [False, True, True]
+    x = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
+    rope = rotary(torch.arange(1), 8, 1e4)
+    for block, silent in zip(blocks, (False, True, True), strict=True):
+        torch.nn.init.eye_(block.attention.out.weight)
+        heard = block.attention(x, *rope, None)  # one token gathers its own value alone
+        assert (heard.abs().max() < 1e-5) == silent
+
+
+def test_a_learned_gain_scales_the_scores_of_its_head():
+    cfg = replace(TINY, qk_gain_init=1.2**2)
+    model, plain = (lively(build_model(c, CPU, torch.float32, seed=0)) for c in (cfg, TINY))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
+    assert [n for n, r in model.param_roles().items() if r == "gain"] == [
+        "blocks.0.attention.gain",
+        "blocks.1.attention.gain",
+    ]
+    with torch.no_grad():
+        model.blocks[0].attention.gain[2] = 0.0
+    assert not torch.allclose(model(tokens), plain(tokens), atol=1e-3)
+
+
+def test_a_tied_table_scores_with_what_it_embeds():
+    model = lively(build_model(replace(TINY, tie_embeddings=True), CPU, torch.float32, seed=0))
+    assert "head.weight" not in model.state_dict()
+    tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+    want = 15 * torch.tanh(model.hidden(tokens) @ model.embed.weight.T / 15)
+    torch.testing.assert_close(model(tokens), want)
+    twin = GPT(replace(TINY))  # the same as two tables, whose gradients add up
+    twin.load_state_dict({**model.state_dict(), "head.weight": model.embed.weight.detach()})
+    model.loss(tokens, tokens).backward()
+    twin.loss(tokens, tokens).backward()
+    both = twin.embed.weight.grad + twin.head.weight.grad
+    torch.testing.assert_close(model.embed.weight.grad, both)
+    assert model.flops_per_token() == twin.flops_per_token()
+
+
+def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
+    cfg = replace(TINY, d_model=64, n_head=8, mlp_ratio=2, init="orthogonal", n_layer=3)
+    drawn = build_model(replace(cfg, projection_init="scaled"), CPU, torch.float32, 0).blocks[0]
+    for weight, scale in ((drawn.attention.k.weight, 1.0), (drawn.mlp.up.weight, 0.4)):
+        M, N = weight.shape
+        short = weight @ weight.T if M < N else weight.T @ weight
+        size = scale**2 * max(1.0, M / N)
+        torch.testing.assert_close(short, size * torch.eye(min(M, N)), rtol=1e-4, atol=1e-4)
+        assert weight.std().item() == pytest.approx(scale * N**-0.5, rel=0.05)
+    for projection in (drawn.attention.out.weight, drawn.mlp.down.weight):
+        want = projection.size(1) ** -0.5 / math.sqrt(2 * 3)
+        assert projection.std().item() == pytest.approx(want, rel=0.05)
+
+
+def test_parameters_of_the_golf_shape_are_those_of_its_record():
+    """19,417,152 with 18,432 scales per channel that ours does not have."""
+    shape = GPTConfig(
+        1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, tie_embeddings=True, rope_dims=32,
+        xsa_last_n=2, qk_gain_init=1.5, value_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        assert GPT(shape).num_params() == 19_417_152 - 18_432 + 2 * 8
+
+
 def test_B15_rotary_tables_are_right_after_loading_on_the_meta_device(tiny_gpt):
     with torch.device("meta"):
         loaded = GPT(TINY)
@@ -174,6 +279,11 @@ def test_flops_of_the_seed_shape_are_those_of_the_seed_report():
         ({"softcap": 50.0}, "50.0"),
         ({"window_pattern": "SX"}, "'SX'"),
         ({"n_layer": 0}, "n_layer"),
+        ({"rope_dims": 3}, "got 3"),
+        ({"rope_dims": 10}, "head_dim 8, got 10"),
+        ({"xsa_last_n": 3}, "0 to 2, got 3"),
+        ({"qk_gain_init": 0.0}, "got 0.0"),
+        ({"mlp_ratio": 0.01}, "0.01"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_by_name(change, named):

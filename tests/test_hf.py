@@ -15,9 +15,10 @@ from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, build_model
-from nanochat.hf import code_of, read_hf, write_hf
+from nanochat.hf import read_hf, write_hf
 from nanochat.hf_tokenizer import byte_letters, halves
 from nanochat.machine import MachineConfig
+from nanochat.own_code import code_of
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.world import documents

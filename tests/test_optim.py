@@ -80,6 +80,54 @@ def test_cautious_decay_shrinks_only_weights_the_update_shrinks(machine):
     assert 0 < int(shrinks.sum()) < 4
 
 
+def test_decoupled_decay_shrinks_every_weight_before_its_update(machine):
+    generator = torch.Generator().manual_seed(0)
+    start, g = torch.randn(2, 6, 4, generator=generator).unbind(0)
+    p = torch.nn.Parameter(start.clone())
+    rule = Rule("muon", 0.02, weight_decay=0.3, cautious=False)
+    optimizer = make({"p": p}, {"p": "matrix"}, machine, matrix=rule)
+    p.grad = g.clone()
+    optimizer.reduce_gradients()
+    optimizer.step(0.5, momentum=0.9, decay_factor=0.25)  # which is for cautious decay alone
+    lr = 0.5 * 0.02
+    direction = math.sqrt(6 / 4) * orthogonalize(g.lerp(0.1 * g, 0.9))
+    want = start * (1 - lr * 0.3) - lr * direction
+    torch.testing.assert_close(p.detach(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
+    named, roles = dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles()
+    table = rules(OptimConfig(), 768)
+    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.9)
+    want = {n: p.detach().clone() for n, p in named.items()}
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        tiny_gpt.loss(tokens, tokens).backward()
+        optimizer.reduce_gradients()
+        optimizer.step(1.0)
+        want = {n: 0.9 * w + 0.1 * named[n].detach() for n, w in want.items()}
+    other = MuonAdamW(named, roles, table, machine, ema_decay=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    other.take_average()
+    for name, p in named.items():
+        torch.testing.assert_close(p.detach(), want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_rehearsal_changes_neither_weights_nor_state(machine, tiny_gpt):
+    named = dict(tiny_gpt.named_parameters())
+    table = rules(OptimConfig(weight_decay=0.1), 768)
+    optimizer = MuonAdamW(named, tiny_gpt.param_roles(), table, machine, ema_decay=0.9)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    tiny_gpt.loss(tokens, tokens).backward()
+    optimizer.reduce_gradients()
+    optimizer.step(1.0)
+    weights = {n: p.detach().clone() for n, p in named.items()}
+    state = {n: v.clone() for n, v in optimizer.state_dict().items()}
+    optimizer.rehearse()
+    assert all(torch.equal(p, weights[n]) for n, p in named.items())
+    assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
+
+
 def test_equal_matrices_share_a_stack_and_get_the_update_of_each_alone(machine):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 6, 4, generator=generator)

@@ -13,6 +13,7 @@ from nanochat.gpt import build_model
 from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.quantize import LateQuantization, QuantConfig, as_stored
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
 from nanochat.stopping import PREEMPTED, UNEVALUATED, StoppedWaiting
@@ -54,7 +55,7 @@ def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, seed=0, guar
         flops_per_token=1.0,
         rows=lambda step: rows_of(step + 1000 * seed, masked),
         rows_name=lambda step: f"rows of {step}",
-        evaluate=lambda step, stopping: {"val_bpb": 5.0 - step},
+        evaluate=lambda step, stopping, last: {"val_bpb": 5.0 - step},
         save=lambda progress, final=False: saved.append(
             (progress.step, {n: p.detach().clone() for n, p in model.named_parameters()})
         ),
@@ -167,13 +168,113 @@ def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
         assert torch.equal(value, second.optimizer.state_dict()[name]), name
 
 
+class Clock:
+    """A clock of which every step takes a second, and every evaluation and save a hundred."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("nanochat.train.time.perf_counter", lambda: self.now)
+
+    def rows(self, step):
+        self.now += 1.0
+        return rows_of(step)
+
+    def evaluate(self, step, stopping, last):
+        self.now += 100.0
+        return {"last": float(last)}
+
+    def save(self, progress, final=False):
+        self.now += 100.0
+
+    def changes(self, **more):
+        return {"rows": self.rows, "evaluate": self.evaluate, "save": self.save, **more}
+
+
+def test_a_budget_of_seconds_counts_steps_alone_and_the_rates_follow_it(machine, monkeypatch):
+    clock = Clock(monkeypatch)
+    schedule = ScheduleConfig(warmup_steps=2, warmdown_ratio=0.4, final_lr_frac=0.0)
+    changes = clock.changes(max_seconds=20.0, schedule=schedule)
+    run, _, logged = make_run(machine, num_steps=500, **changes)
+    progress = Progress()
+    assert train(run, progress)
+    assert progress.step == 20 and progress.clock_seconds == 20.0
+    rates = [v["lr"] for _, v in logged if "lr" in v]
+    # up in two steps (the first knows no pace yet), flat to 60% of the budget, down to its end
+    want = [min((s + 1) / 2, 1.0, (20 - s) / 8) for s in range(20)]
+    np.testing.assert_allclose(rates, want)
+    assert [v["last"] for _, v in logged if "last" in v] == [0.0, 0.0, 0.0, 1.0]  # 5, 10, 15, end
+    assert [v["seconds_left"] for _, v in logged if "lr" in v][-2:] == [1.0, 0.0]
+
+
+def test_a_run_resumed_on_a_budget_trains_what_is_left_of_it(machine, monkeypatch):
+    clock = Clock(monkeypatch)
+    run, *_ = make_run(machine, num_steps=500, **clock.changes(max_seconds=12.0))
+    progress = Progress(step=6, clock_seconds=9.0, loss_average=1.0)
+    assert train(run, progress)
+    assert progress.step == 9 and progress.clock_seconds == 12.0
+
+
+def test_the_steps_asked_for_end_a_run_within_its_budget(machine, monkeypatch):
+    clock = Clock(monkeypatch)
+    run, *_ = make_run(machine, num_steps=7, **clock.changes(max_seconds=100.0))
+    progress = Progress()
+    assert train(run, progress) and progress.step == 7
+
+
+def test_a_run_ends_with_the_average_of_its_weights(machine):
+    run, saved, _ = make_run(machine, num_steps=6)
+    named = dict(run.model.named_parameters())
+    averaged = {n: p.detach().clone() for n, p in named.items()}
+    table, roles = run.optimizer.table, run.model.param_roles()
+    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.7)
+
+    def log(step, values):
+        for name, p in named.items():
+            if "lr" in values:
+                averaged[name] = 0.7 * averaged[name] + 0.3 * p.detach()
+
+    train(replace(run, optimizer=optimizer, log=log), Progress())
+    for name, p in named.items():
+        torch.testing.assert_close(p.detach(), averaged[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(saved[-1][1][name], p.detach())
+    assert set(optimizer.state_dict()) >= {f"{name}.average" for name in named}
+
+
+def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
+    """Gradients are those at the weights put in place; the update moves the weights themselves."""
+    run, *_ = make_run(machine, num_steps=1)
+    named = dict(run.model.named_parameters())
+    start = {n: p.detach().clone() for n, p in named.items()}
+    late = LateQuantization(named, QuantConfig("*=int5"), start=0.0)
+    seen = []
+
+    class Watched:
+        def loss(self, tokens, targets):
+            seen.append({n: p.detach().clone() for n, p in named.items()})
+            return run.model.loss(tokens, targets)
+
+    moved = {}
+
+    def update(part, *rest):
+        moved.update({name: named[name].detach().clone() for name in part.names})
+
+    run.optimizer.update = update
+    train_step(replace(run, model=Watched(), forward_weights=late, device_rows=4), 0)
+    assert len(seen) == 2
+    for name in named:
+        assert torch.equal(seen[1][name], as_stored(start[name], late.formats[name], late.cfg))
+    assert not torch.equal(seen[0]["embed.weight"], start["embed.weight"])
+    assert moved.keys() == start.keys()
+    assert all(torch.equal(p, start[name]) for name, p in moved.items())
+
+
 def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
     order = []
     run, *_ = make_run(
         machine,
         num_steps=3,
         save=lambda progress, final: order.append("save" if final else "save, unsafe"),
-        evaluate=lambda step, stopping: order.append("evaluate") or {},
+        evaluate=lambda step, stopping, last: order.append("evaluate") or {},
     )
     train(run, Progress())
     assert order == ["save", "evaluate"]
@@ -206,7 +307,7 @@ def test_R7_a_signal_ends_the_wait_for_rows_that_are_still_being_packed(machine)
 
 @pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])
 def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
-    def evaluate(step, stopping):
+    def evaluate(step, stopping, last):
         if step == when:
             os.kill(os.getpid(), signal.SIGTERM)
         return None if stopping() else {"val_bpb": 1.0}
@@ -220,7 +321,7 @@ def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
 def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(machine, capsys):
     saved = []
 
-    def evaluate(step, stopping):
+    def evaluate(step, stopping, last):
         raise torch.OutOfMemoryError
 
     loop = LoopConfig(eval_every=0)
@@ -241,7 +342,7 @@ def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
     tried = []
 
     def evaluation(rows):
-        def evaluate(step, stopping):
+        def evaluate(step, stopping, last):
             tried.append((rows, step))
             if rows > 3:
                 raise torch.OutOfMemoryError
@@ -250,12 +351,12 @@ def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
         return evaluate
 
     evaluate = patient(evaluation, 16)
-    assert evaluate(5, lambda: False) == {"val_bpb": 1.0}
+    assert evaluate(5, lambda: False, False) == {"val_bpb": 1.0}
     assert tried == [(16, 5), (8, 5), (4, 5), (2, 5)]
-    evaluate(9, lambda: False)
+    evaluate(9, lambda: False, False)
     assert tried[4:] == [(2, 9)]  # what fits is remembered
     with pytest.raises(torch.OutOfMemoryError):
-        patient(lambda rows: evaluation(rows + 4), 2)(0, lambda: False)
+        patient(lambda rows: evaluation(rows + 4), 2)(0, lambda: False, False)
 
 
 def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
