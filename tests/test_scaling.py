@@ -3,7 +3,14 @@
 import pytest
 
 from nanochat.optim import OptimConfig
-from nanochat.scaling import MIN_STEPS, Horizon, auto_batch, plan_horizon, scaled_optim
+from nanochat.scaling import (
+    MIN_STEPS,
+    Horizon,
+    ShapeConfig,
+    auto_batch,
+    plan_horizon,
+    scaled_optim,
+)
 from nanochat.scaling import shape_for_depth as shape
 
 D12 = 110_100_480  # matmul parameters of depth 12 at 32,768 ids
@@ -74,3 +81,17 @@ def test_decay_times_steps_is_the_same_for_every_horizon():
     assert scaled_optim(OptimConfig(weight_decay=0.3), Horizon(9, 1)).weight_decay == 0.3
     short = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay for n in (2, MIN_STEPS)]
     assert short[0] == short[1]
+
+
+def test_what_is_given_replaces_what_follows_from_depth():
+    given = ShapeConfig(d_model=512, head_dim=64, n_kv_head=4, mlp_ratio=3, tie_embeddings=True)
+    cfg = shape(8, 1024, 2048, shape=given)
+    assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (512, 8, 4, 64)
+    assert cfg.mlp_ratio == 3 and cfg.tie_embeddings and cfg.value_embeddings
+    assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(rope_dims=32)).rope_dims == 32
+    assert shape(4, 1024, 512) == shape(4, 1024, 512, shape=ShapeConfig(d_model=256))
+
+
+def test_a_width_that_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="head_dim 64 must divide the width 96"):
+        shape(4, 100, 16, shape=ShapeConfig(d_model=96))
