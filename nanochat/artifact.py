@@ -44,7 +44,7 @@ COMPRESSORS: tuple[Compressor, ...] = ("zlib", "zstd", "lzma")
 MAGIC = b"nanogolf"
 PREFIX = struct.Struct("<8sBBIQ")  # magic, container, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
-MAX_BODY = 1 << 34  # bytes; a damaged length must not take all memory
+MAX_BODY = 1 << 32  # bytes; a damaged length must not take all memory
 # of lzma: what is stored has no structure of four bytes or of text
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
 
@@ -173,7 +173,7 @@ def read_artifact(path: Path) -> Artifact:
     try:
         body, container = unseal(data)
         return parse_body(body, container)
-    except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, MemoryError, struct.error) as error:
         raise ValueError(f"{path} is no artifact, or a damaged one: {error}") from error
 
 

@@ -99,7 +99,8 @@ def reach(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
 
 def grid_of(reached: Tensor, form: Format) -> Tensor:
     """Scales (M, 1) of a grid that reaches so far: as float16 has them, back in float32."""
-    scale = (reached / largest_level(form)).to(torch.float16).float()
+    top = torch.full_like(reached, largest_level(form))  # by a number, CUDA would multiply
+    scale = (reached / top).to(torch.float16).float()
     smallest = torch.finfo(torch.float16).smallest_normal
     return torch.where((scale == 0) & (reached > 0), smallest, scale)
 

@@ -166,6 +166,8 @@ def scaled_optim(cfg: OptimConfig, horizon: Horizon) -> OptimConfig:
     """
     quiet = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
     decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
+    if cfg.decay_rule == "decoupled":
+        decay /= 4  # the other kind acts on about half of the weights, and fades to nothing
     return replace(
         cfg,
         scalar_lr=cfg.scalar_lr * quiet,

@@ -145,6 +145,8 @@ def carry_out(
         "model": asdict(model.cfg),
         "batch_tokens": stage.batch_tokens,
         "seed": cfg.seed,
+        "optim": asdict(cfg.optim),
+        "schedule": asdict(cfg.schedule),
         **stage.identity,
     }
     progress = Progress()
@@ -227,7 +229,7 @@ def prepare(
     inputs = stage.state["provenance"]["inputs"]
     seconds, most = ready.train_seconds, ""
     if stage.max_seconds is not None:
-        seconds = min(seconds, stage.max_seconds - progress.clock_seconds)
+        seconds = max(0.0, min(seconds, stage.max_seconds - progress.clock_seconds))
         most = f"{stage.max_seconds:g} s of steps, at most "
     preflight.screen(
         {

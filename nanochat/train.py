@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.common import Refused
 from nanochat.guard import Guard, GuardConfig, Health, NotFinite
 from nanochat.hardware import utilization
 from nanochat.loss import Trainable
@@ -61,6 +62,8 @@ class Progress:
     timed_steps: int = 0
     clock_seconds: float = 0.0
     """Time spent in all steps, the mean of the ranks: what a budget of seconds is compared with."""
+    averaged: bool = False
+    """The weights are the average that the run ended with: there is no going on from them."""
     health: Health = field(default_factory=Health)
     min_val: float | None = None
     last_val: float | None = None
@@ -72,7 +75,7 @@ class Progress:
         return {**plain, "health": self.health.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.state_dict():
+        for name in self.state_dict().keys() & state.keys():
             setattr(self, name, state[name])
         self.health = Health(**state["health"])
 
@@ -149,8 +152,14 @@ def train(run: Run, progress: Progress) -> bool:
 
     The last thing before the final evaluation is a checkpoint. Asked to stop, it leaves the
     evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
-    and RanksDiffer.
+    RanksDiffer, and Refused for more steps after the weights were averaged.
     """
+    if progress.averaged and not run.finished(progress):
+        raise Refused(
+            f"the run ended after step {progress.step} with the average of its weights, and cannot "
+            "be made longer",
+            "another --model_tag, or no --ema_decay",
+        )
     guard = Guard(run.loop.guard, progress.health, run.machine)
     with run.stop as stop:
         while not run.finished(progress):
@@ -186,7 +195,7 @@ def train(run: Run, progress: Progress) -> bool:
             every = run.loop.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
-        run.optimizer.take_average()
+        progress.averaged = run.optimizer.take_average()
         run.save(progress, final=True)
         with last_evaluation(run.machine):
             return evaluate(run, progress, progress.step, stop, last=True)

@@ -8,6 +8,7 @@ Reads   tokenizer/ (scripts.tok_train); rows/, packed in the background where sc
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
 """
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.pretrain_exam import Exam, ExamConfig
 from nanochat.quantize import LateQuantization, QuantConfig
-from nanochat.row_writer import bytes_to_pack, open_rows, start_packing
+from nanochat.row_writer import bytes_to_pack, ensure, open_rows, start_packing
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
@@ -52,8 +53,9 @@ class BaseTrain:
     target_param_data_ratio: float = 12.0
     """Training tokens per matmul parameter, where nothing else says how long to train."""
     max_wallclock_seconds: float | None = None
-    """Train so many seconds of steps, the rates following the clock; compiling before the first
-    step, evaluations and saving are not counted. num_iterations are then the most there can be."""
+    """End after so many seconds of steps, the rates following the clock; packing, compiling,
+    evaluations and saving are not counted. num_iterations are then the most there can be; batch and
+    decay follow from the horizon, as without a clock."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: from the horizon."""
     arch: Literal["default", "classic"] = "default"
@@ -119,6 +121,7 @@ def main(cfg: BaseTrain) -> None:
     require_memory(shape, machine)
     model = build_model(shape, machine.device, machine.dtype, seed)
     horizon = plan(cfg, model, machine)
+    steps = most_steps(cfg, model, horizon, machine)
     exam = Exam(
         cfg.exam,
         model,
@@ -128,6 +131,7 @@ def main(cfg: BaseTrain) -> None:
         cfg.stage.loop.eval_every,
         machine,
     )
+    rows_needed = steps * horizon.batch_tokens // T
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, cfg.ema_decay)
@@ -137,23 +141,27 @@ def main(cfg: BaseTrain) -> None:
         optimizer=optimizer,
         tokenizer=text.tokenizer,
         rows=text.rows,
-        num_steps=horizon.num_steps,
+        num_steps=steps,
         batch_tokens=horizon.batch_tokens,
         split=tokens_and_targets,
         evaluation=exam.evaluation,
-        identity={},
+        identity=identity(cfg),
         state={
             "horizon": asdict(horizon),
             "source": text.source.describe(),
             "provenance": {"run_id": text.run_id, "seed": seed, "inputs": text.inputs},
         },
         run_id=text.run_id,
-        background=lambda: packing(text, horizon, machine),
-        bytes_to_pack=space(text, horizon, machine),
+        background=lambda: packing(text, rows_needed, machine),
+        bytes_to_pack=space(text, rows_needed, machine),
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
         max_seconds=cfg.max_wallclock_seconds,
         forward_weights=LateQuantization(named, cfg.quant, cfg.qat_start),
     )
+    if cfg.max_wallclock_seconds is not None:  # the clock is not to run while text is packed
+        if machine.local_rank == 0:
+            ensure(text.rows, text.source, text.tokenizer, rows_needed)
+        machine.barrier()
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
         write_section(cfg, text, outcome, exam.core, started, at_start)
@@ -163,24 +171,40 @@ def main(cfg: BaseTrain) -> None:
 
 
 def plan(cfg: BaseTrain, model: GPT, machine: Machine) -> Horizon:
-    """
-    Steps and batch. With a budget of seconds and no num_iterations: twice the steps that it is
-    estimated to allow, as that estimate is a rough one.
-    """
-    iterations, flops = cfg.num_iterations, cfg.target_flops
-    if cfg.max_wallclock_seconds is not None and iterations is None:
-        rate = 1e6 / machine.broadcast(estimate_seconds(model, 1_000_000, machine))
-        flops = 2 * cfg.max_wallclock_seconds * rate * model.flops_per_token()
+    """Steps and batch, as if there were no clock."""
     return plan_horizon(
         model.num_matmul_params(),
         model.flops_per_token(),
         cfg.max_seq_len,
-        iterations,
-        flops,
+        cfg.num_iterations,
+        cfg.target_flops,
         cfg.target_param_data_ratio,
         cfg.total_batch_size,
         machine.world_size,
     )
+
+
+def most_steps(cfg: BaseTrain, model: GPT, horizon: Horizon, machine: Machine) -> int:
+    """
+    Where the run ends at the latest: after the horizon's steps. Where a clock ends it and nobody
+    said how many: after twice as many as it is estimated to allow, for which text is packed.
+    """
+    if cfg.max_wallclock_seconds is None or cfg.num_iterations is not None:
+        return horizon.num_steps
+    step_seconds = estimate_seconds(model, horizon.batch_tokens, machine)
+    return machine.broadcast(math.ceil(2 * cfg.max_wallclock_seconds / step_seconds))
+
+
+def identity(cfg: BaseTrain) -> dict[str, Any]:
+    """What decides the result of a run by the clock or for a file; nothing of an ordinary one."""
+    chosen = {
+        "max_wallclock_seconds": cfg.max_wallclock_seconds,
+        "ema_decay": cfg.ema_decay or None,
+        "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)}
+        if cfg.qat_start < 1
+        else None,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def open_text(cfg: BaseTrain, machine: Machine) -> Text:
@@ -196,17 +220,15 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     return Text(tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len, run_id), run_id)
 
 
-def space(text: Text, horizon: Horizon, machine: Machine) -> int:
+def space(text: Text, rows_needed: int, machine: Machine) -> int:
     """Bytes that packing will write; the main rank finds out."""
-    needed = horizon.tokens // text.rows.max_seq_len
-    return bytes_to_pack(text.rows, text.source, needed)[0] if machine.is_main else 0
+    return bytes_to_pack(text.rows, text.source, rows_needed)[0] if machine.is_main else 0
 
 
-def packing(text: Text, horizon: Horizon, machine: Machine) -> AbstractContextManager:
-    """Pack, beside the training, what the horizon needs; one process per machine does."""
+def packing(text: Text, rows_needed: int, machine: Machine) -> AbstractContextManager:
+    """Pack, beside the training, what the run needs; one process per machine does."""
     if machine.local_rank != 0:
         return nullcontext()
-    rows_needed = horizon.tokens // text.rows.max_seq_len
     return start_packing(text.rows, text.source, rows_needed, say=machine.print0)
 
 

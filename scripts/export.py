@@ -67,7 +67,9 @@ def main(cfg: Export) -> None:
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / f"{stage}-{tag}"
     model = load_model(checkpoint, machine)
     if cfg.format == "artifact":
-        write_artifact(cfg, model, checkpoint, stage, out if cfg.out else out.with_suffix(".golf"))
+        write_artifact(
+            cfg, model, checkpoint, stage, out if cfg.out else out.with_name(out.name + ".golf")
+        )
     else:
         write_folder(out, model, checkpoint, stage, machine)
     machine.close()
@@ -89,7 +91,9 @@ def write_folder(
 
 def write_artifact(cfg: Export, model: GPT, checkpoint: Checkpoint, stage: str, path: Path) -> None:
     """One file, or Refused; the table of what everything costs in any case."""
-    trained = checkpoint.state["settings"]
+    if path.is_dir():
+        raise ValueError(f"--out={path} is a folder; an artifact is one file")
+    trained = checkpoint.state.get("settings", {})
     asked = {name: getattr(cfg, name) or trained.get(name) for name in field_docs(QuantConfig)}
     quant = QuantConfig(**{name: value for name, value in asked.items() if value is not None})
     origin = {

@@ -78,6 +78,7 @@ def main(cfg: GolfEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
     scored = [score(cfg, path, machine) for path in files(cfg)]
+    require_alike(scored)
     if machine.is_main:
         write_section(cfg, machine, scored, started)
     machine.close()
@@ -101,7 +102,7 @@ def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
     artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = parent_of(artifact, machine)
-    source = open_source(cfg.data, parent.state["source"] if parent else None)
+    source = open_source(cfg.data, (parent.state["source"] or None) if parent else None)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
@@ -125,6 +126,17 @@ def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
         told += f", before {before.value:.5f}, gap {plain.value - before.value:+.5f}"
     machine.print0(told)
     return Scored(path, artifact, parent, before, plain, sliding)
+
+
+def require_alike(scored: list[Scored]) -> None:
+    """Raises ValueError where a mean would be one of different things."""
+    first = scored[0]
+    for s in scored[1:]:
+        if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
+            raise ValueError(
+                f"{s.path} and {first.path} are not seeds of one recipe: other text or another "
+                "shape. Score them one by one, with --artifacts"
+            )
 
 
 def default_seqs(T: int, machine: Machine) -> int:
@@ -196,9 +208,9 @@ def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started
 def line(s: Scored) -> str:
     """One artifact in a line of the section."""
     parts = [f"seed {s.artifact.origin['seed']}"]
-    if s.parent:
-        progress = s.parent.state["progress"]
-        parts.append(f"{progress['step']} steps in {progress['clock_seconds']:.0f} s")
+    seconds = s.parent.state.get("progress", {}).get("clock_seconds") if s.parent else None
+    if s.parent and seconds:
+        parts.append(f"{s.parent.step} steps in {seconds:.0f} s")
     if s.before:
         parts.append(f"before {s.before.value:.4f}")
     parts.append(f"roundtrip {s.plain.value:.4f}")

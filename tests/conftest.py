@@ -4,6 +4,7 @@ import atexit
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
+
+# every part of the model that only some tracks need
+GOLF_CHANGES: dict[str, Any] = {
+    "mlp_ratio": 3,
+    "tie_embeddings": True,
+    "rope_dims": 4,
+    "xsa_last_n": 1,
+    "qk_gain_init": 1.5,
+    "init": "orthogonal",
+    "projection_init": "scaled",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from tests.training_runs import (
     TRAIN,
     begin,
     curve,
+    environment,
     folder,
     free_port,
     losses,
@@ -82,6 +85,15 @@ def test_R4_elastic_resume_sees_the_same_rows_and_losses(base, saved_by, resumed
     np.testing.assert_allclose(losses(base, tag), losses(base, "one"), rtol=1e-5)
 
 
+def test_a_run_is_not_continued_under_other_rates(base):
+    """It would be neither the one recipe nor the other, and be recorded as the second."""
+    words = [sys.executable, *TRAIN, *SMALL, "--model_tag=one", "--resume=auto", "--matrix_lr=0.03"]
+    done = subprocess.run(
+        words, cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode and "optim.matrix_lr: was 0.02, now 0.03" in done.stderr
+
+
 def test_B4_B5_B6_ranks_agree_on_rates_and_parameters_and_on_uneven_masks(base):
     def results(processes: int) -> list[dict]:
         out = python(base, *torchrun(processes), "-m", "tests.ranks")
@@ -120,6 +132,32 @@ def test_one_and_two_processes_fine_tune_alike(base):
     for name in ("loss", "val_bpb"):
         assert len(curve(one, name)) in (1, 6)
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
+
+
+def test_one_and_two_processes_play_golf_alike(base):
+    words = (
+        "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
+        "--num_iterations=20 --eval_tokens=1024 --dtype=float32 --tie_embeddings=1 --ema_decay=0.8 "
+        "--decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5"
+    ).split()
+    by_one_and_two(base, words, "base_checkpoints")
+    np.testing.assert_allclose(losses(base, "2"), losses(base, "1"), rtol=1e-5)
+    one, two = weights(base, "1"), weights(base, "2")
+    for name in one:
+        assert (two[name] - one[name]).norm() < 1e-3 * one[name].norm(), name
+
+
+def test_two_processes_end_by_the_clock_together(base):
+    """Each measures other seconds; what they agree on ends both with the same step."""
+    words = (
+        "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
+        "--max_wallclock_seconds=1.5 --eval_tokens=1024 --dtype=float32 --model_tag=clock"
+    ).split()
+    python(base, *torchrun(2), *words)
+    assert 3 < len(losses(base, "clock"))
+    state = read_json(next(folder(base, "clock").glob("step_*/state.json")))
+    assert state["progress"]["clock_seconds"] >= 1.5
+    assert state["step"] == len(losses(base, "clock"))
 
 
 def test_one_and_two_processes_practise_alike(base):

@@ -10,7 +10,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import build_model, for_inference
 from nanochat.sampling import Sampling, sample
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import TINY, lively
+from tests.conftest import GOLF_CHANGES, TINY, lively
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 OPTIONS = {
@@ -20,6 +20,7 @@ OPTIONS = {
     "one key head": {"n_kv_head": 1},
     "no value embeddings": {"value_embeddings": False},
     "no residual scalars": {"residual_scalars": False},
+    "golf": GOLF_CHANGES,
 }
 
 

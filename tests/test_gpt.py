@@ -15,19 +15,10 @@ from nanochat import loss as loss_module
 from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT, GPTConfig, build_model, exclude_self, rotary, rotate
 from nanochat.loss import IGNORE
-from tests.conftest import TINY, lively
+from tests.conftest import GOLF_CHANGES, TINY, lively
 
 CPU = torch.device("cpu")
-GOLF = replace(
-    TINY,
-    mlp_ratio=3,
-    tie_embeddings=True,
-    rope_dims=4,
-    xsa_last_n=1,
-    qk_gain_init=1.5,
-    init="orthogonal",
-    projection_init="scaled",
-)
+GOLF = replace(TINY, **GOLF_CHANGES)
 VARIANTS = {
     "default": TINY,
     "classic": TINY.classic(),

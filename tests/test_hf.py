@@ -23,7 +23,7 @@ from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.world import documents
 from scripts import base_eval, export, import_hf
-from tests.conftest import TINY, lively
+from tests.conftest import GOLF_CHANGES, TINY, lively
 from tests.test_eval_core import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "classic": {},
     "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
     "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
+    "golf": GOLF_CHANGES,
 }
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 

@@ -90,6 +90,15 @@ def test_what_training_sees_is_what_the_file_gives_back_bit_for_bit(form, clip):
     assert torch.equal(as_stored(w, form, cfg), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("form", BITS)
+def test_a_gpu_trains_with_what_a_cpu_writes(form):
+    w = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0))
+    on_gpu = as_stored(w.cuda(), form, QuantConfig())
+    assert torch.equal(on_gpu.cpu(), dequantize_rows(*quantize_rows(w, form, QuantConfig())))
+
+
 @pytest.mark.parametrize("form", BITS)
 def test_what_is_on_the_grid_stays_there(form):
     once = as_stored(draw(), form, QuantConfig())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat.common import Refused
 from nanochat.gpt import build_model
 from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
@@ -225,19 +226,25 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
     run, saved, _ = make_run(machine, num_steps=6)
     named = dict(run.model.named_parameters())
     averaged = {n: p.detach().clone() for n, p in named.items()}
+    keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # little at first, then its share
     table, roles = run.optimizer.table, run.model.param_roles()
-    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.7)
+    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
 
     def log(step, values):
-        for name, p in named.items():
-            if "lr" in values:
-                averaged[name] = 0.7 * averaged[name] + 0.3 * p.detach()
+        if "lr" in values:
+            keep = next(keeps)
+            for name, p in named.items():
+                averaged[name] = keep * averaged[name] + (1 - keep) * p.detach()
 
-    train(replace(run, optimizer=optimizer, log=log), Progress())
+    progress, run = Progress(), replace(run, optimizer=optimizer, log=log)
+    train(run, progress)
     for name, p in named.items():
         torch.testing.assert_close(p.detach(), averaged[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(saved[-1][1][name], p.detach())
     assert set(optimizer.state_dict()) >= {f"{name}.average" for name in named}
+    assert train(run, progress)  # measures again, trains nothing
+    with pytest.raises(Refused, match="ended after step 6"):
+        train(replace(run, num_steps=9), progress)
 
 
 def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):

@@ -23,16 +23,14 @@ def run(words: list[str], base: Path, **extra: str) -> subprocess.CompletedProce
 @pytest.mark.timeout(400)
 def test_golf_end_to_end_and_the_file_alone_scores_what_was_reported(tmp_path):
     base = tmp_path / "base"
-    done = run(["bash", "scripts/train_golf.sh"], base, SEEDS="0 1")
+    done = run(["bash", "scripts/train_golf.sh"], base, SEEDS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     values = read_json(base / SECTION)["values"]
-    assert values["Seeds"] == 2 and values["Within the limit"] is True
-    assert abs(values["Quantisation gap bpb"]["value"]) < 0.05
+    assert values["Seeds"] == 1 and values["Within the limit"] is True
+    assert abs(values["Quantisation gap bpb"]) < 0.05
     assert "## Parameter golf" in (base / "report.md").read_text()
-    for seed in (0, 1):  # three seconds of steps, the last of which may reach beyond
-        record = read_json(base / "seeds" / str(seed) / "base-model-training.json")
-        assert 3 < record["values"]["Calculated number of iterations"] < 2000
-        assert f"golf-{seed}" in values
+    record = read_json(base / "seeds" / "1" / "base-model-training.json")
+    assert 3 < record["values"]["Calculated number of iterations"] < 2000
 
     alone = tmp_path / "empty" / "model.golf"
     alone.parent.mkdir()
@@ -43,11 +41,9 @@ def test_golf_end_to_end_and_the_file_alone_scores_what_was_reported(tmp_path):
     )
     assert again.returncode == 0, again.stderr[-3000:]
     found = read_json(alone.parent / SECTION)["values"]
-    both = [values["golf-0"], values["golf-1"]]
-    mean = values["Roundtrip bpb"]["value"]
-    other = float(both[0].split("roundtrip ")[1].split(",")[0])
-    assert found["Roundtrip bpb"] == pytest.approx(2 * mean - other, abs=1e-4)
-    assert f"sliding {found['Roundtrip sliding bpb']:.4f}" in both[1]
+    for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
+        assert found[name] == pytest.approx(values[name], abs=1e-4)
+    assert "Pre-quantisation bpb" not in found
 
     refused = run(["bash", "scripts/train_golf.sh", "--qat_start=2"], base)
     assert refused.returncode != 0 and "qat_start" in refused.stdout + refused.stderr

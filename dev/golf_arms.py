@@ -1,0 +1,158 @@
+"""
+Arms of parameter golf against each other: each arm and seed trained, exported, scored; one table.
+
+    python -m dev.golf_arms --arms="golf,no XSA" --steps=440       # equal tokens
+    python -m dev.golf_arms --arms=golf,plain --seconds=600        # equal time
+
+Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
+Writes  arms/<arm>-<seed>/ under it: log, artifact, records; the table goes to the screen. Runs that
+        are there are not repeated. Two at a time, a thread each: run nothing else beside them.
+"""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from nanochat.common import REPOSITORY, base_dir, fingerprint, read_json
+from nanochat.config import start
+from nanochat.runlog import read_metrics
+from nanochat.stats import mean
+
+COMMON = (
+    "--depth=4 --max_seq_len=512 --total_batch_size=4096 --compile=1 --eval_every=0 "
+    "--log_every=100 --eval_tokens=4096 --head_dim=32 --tie_embeddings=1 --n_kv_head=1 "
+    "--matrix_lr=0.03 --tied_lr=0.02"
+)
+GOLF = (
+    f"{COMMON} --d_model=128 --mlp_ratio=3 --value_embeddings=1 "
+    "--quantize=*.mlp.*=int5,*=int6 --qat_start=0.85 --weight_decay=0.5"
+)
+ARMS = {
+    "golf": GOLF,
+    "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_embeddings=0 --quantize=*=fp16 "
+    "--weight_decay=0.25",  # it takes twice the steps: what the rule of scaling.py gives for those
+    "no late quantisation": f"{GOLF} --qat_start=1",
+    "XSA in all layers": f"{GOLF} --xsa_last_n=4",
+    "partial RoPE (16 of 32)": f"{GOLF} --rope_dims=16",
+    "no weight decay": f"{GOLF} --weight_decay=0",
+}
+
+
+@dataclass(frozen=True)
+class Arms:
+    arms: str = ",".join(ARMS)
+    """Which, separated by commas; the first is what the others are compared with."""
+    seeds: int = 3
+    """Seeds of each arm."""
+    steps: int | None = None
+    """Steps of each run."""
+    seconds: float | None = None
+    """Or seconds of each run."""
+    max_documents: int = 150
+    """Validation documents to score."""
+    eval_stride: int = 0
+    """Of the sliding evaluation; 0 = none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    before: float
+    roundtrip: float
+    sliding: float | None
+    bytes: int
+    steps: int
+    step_seconds: float
+
+
+def run(cfg: Arms, arm: str, seed: int) -> Result:
+    """Train, export and score one arm with one seed."""
+    name = re.sub("[^a-z0-9]+", "-", arm.lower()).strip("-")
+    tag = f"{name}-{fingerprint(ARMS[arm])[:6]}-{cfg.steps or cfg.seconds}-{seed}"
+    folder = base_dir() / "arms" / tag
+    folder.mkdir(parents=True, exist_ok=True)
+    artifact = folder / "model.golf"
+    length = f"--num_iterations={cfg.steps}"
+    if cfg.seconds:
+        length = f"--num_iterations=100000 --max_wallclock_seconds={cfg.seconds}"
+    commands = [
+        f"scripts.base_train {ARMS[arm]} {length} --seed={seed} --model_tag={tag} --resume=auto",
+        f"scripts.export --format=artifact --source=base --model_tag={tag} --out={artifact} "
+        "--limit_bytes=500000 --no-count_code",
+        f"scripts.golf_eval --artifacts={artifact} --max_documents={cfg.max_documents} "
+        f"--eval_stride={cfg.eval_stride} --limit_bytes=500000 --no-count_code",
+    ]
+    done = folder / "report" / "parameter-golf.json"
+    if not done.exists():
+        with (folder / "log.txt").open("w") as log:
+            for command in commands:
+                words = [sys.executable, "-m", *command.split()]
+                if "export" not in command:
+                    words.append(f"--report_dir={folder / 'report'}")
+                status = subprocess.run(
+                    words, cwd=REPOSITORY, env=one_thread(), stdout=log, stderr=subprocess.STDOUT
+                )
+                if status.returncode:
+                    raise SystemExit(f"{command} failed, see {folder / 'log.txt'}")
+    values = read_json(done)["values"]
+    steps = read_metrics(base_dir() / "base_checkpoints" / tag / "metrics.jsonl")
+    seconds = [line["step_seconds"] for line in steps if "step_seconds" in line]
+    result = Result(
+        values["Pre-quantisation bpb"],
+        values["Roundtrip bpb"],
+        values.get("Roundtrip sliding bpb"),
+        artifact.stat().st_size,
+        len(seconds),
+        statistics.median(seconds[-len(seconds) // 7 :]),  # late quantisation included
+    )
+    print(arm, seed, result, flush=True)
+    return result
+
+
+def one_thread() -> dict[str, str]:
+    """The environment of a run that has a core to itself."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def show(values: list[float], digits: int = 4) -> str:
+    """Mean and standard error."""
+    found = mean(values)
+    return f"{found.value:.{digits}f} +- {found.se:.{digits}f}"
+
+
+def main(cfg: Arms) -> None:
+    if (cfg.steps is None) == (cfg.seconds is None):
+        raise ValueError("give either --steps or --seconds")
+    arms = [arm.strip() for arm in cfg.arms.split(",")]
+    todo = [(arm, seed) for seed in range(cfg.seeds) for arm in arms]
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(todo, pool.map(lambda job: run(cfg, *job), todo), strict=True))
+    print(
+        "\n| arm | before | roundtrip | gap | minus first | sliding | bytes | steps | step time |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    first = [found[arms[0], s] for s in range(cfg.seeds)]
+    for arm in arms:
+        mine = [found[arm, s] for s in range(cfg.seeds)]
+        apart = [m.roundtrip - f.roundtrip for m, f in zip(mine, first, strict=True)]
+        slower = [m.step_seconds / f.step_seconds for m, f in zip(mine, first, strict=True)]
+        sliding = [m.sliding for m in mine if m.sliding is not None]
+        cells = [
+            arm,
+            show([m.before for m in mine]),
+            show([m.roundtrip for m in mine]),
+            show([m.roundtrip - m.before for m in mine]),
+            "" if arm == arms[0] else show(apart),
+            show(sliding) if sliding else "",
+            f"{max(m.bytes for m in mine):,}",
+            f"{statistics.mean(m.steps for m in mine):,.0f}",
+            show(slower, 2),
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    start(main, Arms(), __doc__)
