@@ -187,10 +187,12 @@ def prepare(
     batch_tokens: int,
     tokens_left: int,
     device_batch_size: int | None,
+    max_seconds: float | None = None,
 ) -> Prepared:
     """
     Choose kernels and micro-batch, and set the model up for them.
 
+    `max_seconds` may end the training before its tokens do; compiling is not part of them.
     `trainable` gives the loss: the model, or what stands around it. A micro-batch nobody asked for
     is made smaller until it fits. Raises Refused where not even one row does.
     """
@@ -207,8 +209,8 @@ def prepare(
     guess = estimate_seconds(model, tokens_left, machine)
     compiled = set_kernels(cfg, model, machine, guess, optimizer)
     machine.print0(
-        f"preflight  about {duration(guess)} of training; measuring {device_rows} rows at a time "
-        f"({'compiles first' if compiled else 'eager'}) ..."
+        f"preflight  about {duration(min(guess, max_seconds or guess))} of training; measuring "
+        f"{device_rows} rows at a time ({'compiles first' if compiled else 'eager'}) ..."
     )
     while True:
         try:

@@ -219,6 +219,7 @@ def prepare(
         batch,
         left,
         cfg.device_batch_size,
+        stage.max_seconds,
     )
     if stage.max_seconds is not None:
         stage.optimizer.rehearse()  # what it compiles is not to be paid from the budget
