@@ -35,6 +35,7 @@ from nanochat.quantize import (
     largest_level,
     quantize_rows,
 )
+from nanochat.refine import read_config
 from nanochat.tokenizer import Tokenizer
 
 Container = Literal["bytes", "packed"]
@@ -87,7 +88,7 @@ class Artifact:
     def build(self, machine: Machine) -> GPT:
         """The model on the machine's device."""
         with torch.device("meta"):
-            model = GPT(self.cfg, machine.dtype)
+            model = self.cfg.new(machine.dtype)
         model.to_empty(device=machine.device)
         model.load_state_dict(self.weights)
         return model
@@ -206,9 +207,9 @@ def parse_body(body: bytes, container: Container) -> Artifact:
     """What a body says."""
     (length,) = struct.unpack_from("<I", body)
     head = json.loads(body[4 : 4 + length])
-    cfg = GPTConfig(**head["model"])
+    cfg = read_config(head["model"])
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(cfg).state_dict().items()}
+        shapes = {name: tuple(p.shape) for name, p in cfg.new().state_dict().items()}
     formats: dict[str, Format] = dict(zip(shapes, head["formats"], strict=True))
     place = 4 + length
 

@@ -37,6 +37,7 @@ from nanochat.common import (
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import Machine
+from nanochat.refine import read_config
 from nanochat.tokenizer import Tokenizer
 
 FORMAT = 2
@@ -312,9 +313,9 @@ def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None
     Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of
     another length where `max_seq_len` says so.
     """
-    cfg = GPTConfig(**checkpoint.state["model"])
+    cfg = read_config(checkpoint.state["model"])
     with torch.device("meta"):
-        model = GPT(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), machine.dtype)
+        model = replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len).new(machine.dtype)
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model

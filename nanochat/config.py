@@ -7,7 +7,7 @@ Dataclass in, command line out.
 one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; for a setting that may be
 None, -1 means None ("decide for me"), as mostly does leaving the flag out. A setting made by
 `short` has a letter too: `-x 5`. A bare `--` in front of the flags is dropped. Flags that no longer
-exist are refused with the name of what replaced them.
+exist, or that other programs have, are refused with the name of ours.
 """
 
 import ast
@@ -64,7 +64,7 @@ def parse(
     """
     Fill a config dataclass from `args` (default: the command line).
 
-    `retired` maps the name of a flag that is gone to a sentence naming its replacement.
+    `retired` maps the name of a flag that is not here to a sentence naming what is.
     Exits with status 2 and a message naming the nearest flag when one is unknown.
     """
     args = list(sys.argv[1:] if args is None else args)
@@ -73,7 +73,7 @@ def parse(
     for arg in args:
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if arg.startswith("--") and name in retired:
-            refuse(f"--{name} is gone: {retired[name]}")
+            refuse(f"there is no --{name} here: {retired[name]}")
     filled = tyro.cli(
         with_help(type(default)),
         default=copy_into(with_help(type(default)), default),

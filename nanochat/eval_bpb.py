@@ -59,12 +59,32 @@ def bits_per_byte(
     """
     Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
 
+    Raises Interrupted, on every rank, when `stopping` said on one of them to end early.
+    """
+
+    def score(tokens: Tensor, targets: Tensor) -> Tensor:
+        return model.token_losses(tokens, targets)[None]
+
+    return bits_per_byte_of(score, 1, batches, token_bytes, machine, stopping)[0]
+
+
+def bits_per_byte_of(
+    score: Callable[[Tensor, Tensor], Tensor],
+    n: int,
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    machine: Machine,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[Bpb]:
+    """
+    The same of `n` models at once: `score` gives the nats of every target by each, (n, B, T).
+
     token_bytes (V,) is the length in bytes of every token, 0 for specials. The sums are kept in
-    float64, so the result does not depend on how rows are batched or spread over ranks. Raises
-    Interrupted, on every rank, when `stopping` said on one of them to end early.
+    float64, so the result does not depend on how rows are batched or spread over ranks.
     """
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
-    nats, num_bytes, num_tokens = 0.0, 0, 0
+    nats = np.zeros(n)
+    num_bytes = num_tokens = 0
     stopped = False
     for tokens, targets in batches:
         if stopped := stopping():
@@ -72,14 +92,14 @@ def bits_per_byte(
         x = torch.from_numpy(tokens).to(machine.device)
         y = torch.from_numpy(targets).to(machine.device)
         length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
-        losses = model.token_losses(x, y).to(torch.float32)
-        nats += float(torch.where(length > 0, losses, 0.0).cpu().double().sum())
+        losses = torch.where(length > 0, score(x, y).to(torch.float32), 0.0)  # (n, B, T)
+        nats += losses.cpu().double().sum(dim=(1, 2)).numpy()
         num_bytes += int(length.sum())
         num_tokens += int((length > 0).sum())
-    total = machine.sum(nats, num_bytes, num_tokens, float(stopped))
-    if total[3]:
+    *total, size, count, asked = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
+    if asked:
         raise Interrupted
-    return Bpb(total[0], round(total[1]), round(total[2]))
+    return [Bpb(each, round(size), round(count)) for each in total]
 
 
 def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:

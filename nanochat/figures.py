@@ -57,6 +57,13 @@ def of_run(metrics_file: Path) -> dict[str, Drawing]:
     if curve("loss") and not curve("reward"):  # the loss of a policy says nothing by itself
         image = partial(loss_figure, curve("loss"), curve("val_bpb"))
         figures["loss"] = ("Training and validation loss", image)
+    if curve("bpb_loop_1"):
+        names = sorted(
+            {name for entry in entries for name in entry if name.startswith("bpb_loop_")}
+        )
+        loops = {f"loop {name.removeprefix('bpb_loop_')}": curve(name) for name in names}
+        panel = Panel("validation bits per byte, by loop", loops)
+        figures["loops"] = ("Validation by loop", partial(line_figure, [panel]))
     if curve("core_metric"):
         panel = Panel("CORE (mean centred accuracy)", {"CORE": curve("core_metric")})
         figures["core"] = ("Few-shot score on the way", partial(line_figure, [panel]))

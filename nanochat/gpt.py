@@ -10,9 +10,9 @@ some tracks need (partial rotation, exclusive attention, a tied head, ...) is of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -68,6 +68,9 @@ class GPTConfig:
     projection_init: Literal["zero", "scaled"] = "zero"
     """The matrices that write into the residual stream: zero, or drawn like the others and divided
     by sqrt(2 n_layer), as many as write there (GPT-2)."""
+    repeat_layers: str | None = None
+    """Layers, first-last as in 4-5, that a token passes twice, one after the other and then again;
+    counted from 0."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len"):
@@ -91,6 +94,16 @@ class GPTConfig:
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
             raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
+        first, after = self.repeated()
+        if not 0 <= first <= after <= self.n_layer:
+            raise ValueError(
+                f"repeat_layers are first-last within 0-{self.n_layer - 1}, got "
+                f"{self.repeat_layers!r}"
+            )
+
+    def new(self, dtype: torch.dtype = torch.float32) -> "GPT":
+        """A model of this shape, its weights not drawn yet."""
+        return GPT(self, dtype)
 
     def classic(self) -> "GPTConfig":
         """The same shape in the plain architecture of October 2025."""
@@ -105,7 +118,23 @@ class GPTConfig:
             rope_dims=None,
             xsa_last_n=0,
             qk_gain_init=None,
+            repeat_layers=None,
         )
+
+    def repeated(self) -> tuple[int, int]:
+        """The layers that are passed twice: the first of them, and the one after the last."""
+        if self.repeat_layers is None:
+            return self.n_layer, self.n_layer
+        first, _, last = self.repeat_layers.partition("-")
+        if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+            return -1, -1
+        return int(first), int(last) + 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The layers that a token passes, first to last; some of them more than once."""
+        first, after = self.repeated()
+        return (*range(after), *range(first, self.n_layer))
 
     @property
     def rotated(self) -> int:
@@ -191,7 +220,6 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
         self.window = cfg.window(layer)
         self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
@@ -215,11 +243,13 @@ class Attention(nn.Module):
         extra: Tensor | None,
         mask: Tensor | None = None,
         cache: CacheView | None = None,
+        visit: int = 0,
     ) -> Tensor:
         """
         x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C).
 
-        `mask` (B, 1, T, M) says what is seen where it is not simply the row's past.
+        `mask` (B, 1, T, M) says what is seen where it is not simply the row's past. `visit`:
+        which of the cache's keys and values are those of this pass through the layer.
         """
         B, T, _ = x.shape
         H, G, D = self.shape
@@ -233,9 +263,9 @@ class Attention(nn.Module):
         if self.gain is not None:
             q = q * self.gain.to(q.dtype)[:, None]
         if cache is not None:
-            cache.write(self.layer, k, v)
+            cache.write(visit, k, v)
         if cache is not None and mask is not None:
-            y = attend_stored(q, *cache.read(self.layer), mask, self.scale)
+            y = attend_stored(q, *cache.read(visit), mask, self.scale)
         elif mask is None:
             y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
         else:
@@ -277,12 +307,26 @@ class Block(nn.Module):
         extra: Tensor | None,
         mask: Tensor | None = None,
         cache: CacheView | None = None,
+        visit: int = 0,
     ) -> Tensor:
         """x, x0 (B, T, C); mix (2,) scalars of x and x0, or None -> (B, T, C)."""
         if mix is not None:
             x = mix[0] * x + mix[1] * x0
-        x = x + self.attention(norm(x), cos, sin, extra, mask, cache)
+        x = x + self.attention(norm(x), cos, sin, extra, mask, cache, visit)
         return x + self.mlp(norm(x))
+
+
+class Pass(NamedTuple):
+    """What the layers of one forward pass share."""
+
+    tokens: Tensor
+    x0: Tensor
+    """The embedded tokens (B, T, C), in the compute dtype."""
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor | None]
+    """What is seen, by window."""
+    cache: CacheView | None
 
 
 class GPT(nn.Module):
@@ -384,32 +428,38 @@ class GPT(nn.Module):
             first = name.split(".")[0]
             inside: Role = "gate" if ".gate." in name else "matrix"
             inside = "gain" if name.endswith(".gain") else inside
-            roles[name] = inside if first == "blocks" else outside[first]
+            roles[name] = outside.get(first, inside)
         return roles
 
     def num_params(self) -> int:
         """All parameters, embeddings included."""
         return sum(p.numel() for p in self.parameters())
 
-    def num_matmul_params(self) -> int:
-        """Parameters that multiply every token: block matrices and head."""
-        roles = self.param_roles()
-        return sum(
-            p.numel()
-            for name, p in self.named_parameters()
-            if roles[name] in ("matrix", "gate", "head", "tied")
-        )
+    @property
+    def readouts(self) -> int:
+        """How often the head is applied to a token in the training step at hand."""
+        return 1
 
-    def flops_per_token(self) -> float:
+    def num_used_params(self) -> int:
+        """Those of the layers and the head, each as often as it multiplies a token."""
+        return sum(map(self.layer_params, self.cfg.order)) + self.head_weight.numel()
+
+    def layer_params(self, layer: int) -> int:
+        """Parameters of a layer that multiply a token."""
+        return sum(p.numel() for p in self.blocks[layer].parameters() if p.ndim == 2)
+
+    def layer_flops(self, layer: int) -> int:
         """
-        Training FLOPs per token, forward and backward: 6 per matmul parameter, and 12 H D per
-        layer and visible token for the attention scores, counted as if not causal.
+        Training FLOPs of a token's visit to a layer: 6 per parameter, and 12 H D per visible token
+        for the attention scores, counted as if not causal.
         """
         cfg = self.cfg
-        seen = sum(
-            min(cfg.max_seq_len, (cfg.window(i) or cfg.max_seq_len)) for i in range(cfg.n_layer)
-        )
-        return 6 * self.num_matmul_params() + 12 * cfg.n_head * cfg.head_dim * seen
+        seen = min(cfg.max_seq_len, cfg.window(layer) or cfg.max_seq_len)
+        return 6 * self.layer_params(layer) + 12 * cfg.n_head * cfg.head_dim * seen
+
+    def flops_per_token(self) -> float:
+        """Training FLOPs per token, forward and backward, all visits and the head."""
+        return sum(map(self.layer_flops, self.cfg.order)) + 6 * self.head_weight.numel()
 
     # ---- computation -------------------------------------------------------------------------
 
@@ -422,6 +472,13 @@ class GPT(nn.Module):
         With a `cache` the tokens continue what it holds, and are added to it; with `segments`
         (B, T), a token sees only those of its row that have the same number as itself.
         """
+        run = self.begin(tokens, cache, segments)
+        return norm(self.walk(run, run.x0, enumerate(self.cfg.order)))
+
+    def begin(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Pass:
+        """Embed the tokens, and prepare what all layers need."""
         cfg, T = self.cfg, tokens.size(1)
         places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
         cos, sin = rotary(places, cfg.rotated, cfg.rope_theta)
@@ -430,9 +487,14 @@ class GPT(nn.Module):
         for window in {cfg.window(i) for i in range(cfg.n_layer)}:
             own = None if segments is None else segment_mask(segments, window)
             masks[window] = own if cache is None else cache.mask(window)
-        x = x0 = norm(self.embed(tokens).to(self.dtype))
-        for i, block in enumerate(self.blocks):
-            mix = None
+        x0 = norm(self.embed(tokens).to(self.dtype))
+        return Pass(tokens, x0, cos, sin, masks, cache)
+
+    def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
+        """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""
+        cfg, (tokens, x0, cos, sin, masks, cache) = self.cfg, run
+        for visit, i in visits:
+            block, mix = self.blocks[i], None
             if cfg.residual_scalars:
                 mix = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
             table = self.value_embeds[str(i)] if cfg.has_value_embedding(i) else None
@@ -443,10 +505,10 @@ class GPT(nn.Module):
                     block, x, x0, mix, cos, sin, extra, mask, use_reentrant=False
                 )
             elif cache is not None:  # never compiled: its shapes change from pass to pass
-                x = block.forward(x, x0, mix, cos, sin, extra, mask, cache)
+                x = block.forward(x, x0, mix, cos, sin, extra, mask, cache, visit)
             else:
                 x = block(x, x0, mix, cos, sin, extra, mask)
-        return norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., C) -> capped logits (..., V) in float32."""
@@ -460,7 +522,7 @@ class GPT(nn.Module):
         """Memory for `slots` sequences of up to `capacity` tokens, by default the context."""
         cfg = self.cfg
         return KVCache(
-            cfg.n_layer,
+            len(cfg.order),
             slots,
             capacity or cfg.max_seq_len,
             cfg.n_kv_head,
@@ -497,6 +559,9 @@ class GPT(nn.Module):
         )
         return flat.view_as(targets)
 
+    def begin_step(self, step: int, seed: int) -> None:
+        """Told before every training step; what a model draws anew for each follows from both."""
+
     def compile(self, **options: Any) -> None:
         """Compile each block and the loss kernels: equal blocks share one compilation."""
         torch._dynamo.config.recompile_limit = 64  # kinds of block, times training and scoring
@@ -508,7 +573,7 @@ class GPT(nn.Module):
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """A new model on `device`. Its weights follow from the seed alone: a CPU draws them."""
-    model = GPT(cfg, dtype)
+    model = cfg.new(dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model.to(device)
 
@@ -519,7 +584,7 @@ def for_inference(model: GPT) -> GPT:
     for every token. Weights that have that dtype already are shared, others copied.
     """
     with torch.device("meta"):
-        twin = GPT(model.cfg, model.dtype)
+        twin = model.cfg.new(model.dtype)
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):

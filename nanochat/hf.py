@@ -4,8 +4,9 @@ Models in Hugging Face's format, both ways: weights, configuration, and the code
     GPT, Tokenizer -> write_hf -> a folder for AutoModelForCausalLM and AutoTokenizer -> read_hf
 
 The plain architecture (`GPTConfig.classic`) becomes transformers' own NanoChat classes; any other
-carries gpt.py and what it imports along as remote code, behind hf_modeling.py. Both keep the
-tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging Face.
+carries gpt.py, refine.py and what they import along as remote code, behind hf_modeling.py. Both
+keep the tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging
+Face.
 """
 
 import re
@@ -22,6 +23,7 @@ from nanochat.common import write_atomic, write_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf_tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.own_code import code_of, source_of
+from nanochat.refine import read_config
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
@@ -86,7 +88,7 @@ def write_hf(
     write_json(folder / "generation_config.json", {**ids, "eos_token_id": ends})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
-        for name in (MODELING, *code_of("gpt")):
+        for name in (MODELING, *code_of("refine")):
             write_atomic(folder / f"{name}.py", relative_imports(source_of(name)))
     card = CARD.format(
         params=model.num_params(),
@@ -101,7 +103,7 @@ def write_hf(
 
 def is_native(cfg: GPTConfig) -> bool:
     """Whether transformers has this architecture itself."""
-    return cfg == cfg.classic()
+    return type(cfg) is GPTConfig and cfg == cfg.classic()
 
 
 def native_names(cfg: GPTConfig) -> dict[str, str]:
@@ -183,7 +185,7 @@ def read_hf(folder: Path) -> Imported:
     config = read_object(folder / "config.json")
     kind = config.get("model_type")
     if kind == REMOTE:
-        cfg = GPTConfig(**config["gpt"])
+        cfg = read_config(config["gpt"])
         names = None
     elif kind == NATIVE:
         cfg = from_native(config, folder)

@@ -1,5 +1,5 @@
 """
-Our model as transformers sees one: gpt.py behind its interface for causal language models.
+Our model as transformers sees one: gpt.py, refine.py behind its interface for causal models.
 
     input ids, attention mask, cache -> GPT.hidden -> GPT.logits -> CausalLMOutputWithPast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.refine import read_config
 
 
 class NanochatConfig(PretrainedConfig):
@@ -31,10 +31,10 @@ class NanochatConfig(PretrainedConfig):
         self.gpt = dict(gpt or {})
         self.use_cache = use_cache
         if self.gpt:
-            shape = GPTConfig(**self.gpt)
+            shape = read_config(self.gpt)
             self.vocab_size = shape.vocab_size
             self.hidden_size = shape.d_model
-            self.num_hidden_layers = shape.n_layer
+            self.num_hidden_layers = len(shape.order)  # of the cache: keys and values by visit
             self.num_attention_heads = shape.n_head
             self.num_key_value_heads = shape.n_kv_head
             self.head_dim = shape.head_dim
@@ -56,13 +56,13 @@ class StoredTokens:
         self.positions = places[:, -T:]
         self.fresh = real.size(1) == T and bool(real.all())
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, (B, T, G, D) each."""
-        self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
+    def write(self, visit: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""
+        self.cache.update(k.transpose(1, 2), v.transpose(1, 2), visit)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All that may be seen: keys (B, G, D, M) and values (B, G, M, D)."""
-        stored: Any = self.cache.layers[layer]
+    def read(self, visit: int) -> tuple[Tensor, Tensor]:
+        """All that may be seen at it: keys (B, G, D, M) and values (B, G, M, D)."""
+        stored: Any = self.cache.layers[visit]
         return stored.keys.mT, stored.values
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -87,7 +87,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanochatConfig):
         super().__init__(config)
-        self.gpt = GPT(GPTConfig(**config.gpt))
+        self.gpt = read_config(config.gpt).new()
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:

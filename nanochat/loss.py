@@ -90,26 +90,32 @@ def chunk_loss(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of nats over the counted targets; its gradients are made in the same pass."""
+    """
+    Sum of weighted nats over the counted targets, and these nats one by one, without gradients;
+    those of the sum are made in the same pass.
+    """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, targets, softcap: float, weights, kernels):
         weight = head.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
+        each = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for i in range(0, len(hidden), rows := chunk_rows(len(head), hidden.device)):
             h, part = hidden[i : i + rows], slice(i, i + rows)
             w = None if weights is None else weights[part]
             nats, slope = chunk_loss(h @ weight.mT, targets[part], softcap, w, kernels)
             total += nats.sum()
+            each[part] = nats
             torch.mm(slope, weight, out=d_hidden[i : i + rows])
             d_head += slope.mT @ h
         ctx.save_for_backward(d_hidden, d_head)
-        return total
+        ctx.mark_non_differentiable(each)
+        return total, each
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor, _):  # type: ignore[override]
         d_hidden, d_head = ctx.saved_tensors
         d_hidden.mul_(grad.to(d_hidden.dtype))
         return d_hidden, d_head.mul_(grad), None, None, None, None
@@ -130,6 +136,18 @@ def summed_loss(
     target does not count; weights (N,) float32 of either sign, None for ones. The backward pass may
     run once: it scales the stored gradients in place.
     """
+    return loss_and_nats(hidden, head, targets, softcap, weights, kernels)[0]
+
+
+def loss_and_nats(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    softcap: float,
+    weights: Tensor | None = None,
+    kernels: LossKernels = EAGER,
+) -> tuple[Tensor, Tensor]:
+    """`summed_loss`, and what each target adds to it, (N,) float32 without gradients."""
     return ChunkedCrossEntropy.apply(hidden, head, targets, softcap, weights, kernels)  # type: ignore
 
 

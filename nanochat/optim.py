@@ -263,6 +263,23 @@ class MuonAdamW:
         return float(torch.stack([g.square().sum() for g in grads]).sum()) if grads else 0.0
 
     @torch.no_grad()
+    def gradient_norms(self, group: Callable[[str], str]) -> dict[str, float]:
+        """Norms of the reduced gradients, by the name that `group` gives a parameter's name."""
+        names = [name for part in self.parts for name in part.names]
+        squares = dict.fromkeys(sorted({group(name) for name in names}), 0.0)
+        for part in self.parts:
+            assert part.grad is not None, "gradient_norms without reduce_gradients"
+            rows = part.grad.flatten(1) if part.stacked else part.grad.flatten()[None]
+            first = self.machine.rank * len(rows) if part.spread and part.stacked else 0
+            mine = part.spread or self.machine.is_main  # what all ranks hold counts once
+            for name, square in zip(
+                part.names[first:], rows.square().sum(1).tolist(), strict=False
+            ):
+                squares[group(name)] += square * mine
+        summed = self.machine.sum(*squares.values())
+        return {name: value**0.5 for name, value in zip(squares, summed, strict=True)}
+
+    @torch.no_grad()
     def step(
         self,
         lr_factor: float,

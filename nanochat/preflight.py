@@ -84,7 +84,7 @@ def activation_bytes(model: GPT, machine: Machine) -> int:
     row = torch.zeros(1, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model.loss(row, row)
-    head = model.head_weight.numel() * 4  # the head's gradient is kept once, not per row
+    head = model.readouts * model.head_weight.numel() * 4  # its gradients are not kept per row
     return max(1, sum(seen.values()) - head)
 
 
@@ -243,7 +243,7 @@ def require_memory(shape: GPTConfig, machine: Machine) -> None:
     Before anything is allocated: a process that asks for too much is killed without a word.
     """
     with torch.device("meta"):
-        model = GPT(shape)
+        model = shape.new()
     roles = model.param_roles()
     state = sum(
         p.numel() * (4 if roles[name] == "matrix" else 8) for name, p in model.named_parameters()
@@ -303,13 +303,14 @@ def screen(lines: Mapping[str, str], machine: Machine) -> None:
 
 def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
     """Where a run computes, and what."""
-    cfg = model.cfg
+    cfg, visits = model.cfg, len(model.cfg.order)
+    layers = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
     dtype = str(machine.dtype).removeprefix("torch.")
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
         "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), "
         f"{'compiled' if compiled else 'eager'}",
-        "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width {cfg.d_model}, "
+        "model": f"{model.num_params():,} parameters: {layers}, width {cfg.d_model}, "
         f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
     }
 

@@ -6,13 +6,15 @@ What is measured of a base model while it trains: bits per byte, few-shot scores
 Each has a cadence of its own; all are measured at the end. Knows no optimizer and no schedule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from nanochat.eval_bpb import Interrupted, bits_per_byte, row_batches
+from nanochat.eval_bpb import Batch, Interrupted, bits_per_byte, row_batches
 from nanochat.eval_core import core, examine, subject_of
 from nanochat.gpt import GPT, for_inference
 from nanochat.machine import Machine
+from nanochat.refine import RecursiveGPT
+from nanochat.refine_figures import bpb_by_loop, loop_figures, state_figures
 from nanochat.rows import Rows
 from nanochat.samples import samples
 from nanochat.stage import Evaluate
@@ -88,7 +90,7 @@ class Exam:
                     print(f"    {said!r}")
             try:
                 if last or due(self.eval_every):
-                    figures["val_bpb"] = self.val_bpb(device_rows, stopping)
+                    figures |= self.validation(device_rows, stopping)
                 if self.suite and due(self.cfg.core_metric_every):
                     self.core = self.few_shot(self.suite, stopping)
                     figures["core_metric"] = self.core.value
@@ -98,14 +100,26 @@ class Exam:
 
         return evaluate
 
-    def val_bpb(self, device_rows: int, stopping: Callable[[], bool]) -> float:
-        """Bits per byte on validation rows."""
-        rows, machine = self.rows, self.machine
+    def validation(self, device_rows: int, stopping: Callable[[], bool]) -> dict[str, float]:
+        """Bits per byte on validation rows; of a recursive model after each of its loops."""
+        rows, machine, model = self.rows, self.machine, self.model
         num_rows = max(1, self.cfg.tokens(machine) // rows.max_seq_len)
-        mine = rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
         token_bytes = self.tokenizer.token_bytes()
-        batches = row_batches(mine, device_rows)
-        return bits_per_byte(self.model, batches, token_bytes, machine, stopping).value
+
+        def batches() -> Iterator[Batch]:
+            mine = rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
+            return row_batches(mine, device_rows)
+
+        if not isinstance(model, RecursiveGPT):
+            found = bits_per_byte(model, batches(), token_bytes, machine, stopping)
+            return {"val_bpb": found.value}
+        loops = range(1, model.cfg.n_loops + 1)
+        by_loop = bpb_by_loop(model, loops, batches(), token_bytes, machine, stopping)
+        return {
+            "val_bpb": by_loop[-1].value,
+            **loop_figures(model.cfg, [bpb.value for bpb in by_loop]),
+            **state_figures(model, batches()),
+        }
 
     def few_shot(self, suite: Suite, stopping: Callable[[], bool]) -> Estimate:
         """CORE, on some items of each task; of a copy that nothing has compiled."""

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_atomic
 from nanochat.environment import git_state
 from nanochat.record_shape import check_record
+from nanochat.stats import mean
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
@@ -109,6 +110,11 @@ def estimate(
     """
     found = {"value": value, "n": n, "se": se}
     return found if k is None else {**found, "k": k, "item_se": item_se, "repeat_se": repeat_se}
+
+
+def over_seeds(values: Sequence[float]) -> Any:
+    """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
+    return values[0] if len(values) == 1 else estimate(*mean(values))
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:

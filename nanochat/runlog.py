@@ -257,10 +257,14 @@ def is_evaluation(values: Mapping[str, Any]) -> bool:
 
 
 def parts(values: Mapping[str, Any]) -> list[str]:
-    """The values a line shows, as text: the usual ones first, of an evaluation the others too."""
+    """
+    The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
+    those of a recursive model's states.
+    """
     known = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    others = [name for name in values if name not in SHOWN] if is_evaluation(values) else []
-    return known + [f"{name} {number(values[name])}" for name in others]
+    others = [name for name in values if name not in SHOWN and not name.startswith("state_")]
+    rest = others if is_evaluation(values) else []
+    return known + [f"{name} {number(values[name])}" for name in rest]
 
 
 def number(value: Any) -> str:

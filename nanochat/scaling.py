@@ -118,7 +118,7 @@ def auto_batch(tokens: float, max_seq_len: int) -> int:
 
 
 def plan_horizon(
-    matmul_params: int,
+    used_params: int,
     flops_per_token: float,
     max_seq_len: int,
     num_iterations: int | None = None,
@@ -142,7 +142,7 @@ def plan_horizon(
     ):
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be positive, got {value}")
-    tokens = target_param_data_ratio * matmul_params
+    tokens = target_param_data_ratio * used_params
     if num_iterations is None and target_flops is not None:
         tokens = target_flops / flops_per_token
     batch = total_batch_size or auto_batch(tokens, max_seq_len)

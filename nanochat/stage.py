@@ -10,6 +10,7 @@ how long to train, what to measure. Knows no data set, task or section of the re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from nanochat.kernels import KernelConfig
 from nanochat.machine import Machine, MachineConfig
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.preflight import Prepared, duration
+from nanochat.refine_figures import step_figures
 from nanochat.rows import Rows
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import RunLog, RunLogConfig
@@ -94,6 +96,8 @@ class Stage:
     """Budget of training time, see train.Run."""
     forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
     """What training sees in place of the weights, see train.Run."""
+    change_model: Callable[[float], None] = lambda done: None
+    """Told, before every step and evaluation, what share of the run is done."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,9 @@ class Outcome:
     @property
     def utilization(self) -> float | None:
         """Share of the device's peak (MFU) at the median rate, None where the peak is unknown."""
-        flops = median_rate(self.run, self.progress) * self.run.flops_per_token
-        return utilization(flops, self.run.machine.device, self.run.machine.world_size)
+        flops = self.progress.flops / (self.progress.step * self.run.batch_tokens)  # of a token
+        rate = median_rate(self.run, self.progress)
+        return utilization(rate * flops, self.run.machine.device, self.run.machine.world_size)
 
 
 def carry_out(
@@ -168,6 +173,11 @@ def carry_out(
             run_id=stage.run_id,
             settings=dict(asked),
         )
+
+        def begin_step(step: int, done: float) -> None:
+            stage.change_model(done)
+            model.begin_step(step, cfg.seed)
+
         run = Run(
             model=stage.trainable or model,
             optimizer=stage.optimizer,
@@ -175,7 +185,7 @@ def carry_out(
             num_steps=stage.num_steps,
             batch_tokens=stage.batch_tokens,
             device_rows=ready.device_rows,
-            flops_per_token=model.flops_per_token(),
+            flops_per_token=model.flops_per_token,
             rows=lambda step: stage.split(
                 rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
             ),
@@ -192,6 +202,8 @@ def carry_out(
             also_every=stage.also_every,
             max_seconds=stage.max_seconds,
             forward_weights=stage.forward_weights,
+            begin_step=begin_step,
+            inspect=partial(step_figures, model, stage.optimizer),
         )
         with log, stage.background():
             done = train(run, progress)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class Progress:
     train_seconds: float = 0.0
     """Time spent in timed steps, by all attempts together."""
     timed_steps: int = 0
+    flops: float = 0.0
+    """Spent on all steps, forward and backward."""
     clock_seconds: float = 0.0
     """Time spent in all steps, the mean of the ranks: what a budget of seconds is compared with."""
     averaged: bool = False
@@ -110,7 +112,8 @@ class Run:
     """Tokens per step, all ranks together."""
     device_rows: int
     """Rows per micro-batch on one device."""
-    flops_per_token: float
+    flops_per_token: Callable[[], float]
+    """Of the model as it is at a step."""
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
     rows_name: Callable[[int], str]
     evaluate: Callable[[int, Callable[[], bool], bool], dict[str, float] | None]
@@ -128,6 +131,12 @@ class Run:
     forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
     """Entered around the forward and backward passes of a step, told what share of the run is done:
     may put other weights in place of the model's, and puts those back."""
+    begin_step: Callable[[int, float], None] = lambda step, done: None
+    """Called before every step and evaluation, told its number and what share of the run is done:
+    may change what the model computes."""
+    inspect: Callable[[float], dict[str, float]] = lambda scale: {}
+    """Called on every rank when the gradients of a step are reduced: further figures to log.
+    `scale` makes those gradients the mean over the targets that count."""
 
     def horizon(self, progress: Progress) -> float:
         """How many steps the run will have in all: as told, or as the clock will allow."""
@@ -164,12 +173,14 @@ def train(run: Run, progress: Progress) -> bool:
     with run.stop as stop:
         while not run.finished(progress):
             step, horizon = progress.step, run.horizon(progress)
+            run.begin_step(step, step / horizon)
             if step and run.evaluates(step):
                 evaluate(run, progress, step, stop)
             guard.check_ranks(step, run.optimizer.named_params())
             started = time.perf_counter()
-            loss, norm, stopping = train_step(run, step, lambda: stop.asked, guard.allows, horizon)
-            if stopping:
+            done = train_step(run, step, lambda: stop.asked, guard.allows, horizon)
+            loss, norm = done.loss, done.norm
+            if done.stopped:
                 run.save(progress, final=True)
                 run.machine.print0(f"asked to stop: saved step {progress.step}")
                 return False
@@ -179,6 +190,7 @@ def train(run: Run, progress: Progress) -> bool:
             progress.clock_seconds += seconds
             verdict = guard.note(step, loss, norm, lambda at=step: run.rows_name(at))
             progress.step += 1
+            progress.flops += run.batch_tokens * run.flops_per_token()
             average = loss if verdict == "good" else progress.smooth_loss
             average = average if math.isfinite(average) else 0.0
             progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * average
@@ -186,7 +198,7 @@ def train(run: Run, progress: Progress) -> bool:
                 progress.train_seconds += seconds
                 progress.timed_steps += 1
                 progress.step_seconds = [*progress.step_seconds[-999:], seconds]
-            log_step(run, progress, horizon, loss, norm, seconds)
+            log_step(run, progress, horizon, done, seconds)
             if step == 0:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: keep it out of every later collection
@@ -195,6 +207,7 @@ def train(run: Run, progress: Progress) -> bool:
             every = run.loop.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
+        run.begin_step(progress.step, 1.0)
         progress.averaged = run.optimizer.take_average()
         run.save(progress, final=True)
         with last_evaluation(run.machine):
@@ -211,18 +224,29 @@ def give_up(save: Save, progress: Progress, guard: Guard) -> None:
     )
 
 
+class Step(NamedTuple):
+    """What became of a step; the same on every rank."""
+
+    loss: float
+    """Mean nats per counted target."""
+    norm: float
+    """Of the gradient."""
+    stopped: bool = False
+    """A rank was asked to stop meanwhile: it is as if the step had not begun."""
+    figures: Mapping[str, float] = {}
+    """What else is to be logged of it."""
+
+
 def train_step(
     run: Run,
     step: int,
     stopping: Callable[[], bool] = lambda: False,
     allows: Callable[[float, float], bool] = lambda loss, norm: math.isfinite(loss + norm),
     horizon: float | None = None,
-) -> tuple[float, float, bool]:
+) -> Step:
     """
-    One optimizer step of a run of `horizon` steps, by default its num_steps. Returns (mean loss in
-    nats per counted target, gradient norm, stopped?), the same on every rank. An update happens
-    only when that loss and norm are allowed to make one, and when no rank was asked to stop
-    meanwhile: then the step is as if it had not begun.
+    One optimizer step of a run of `horizon` steps, by default its num_steps. An update happens only
+    when its loss and norm are allowed to make one, and when no rank was asked to stop meanwhile.
     """
     machine, optimizer = run.machine, run.optimizer
     horizon = horizon or run.num_steps
@@ -243,9 +267,10 @@ def train_step(
     nats, count, asked = machine.sum(float(local), float(counted), float(stopping()))
     if asked:
         optimizer.drop_gradients()
-        return math.nan, math.nan, True
+        return Step(math.nan, math.nan, stopped=True)
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
+    figures = run.inspect(scale)
     norm *= scale
     loss_mean = nats / count if count else 0.0
     if not allows(loss_mean, norm):
@@ -260,7 +285,7 @@ def train_step(
             scale,
         )
     machine.synchronize()
-    return loss_mean, norm, False
+    return Step(loss_mean, norm, figures=figures)
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -305,20 +330,19 @@ def last_evaluation(machine: Machine) -> Iterator[None]:
         raise SystemExit(UNEVALUATED) from error
 
 
-def log_step(
-    run: Run, progress: Progress, horizon: float, loss: float, norm: float, seconds: float
-) -> None:
+def log_step(run: Run, progress: Progress, horizon: float, done: Step, seconds: float) -> None:
     """Hand the figures of the step just done to the log; its rates were those of `horizon`."""
     step = progress.step - 1
     rate = run.batch_tokens / seconds
-    used = utilization(rate * run.flops_per_token, run.machine.device, run.machine.world_size)
+    used = utilization(rate * run.flops_per_token(), run.machine.device, run.machine.world_size)
     figures = {
-        "loss": loss,
+        "loss": done.loss,
         "smooth_loss": progress.smooth_loss,
         "lr": lr_factor(step, horizon, run.schedule),
-        "grad_norm": norm,
+        "grad_norm": done.norm,
         "tokens_per_second": rate,
         "step_seconds": seconds,
+        **done.figures,
     }
     if used is not None:
         figures["mfu"] = used

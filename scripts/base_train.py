@@ -25,6 +25,7 @@ from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
 from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
+from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.pretrain_exam import Exam, ExamConfig
 from nanochat.quantize import LateQuantization, QuantConfig
 from nanochat.row_writer import bytes_to_pack, ensure, open_rows, start_packing
@@ -38,6 +39,19 @@ from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model training"
+# Flags that other trainers of this kind have.
+ELSEWHERE = {
+    "n_embd": "the width is --d_model; by default it follows from --depth",
+    "n_layer": "the number of layers is --depth",
+    "n_head": "heads follow from the width and --head_dim",
+    "sequence_length": "the length of a row is --max_seq_len",
+    "block_size": "the length of a row is --max_seq_len",
+    "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
+    "--device_batch_size, in rows",
+    "learning_rate": "each kind of weight has its own: --matrix_lr, --embedding_lr, "
+    "--unembedding_lr, --scalar_lr",
+    "warmup_ratio": "--warmup_steps counts steps",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,8 @@ class BaseTrain:
     target_flops: float | None = None
     """Train until about this many FLOPs are spent."""
     target_param_data_ratio: float = 12.0
-    """Training tokens per matmul parameter, where nothing else says how long to train."""
+    """Training tokens per matmul parameter, each counted as often as a token meets it, where
+    nothing else says how long to train."""
     max_wallclock_seconds: float | None = None
     """End after so many seconds of steps, the rates following the clock; packing, compiling,
     evaluations and saving are not counted. num_iterations are then the most there can be; batch and
@@ -71,6 +86,8 @@ class BaseTrain:
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to use."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
+    recursion: RecursionConfig = field(default_factory=RecursionConfig)
+    repeat: RepeatConfig = field(default_factory=RepeatConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     exam: ExamConfig = field(default_factory=ExamConfig)
@@ -118,6 +135,9 @@ def main(cfg: BaseTrain) -> None:
     # What to train: everything follows from depth
     vocab_size, T, seed = text.tokenizer.vocab_size, cfg.max_seq_len, cfg.stage.seed
     shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern, cfg.shape)
+    shape = cfg.repeat.apply(cfg.recursion.apply(shape))
+    if warning := cfg.recursion.warning():
+        machine.print0(warning)
     require_memory(shape, machine)
     model = build_model(shape, machine.device, machine.dtype, seed)
     horizon = plan(cfg, model, machine)
@@ -157,6 +177,7 @@ def main(cfg: BaseTrain) -> None:
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
         max_seconds=cfg.max_wallclock_seconds,
         forward_weights=LateQuantization(named, cfg.quant, cfg.qat_start),
+        change_model=LateRepetition(model, cfg.repeat.repeat_from),
     )
     if cfg.max_wallclock_seconds is not None:  # the clock is not to run while text is packed
         if machine.local_rank == 0:
@@ -173,8 +194,8 @@ def main(cfg: BaseTrain) -> None:
 def plan(cfg: BaseTrain, model: GPT, machine: Machine) -> Horizon:
     """Steps and batch, as if there were no clock."""
     return plan_horizon(
-        model.num_matmul_params(),
-        model.flops_per_token(),
+        model.num_used_params(),
+        cfg.repeat.flops_per_token(model),
         cfg.max_seq_len,
         cfg.num_iterations,
         cfg.target_flops,
@@ -203,6 +224,7 @@ def identity(cfg: BaseTrain) -> dict[str, Any]:
         "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)}
         if cfg.qat_start < 1
         else None,
+        "repeat_from": cfg.repeat.repeat_from or None,
     }
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -259,7 +281,7 @@ def write_section(
     tokens = progress.step * run.batch_tokens
     values: dict[str, Any] = {
         "Number of parameters": model.num_params(),
-        "Number of FLOPs per token": f"{run.flops_per_token:e}",
+        "Number of FLOPs per token": f"{progress.flops / tokens:e}",
         "Calculated number of iterations": progress.step,
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / model.num_params(),
@@ -268,7 +290,7 @@ def write_section(
         "Final validation bpb": progress.last_val,
         **({"CORE metric estimate": records.estimate(*few_shot)} if few_shot else {}),
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
-        "Total training flops": f"{run.flops_per_token * tokens:e}",
+        "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
         "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
@@ -290,4 +312,4 @@ def write_section(
 
 
 if __name__ == "__main__":
-    start(main, BaseTrain(), __doc__)
+    start(main, BaseTrain(), __doc__, retired=ELSEWHERE)

@@ -11,12 +11,11 @@ Writes  the section "Parameter golf"; several artifacts are seeds of one recipe:
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat import records, report, stats
+from nanochat import records, report
 from nanochat.artifact import Artifact, read_artifact
 from nanochat.artifact_size import code_bytes
 from nanochat.checkpoint import Checkpoint, find_checkpoint
@@ -154,11 +153,6 @@ def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
     return found if found.fingerprint == origin["checkpoint"] else None
 
 
-def over_seeds(values: Sequence[float]) -> Any:
-    """Mean with its standard error; of one seed just the value."""
-    return values[0] if len(values) == 1 else records.estimate(*stats.mean(values))
-
-
 def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started: float) -> None:
     """The record and the report."""
     plain = [s.plain.value for s in scored]
@@ -169,15 +163,15 @@ def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started
     values: dict[str, Any] = {"Seeds": len(scored)}
     if len(before) == len(scored):
         gaps = [after - was for after, was in zip(plain, before, strict=True)]
-        values["Pre-quantisation bpb"] = over_seeds(before)
-    values["Roundtrip bpb"] = over_seeds(plain)
+        values["Pre-quantisation bpb"] = records.over_seeds(before)
+    values["Roundtrip bpb"] = records.over_seeds(plain)
     if sliding:
-        values["Roundtrip sliding bpb"] = over_seeds(sliding)
-        values["Sliding gain bpb"] = over_seeds(
+        values["Roundtrip sliding bpb"] = records.over_seeds(sliding)
+        values["Sliding gain bpb"] = records.over_seeds(
             [s - p for s, p in zip(sliding, plain, strict=True)]
         )
     if len(before) == len(scored):
-        values["Quantisation gap bpb"] = over_seeds(gaps)
+        values["Quantisation gap bpb"] = records.over_seeds(gaps)
     if len(scored) > 1:
         values["Spread over seeds (std)"] = statistics.stdev(plain)
     values |= {

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from nanochat.checkpoint import carried, save_checkpoint, stage_folder
 from nanochat.config import start
-from nanochat.gpt import GPT
 from nanochat.hf import Imported, read_hf
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.records import new_run_id
@@ -40,7 +39,7 @@ def main(cfg: ImportHF) -> None:
         raise ValueError("name the folder of a model: --hf_path=<folder>")
     machine = init_machine(cfg.machine)
     found = read_hf(Path(cfg.hf_path).expanduser())
-    model = GPT(found.cfg)
+    model = found.cfg.new()
     model.load_state_dict(found.weights)
     origin = found.origin or unknown(found)
     stage = cfg.stage or origin["stage"]

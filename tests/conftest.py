@@ -3,6 +3,7 @@
 import atexit
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from nanochat.config import silence_teardown
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.machine import Machine
+from nanochat.refine import recursive_config
 from tests.training_runs import prepare
 
 atexit.register(silence_teardown)
@@ -32,6 +34,19 @@ GOLF_CHANGES: dict[str, Any] = {
     "init": "orthogonal",
     "projection_init": "scaled",
 }
+RECURSIVE_CHANGES: dict[str, Any] = {
+    "n_layer": 3,
+    "n_prelude": 1,
+    "n_core": 1,
+    "n_coda": 1,
+    "n_loops": 3,
+    "supervise": "full",
+}
+
+
+def shaped(cfg: GPTConfig, **changes: Any) -> GPTConfig:
+    """A shape with some fields changed; those of a recursive one make it one."""
+    return recursive_config(cfg, **changes) if "n_loops" in changes else replace(cfg, **changes)
 
 
 @pytest.fixture(autouse=True)

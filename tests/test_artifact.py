@@ -23,7 +23,7 @@ from nanochat.quantize import LateQuantization, QuantConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.world import documents
 from scripts import export, golf_eval
-from tests.conftest import lively
+from tests.conftest import RECURSIVE_CHANGES, lively, shaped
 from tests.test_gpt import GOLF
 
 MIXED = QuantConfig("embed.*=int8,*.mlp.up.*=int5,*.mlp.*=int6,*.q.*=fp16,*=int6")
@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
 
 
 def model_for(tokenizer, **changes):
-    cfg = replace(GOLF, vocab_size=tokenizer.vocab_size, max_seq_len=32, **changes)
+    cfg = shaped(GOLF, vocab_size=tokenizer.vocab_size, max_seq_len=32, **changes)
     return lively(build_model(cfg, CPU, torch.float32, seed=0))
 
 
@@ -50,12 +50,17 @@ def test_packed_levels_come_back(bits, numbers):
     np.testing.assert_array_equal(unpack(data, bits, len(levels)), levels)
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("compressor", COMPRESSORS)
+@pytest.mark.parametrize(
+    "container,compressor,changes",
+    [
+        *((container, compressor, {}) for container in CONTAINERS for compressor in COMPRESSORS),
+        ("bytes", "zstd", RECURSIVE_CHANGES),
+    ],
+)
 def test_a_file_gives_back_what_late_quantisation_trained_with(
-    container, compressor, tokenizer, tmp_path, machine
+    container, compressor, changes, tokenizer, tmp_path, machine
 ):
-    model = model_for(tokenizer)
+    model = model_for(tokenizer, **changes)
     stored = store(model.state_dict(), MIXED)
     written = smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
     (tmp_path / "model.golf").write_bytes(written.data)

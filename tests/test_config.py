@@ -10,6 +10,7 @@ import pytest
 
 from nanochat.common import REPOSITORY
 from nanochat.config import field_docs, parse, settings, short
+from scripts.base_train import ELSEWHERE, BaseTrain
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,18 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys):
 def test_a_retired_flag_is_refused_with_what_replaced_it(capsys):
     message = refused(capsys, "--dry-run=1", retired={"dry_run": "use --num_iterations=1"})
     assert "--num_iterations=1" in message
+
+
+@pytest.mark.parametrize("flag,ours", [
+    ("--n_embd=64", "--d_model"), ("--sequence-length=8", "--max_seq_len"),
+    ("--gradient_accumulation_steps=2", "--total_batch_size"), ("--n_layer=3", "--depth"),
+])  # fmt: skip
+def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, ours):
+    with pytest.raises(SystemExit) as exit:
+        parse(BaseTrain(), None, [flag], retired=ELSEWHERE)
+    assert exit.value.code == 2 and ours in capsys.readouterr().err
+    cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--d_model=64"])
+    assert cfg.stage.kernels.compile is False and cfg.shape.d_model == 64
 
 
 def test_a_value_of_the_wrong_type_is_named(capsys):

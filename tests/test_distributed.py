@@ -149,6 +149,21 @@ def test_one_and_two_processes_play_golf_alike(base):
         assert (two[name] - one[name]).norm() < 1e-2 * one[name].norm(), name
 
 
+def test_one_and_two_processes_recurse_alike(base):
+    words = (
+        "-m scripts.base_train --depth=3 --d_model=64 --max_seq_len=32 --total_batch_size=512 "
+        "--num_iterations=12 --eval_tokens=1024 --dtype=float32 --recursion_preset=moderate "
+        "--supervise=sampled --bptt_loops=3"
+    ).split()
+    one, two = by_one_and_two(base, words, "base_checkpoints")
+    norms = [f"grad_norm_{part}" for part in ("prelude", "core", "coda", "inject", "outside")]
+    for name in ("loss", "total_loss", "loss_loop_4", *norms, "val_bpb", "bpb_loop_1"):
+        assert len(curve(one, name)) in (1, 12)
+        np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=2e-4, err_msg=name)
+    drawn = [len(curve(one, f"loss_loop_{k}")) for k in (1, 2, 3)]
+    assert sum(drawn) == 12 and min(drawn) > 0, "one loop is drawn for each step"
+
+
 def test_two_processes_end_by_the_clock_together(base):
     """Each measures other seconds; what they agree on ends both with the same step."""
     words = (

@@ -10,7 +10,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import build_model, for_inference
 from nanochat.sampling import Sampling, sample
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import GOLF_CHANGES, TINY, lively
+from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 OPTIONS = {
@@ -21,6 +21,8 @@ OPTIONS = {
     "no value embeddings": {"value_embeddings": False},
     "no residual scalars": {"residual_scalars": False},
     "golf": GOLF_CHANGES,
+    "recursive": RECURSIVE_CHANGES,
+    "repeated": {"repeat_layers": "0-1"},
 }
 
 
@@ -32,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 def model_of(tokenizer, **changes):
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=48)
-    cfg = cfg.classic() if changes.pop("classic", False) else replace(cfg, **changes)
+    cfg = cfg.classic() if changes.pop("classic", False) else shaped(cfg, **changes)
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
 
 

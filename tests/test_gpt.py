@@ -15,7 +15,7 @@ from nanochat import loss as loss_module
 from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT, GPTConfig, build_model, exclude_self, rotary, rotate
 from nanochat.loss import IGNORE
-from tests.conftest import GOLF_CHANGES, TINY, lively
+from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
 CPU = torch.device("cpu")
 GOLF = replace(TINY, **GOLF_CHANGES)
@@ -27,6 +27,8 @@ VARIANTS = {
     "no groups": replace(TINY, n_kv_head=4),
     "golf": GOLF,
     "tied and plain": replace(TINY.classic(), tie_embeddings=True),
+    "recursive": shaped(TINY, **RECURSIVE_CHANGES),
+    "repeated": replace(TINY, repeat_layers="0-0"),
 }
 
 

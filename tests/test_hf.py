@@ -23,7 +23,7 @@ from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.world import documents
 from scripts import base_eval, export, import_hf
-from tests.conftest import GOLF_CHANGES, TINY, lively
+from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 from tests.test_eval_core import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
     "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
     "golf": GOLF_CHANGES,
+    "recursive": RECURSIVE_CHANGES,
 }
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 
@@ -50,7 +51,7 @@ def tokenizer(texts):
 
 def model_of(tokenizer, name):
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=192)
-    cfg = cfg.classic() if name == "classic" else replace(cfg, **ARCHITECTURES[name])
+    cfg = cfg.classic() if name == "classic" else shaped(cfg, **ARCHITECTURES[name])
     return lively(build_model(cfg, CPU, torch.float32, seed=3))
 
 

@@ -18,11 +18,12 @@ FLOORS = """
     world_tables world_facts world_drills world_stories world world_tasks world_talk world_suite
     disk hub text_files hub_repo source local_source hub_source dataset
     packing rows row_writer chat_rows
-    attention kv_cache loss gpt quantize optim schedule scaling sampling engine engine_bench
+    attention kv_cache loss gpt refine presets quantize optim schedule scaling sampling
+    engine engine_bench
     record_shape records variance runlog kernels preflight train_bench
-    guard train checkpoint run_checkpoints stage samples
+    eval_bpb refine_figures refine_verdict guard train checkpoint run_checkpoints stage samples
     plots sections summary figures report
-    eval_bpb artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl
+    artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl
     serving hf_tokenizer hf hf_modeling hf_model lm_eval_model
     model_library openai_api respond server_metrics desk gate server
 """.split()

@@ -1,0 +1,92 @@
+# Sourced by scripts/train_h100_fast.sh and scripts/train_h100_extreme.sh: one phase of recursion.
+# Needs: name, preset, and for the H100s iterations, save_every, eval_every, device_rows, eval_tokens,
+# shards, chars, warmup. Flags of base_train may follow the script's name.
+
+cd "$(dirname "$0")/.."
+source dev/profile.sh
+seeds=${SEEDS:-$([ "$PROFILE" = cpu ] && echo "0 1 2" || echo 0)}
+depth=${DEPTH:-12}
+
+case "$PROFILE" in
+h100x8 | gpu1)
+    processes=$([ "$PROFILE" = h100x8 ] && echo 8 || echo 1) text=${TEXT:-karpathy/climbmix-400b-shuffle}
+    tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
+    shape=(--depth="$depth" --max_seq_len=2048)
+    run=(--total_batch_size=524288 --num_iterations="${ITERATIONS:-$iterations}"
+        --device_batch_size="$device_rows" --save_every="$save_every" --eval_every="$eval_every"
+        --sample_every="$eval_every" --eval_tokens="$eval_tokens" --warmup_steps="$warmup"
+        --grad_clip=1.0)
+    judge=(--eval_tokens="$eval_tokens")
+    ;;
+cpu)
+    processes=1 text=${TEXT:-embedded} depth=${DEPTH:-4}
+    tokenizer=(--vocab_size=1024 --max_chars=100000000)
+    shape=(--depth="$depth" --max_seq_len=256 --d_model=128 --head_dim=32)
+    run=(--total_batch_size=4096 --num_iterations="${ITERATIONS:-100}" --eval_every=50
+        --eval_tokens=32768 --grad_clip=1.0)
+    judge=(--eval_tokens=65536)
+    ;;
+smoke)
+    processes=1 text=${TEXT:-embedded} depth=${DEPTH:-3}
+    tokenizer=(--vocab_size=512 --num_shards=1)
+    shape=(--depth="$depth" --max_seq_len=64 --d_model=32 --head_dim=16)
+    run=(--total_batch_size=512 --num_iterations="${ITERATIONS:-12}" --eval_every=6
+        --eval_tokens=2048 --grad_clip=1.0)
+    judge=(--eval_tokens=2048)
+    ;;
+*)
+    echo "error: PROFILE is h100x8, gpu1, cpu or smoke, not '$PROFILE'" >&2
+    exit 2
+    ;;
+esac
+
+rate=
+want=
+for flag in "$@"; do
+    [ -z "$want" ] || rate=$flag
+    want=
+    case "$flag" in
+    --hourly_rate=* | --hourly-rate=*) rate=${flag#*=} ;;
+    --hourly_rate | --hourly-rate) want=1 ;;
+    esac
+done
+mkdir -p logs
+exec > >(tee -a logs/train.log) 2>&1
+echo "$name: preset $preset, profile $PROFILE, seeds $seeds, $(date '+%Y-%m-%d %H:%M:%S')"
+source dev/setup.sh
+source dev/stages.sh
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
+
+# For every seed: the recursive model, then two plain ones of the same layers, one trained on as many
+# tokens, one on as many FLOPs. Flags given to the script come first, so that these stay what they are.
+plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
+    --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
+stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --once
+recursive="" plain=""
+for seed in $seeds; do
+    tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds
+    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "$@" --seed="$seed" --resume=auto --once)
+    report=$folder/$tag
+    [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # it opens the report card
+    stage "recursive model, seed $seed" train scripts.base_train --recursion_preset="$preset" \
+        "${common[@]}" --model_tag="$tag" --report_dir="$report"
+    stage "plain model, equal tokens, seed $seed" train scripts.base_train "${common[@]}" \
+        "${plainly[@]}" --model_tag="plain-$tag" --report_dir="$folder/plain-$tag"
+    flops=$(python -m dev.spent "$tag")
+    stage "plain model, equal FLOPs, seed $seed" train scripts.base_train "${common[@]}" \
+        "${plainly[@]}" --num_iterations=-1 --target_flops="$flops" --model_tag="longer-$tag" \
+        --report_dir="$folder/longer-$tag"
+    recursive="$recursive${recursive:+,}$tag"
+    plain="$plain${plain:+,}plain-$tag,longer-$tag"
+done
+
+stage "recursion, judged" train scripts.recursion_eval --model_tags="$recursive" \
+    --plain_tags="$plain" "${judge[@]}"
+python -m scripts.report ${rate:+--hourly_rate="$rate"} >/dev/null
+echo
+echo "The report card is $NANOCHAT_BASE_DIR/report.md, this log logs/train.log"
+awk "BEGIN { printf \"%.0f minutes this time, \$%.2f at \$%.2f an hour\n\", $SECONDS / 60, $SECONDS / 3600 * ${rate:-0}, ${rate:-0} }"
+if grep -q '"NOT MET' "$NANOCHAT_BASE_DIR/report/recursion.json"; then
+    echo "finished, but not all criteria are met"
+    exit 1
+fi

@@ -1,0 +1,118 @@
+"""
+How a loss can make refinement look large: four losses of a small recursive model, on a source of
+known entropy.
+
+    python -m dev.refinement_toy
+
+Tokens follow a random first-order Markov chain, so a model can reach the chain's entropy and no
+less. "not detached" is a bonus for improving whose gradient also reaches the loop before, as some
+have used; nanochat/refine.py has no such thing. Prints a table; some minutes on a core.
+"""
+
+import math
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.gpt import GPTConfig, build_model
+from nanochat.refine import recursive_config
+from nanochat.refine_figures import refinement
+
+V, T, ROWS, STEPS, LOOPS = 32, 64, 16, 400, 4
+SHAPE = recursive_config(
+    GPTConfig(V, n_layer=4, d_model=64, n_head=2, n_kv_head=2, head_dim=32, max_seq_len=T),
+    n_prelude=1,
+    n_core=2,
+    n_coda=1,
+    n_loops=LOOPS,
+    supervise="full",
+)
+LOSSES = (
+    "last loop only",
+    "uniform mean",
+    "extreme, detached and clamped",
+    "extreme, not detached",
+)
+
+
+def chain(generator: torch.Generator) -> Tensor:
+    """Transition probabilities (V, V), most of each row on a few tokens."""
+    return torch.softmax(2.0 * torch.randn(V, V, generator=generator), dim=1)
+
+
+def draw(transitions: Tensor, generator: torch.Generator) -> Tensor:
+    """Rows (ROWS, T + 1) of the chain."""
+    ids = [torch.randint(V, (ROWS,), generator=generator)]
+    for _ in range(T):
+        ids.append(torch.multinomial(transitions[ids[-1]], 1, generator=generator)[:, 0])
+    return torch.stack(ids, dim=1)
+
+
+def entropy(transitions: Tensor) -> float:
+    """Nats per token of the chain, once it has forgotten its start."""
+    share = torch.full((V,), 1 / V)
+    for _ in range(200):
+        share = share @ transitions
+    return float(-(share[:, None] * transitions * transitions.log()).sum())
+
+
+def losses_of(model, ids: Tensor) -> list[Tensor]:
+    """Mean nats of each loop."""
+    run = model.begin(ids[:, :-1])
+    states = enumerate(model.states(run, LOOPS), start=1)
+    logits = [model.logits(model.read_out(run, state, k)) for k, state in states]
+    return [F.cross_entropy(x.mT, ids[:, 1:]) for x in logits]
+
+
+def objective(name: str, found: list[Tensor]) -> Tensor:
+    """What is minimised."""
+    if name == "last loop only":
+        return found[-1]
+    if name == "uniform mean":
+        return torch.stack(found).mean()
+    shares = [10.0**k for k in range(LOOPS)]
+    total = sum(s / sum(shares) * loss for s, loss in zip(shares, found, strict=True))
+    for k, (before, after) in enumerate(zip(found, found[1:], strict=False), start=1):
+        if name == "extreme, not detached":
+            total = total - 2.0 * (before - after) / before
+        else:
+            extra = (2.0 / before.detach()).clamp(max=4 * shares[k] / sum(shares))
+            total = total + extra * after
+    return torch.as_tensor(total)
+
+
+def learn(name: str, seed: int) -> tuple[list[float], float]:
+    """Held-out loss of each loop after training, and the entropy of the source."""
+    generator = torch.Generator().manual_seed(seed)
+    transitions = chain(generator)
+    model = build_model(SHAPE, torch.device("cpu"), torch.float32, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(STEPS):
+        objective(name, losses_of(model, draw(transitions, generator))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        held = [
+            [float(x) for x in losses_of(model, draw(transitions, generator))] for _ in range(8)
+        ]
+    return [statistics.mean(column) for column in zip(*held, strict=True)], entropy(transitions)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"uniform guessing: {math.log(V):.3f} nats")
+    print("| loss | first loop | last loop, above the entropy of the source | refinement % |")
+    print("|---|---|---|---|")
+    for name in LOSSES:
+        runs = [learn(name, seed) for seed in range(3)]
+        first = ", ".join(f"{loops[0]:.3f}" for loops, _ in runs)
+        last = ", ".join(f"{loops[-1] - floor:.4f}" for loops, floor in runs)
+        percent = ", ".join(f"{refinement(loops):.1f}" for loops, _ in runs)
+        print(f"| {name} | {first} | {last} | {percent} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

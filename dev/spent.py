@@ -1,0 +1,17 @@
+"""
+Print the FLOPs that the training of a base model took.
+
+    python -m dev.spent d4
+
+Reads   base_checkpoints/<tag>/
+"""
+
+import sys
+
+from nanochat.checkpoint import find_checkpoint
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m dev.spent <model_tag>")
+    checkpoint = find_checkpoint("base", sys.argv[1], say=lambda text: print(text, file=sys.stderr))
+    print(checkpoint.state["progress"]["flops"])

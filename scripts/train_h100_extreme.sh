@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Recursion, second phase: preset extreme on H100s, 5,000 steps, judged against plain models.
+#
+#   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; what they cost an hour
+#   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu1, cpu, smoke
+#
+# The rest as in scripts/train_h100_fast.sh; the text is enough for the plain run of equal FLOPs.
+set -euo pipefail
+
+name=extreme preset=extreme
+iterations=5000 save_every=500 eval_every=250 device_rows=16 eval_tokens=1048576
+shards=200 chars=1000000000 warmup=200
+source "$(dirname "$0")/../dev/recursion.sh"
