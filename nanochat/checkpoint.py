@@ -289,8 +289,11 @@ def referred(name: str, say: Callable[[str], None] = print) -> Checkpoint:
 
 
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint's state says where its model comes from, wherever it is taken."""
-    batch = {"batch_tokens": state["identity"]["batch_tokens"]}
+    """
+    What of a checkpoint's state says where its model comes from, wherever it is taken; with the
+    tokens of its batches where it has any (RL has none).
+    """
+    batch = {k: v for k, v in state["identity"].items() if k == "batch_tokens"}
     return {"source": state["source"], "provenance": state["provenance"], "identity": batch}
 
 

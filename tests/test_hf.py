@@ -14,8 +14,8 @@ from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.engine import Engine
-from nanochat.gpt import GPT, build_model
-from nanochat.hf import read_hf, write_hf
+from nanochat.gpt import build_model
+from nanochat.hf import is_native, read_hf, write_hf
 from nanochat.hf_tokenizer import byte_letters, halves
 from nanochat.machine import MachineConfig
 from nanochat.own_code import code_of
@@ -82,13 +82,13 @@ def exported(request, tokenizer, tmp_path_factory):
 def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exported):
     ours, folder, theirs, _ = exported
     code = {path.stem for path in folder.glob("*.py")}
-    if ours.cfg == ours.cfg.classic():
+    if is_native(ours.cfg):
         assert type(theirs).__module__.startswith("transformers.models.nanochat") and not code
     else:
         assert (
             code
-            == {"hf_modeling", *code_of("gpt")}
-            == {*("hf_modeling", "gpt", "attention", "kv_cache", "loss")}
+            == {"hf_modeling", *code_of("refine")}
+            == {*("hf_modeling", "refine", "gpt", "attention", "kv_cache", "loss")}
         )
         assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
 
@@ -296,21 +296,23 @@ def test_a_folder_without_a_model_is_refused(tokenizer, tmp_path):
         read_hf(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["classic", "default"])
-def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name):
+@pytest.mark.parametrize(
+    "name,stage", [("classic", "sft"), ("default", "sft"), ("recursive", "rl")]
+)
+def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name, stage):
     model = model_of(tokenizer, name)
     inputs = {"tokenizer": tokenizer.fingerprint}
     state = {
-        "stage": "sft",
+        "stage": stage,
         "source": {"dataset": "embedded"},
         "provenance": {"run_id": "run-1", "seed": 4, "inputs": inputs},
-        "identity": {"batch_tokens": 4096, "seed": 4},
+        "identity": {"seed": 4} if stage == "rl" else {"batch_tokens": 4096, "seed": 4},
     }
-    saved = save_checkpoint(stage_folder("sft") / "d2", 9, model, None, tokenizer, state)
+    saved = save_checkpoint(stage_folder(stage) / "d2", 9, model, None, tokenizer, state)
     export.main(export.Export())
-    folder = base / "export" / "sft-d2"
+    folder = base / "export" / f"{stage}-{saved.folder.parent.name}"
     import_hf.main(import_hf.ImportHF(hf_path=str(folder)))
-    back = find_checkpoint("sft", "imported")
+    back = find_checkpoint(stage, "imported")
     assert back.step == 9 and back.state["files"] == saved.state["files"]
     for key in ("source", "provenance", "stage"):
         assert back.state[key] == state[key]
@@ -402,7 +404,7 @@ def test_without_the_optional_packages_the_command_that_installs_them_is_named(m
 def test_a_rebuilt_model_computes_what_the_first_did(exported):
     ours, folder, _, _ = exported
     back = read_hf(folder)
-    twin = GPT(back.cfg)
+    twin = back.cfg.new()
     twin.load_state_dict(back.weights)
     ids = torch.arange(20)[None]
     torch.testing.assert_close(twin(ids), ours(ids), rtol=0, atol=0)
