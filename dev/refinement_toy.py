@@ -4,8 +4,9 @@ is known.
 
     python -m dev.refinement_toy
 
-Tokens follow a random first-order Markov chain, so what any model can reach is known. "not detached" is a bonus for improving whose gradient also reaches the loop before, as some
-have used; nanochat/refine.py has no such thing. Prints a table; some minutes on a core.
+Tokens follow a random first-order Markov chain, so what any model can reach is known. In "not
+detached" the gradient of a bonus for improving also reaches the loop before, as some have it;
+nanochat/refine.py has no such thing. Prints a table; some minutes on a core.
 """
 
 import math
@@ -92,10 +93,9 @@ def learn(name: str, seed: int) -> tuple[list[float], float]:
         optimizer.zero_grad()
     held = [draw(transitions, generator) for _ in range(16)]
     with torch.no_grad():
-        held = [
-            [float(x) for x in losses_of(model, draw(transitions, generator))] for _ in range(8)
-        ]
-    return [statistics.mean(column) for column in zip(*held, strict=True)], entropy(transitions)
+        by_loop = [[float(x) for x in losses_of(model, ids)] for ids in held]
+    best = statistics.mean(floor(transitions, ids) for ids in held)
+    return [statistics.mean(column) for column in zip(*by_loop, strict=True)], best
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     for name in LOSSES:
         runs = [learn(name, seed) for seed in range(3)]
         first = ", ".join(f"{loops[0]:.3f}" for loops, _ in runs)
-        last = ", ".join(f"{loops[-1] - floor:.4f}" for loops, floor in runs)
+        last = ", ".join(f"{loops[-1] - best:.4f}" for loops, best in runs)
         percent = ", ".join(f"{refinement(loops):.1f}" for loops, _ in runs)
         print(f"| {name} | {first} | {last} | {percent} |", flush=True)
 

@@ -24,11 +24,12 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 WARNED = ("moderate", "aggressive", "extreme")
+# measured: dev/recursion_arms.py, dev/refinement_toy.py, 3 seeds each, 2026-11 (dev/LOG.md)
 WARNING = (
-    "warning    recursion preset {}: aggressive and extreme ended 0.40 bits per byte above a plain "
-    "model of equal FLOPs, and no better than the same layers passed once (3 minutes of a CPU, 3 "
-    "seeds). The refinement of 80% and more that these presets are known for comes from a first "
-    "loop that is held back, with the worst final loss; here it cannot be"
+    "warning    recursion preset {}: after 3 minutes of a CPU core, aggressive and extreme ended "
+    "0.40 bits per byte above a plain model of equal FLOPs, and no better than the same layers "
+    "passed once. Such presets are known for refinements of 80% and more: that comes from a bonus "
+    "which also drives the first loop up, to five times the loss of guessing; here it cannot"
 )
 
 
