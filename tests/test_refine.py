@@ -1,6 +1,7 @@
 """The recursive model: the plain one where it must be, causal, honest in what it trains."""
 
 import math
+import shutil
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanochat.common import read_json
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
@@ -17,6 +19,7 @@ from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.refine import RecursiveConfig, RecursiveGPT, read_config, recursive_config
 from nanochat.refine_figures import in_order, loop_figures, part_of, step_figures
 from tests.conftest import TINY, lively
+from tests.training_runs import SMALL, STEPS, TRAIN, folder, python, same_weights
 
 CPU = torch.device("cpu")
 PLAIN = replace(TINY, n_layer=4)
@@ -411,3 +414,25 @@ def test_repetition_begins_where_it_was_told_to():
     for wrong in ({"repeat_from": 1.0, "repeat_layers": "1-2"}, {"repeat_from": 0.5}):
         with pytest.raises(ValueError, match="repeat_from"):
             RepeatConfig(**wrong)
+
+
+def test_a_run_that_repeats_from_its_middle_saves_what_it_was_and_resumes(trained_base):
+    words = [*TRAIN, *SMALL, "--repeat_layers=0-0", "--repeat_from=0.5", "--resume=auto"]
+    python(trained_base, *words, "--model_tag=late")
+    states = {
+        step: read_json(folder(trained_base, "late") / f"step_{step:06d}" / "state.json")
+        for step in (8, 12, STEPS)
+    }
+    assert [s["model"]["repeat_layers"] for s in states.values()] == [None, "0-0", "0-0"]
+    model = read_config(states[12]["model"]).new()
+    once = model.flops_per_token() - model.layer_flops(0)
+    want = 512 * (STEPS // 2) * (model.flops_per_token() + once)
+    assert states[STEPS]["progress"]["flops"] == pytest.approx(want)
+
+    resumed = folder(trained_base, "resumed")
+    shutil.copytree(folder(trained_base, "late"), resumed)
+    for step in range(12, STEPS + 1, 4):
+        shutil.rmtree(resumed / f"step_{step:06d}")
+    (resumed / "latest").write_text("step_000008\n")
+    python(trained_base, *words, "--model_tag=resumed")
+    assert same_weights(trained_base, "late", "resumed")
