@@ -55,7 +55,7 @@ def main() -> None:
 
     schedule = ScheduleConfig(warmup_steps=2)
     run = Run(
-        model, optimizer, machine, STEPS, ROWS * T, 2, 1.0, rows, str, lambda *_: {},
+        model, optimizer, machine, STEPS, ROWS * T, 2, lambda: 1.0, rows, str, lambda *_: {},
         lambda progress, final=False: None, log, schedule, LoopConfig(),
     )  # fmt: skip
     train(run, Progress())
