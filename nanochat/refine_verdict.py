@@ -144,7 +144,7 @@ def not_held_back(
 def ordered(by_loop: Sequence[Sequence[float]]) -> Criterion:
     """No loop is worse than the one before; by_loop[k][s] is loop k + 1 of seed s."""
     means = [statistics.mean(loop) for loop in by_loop]
-    told = " >= ".join(f"{m:.4f}" for m in means)
+    told = ", ".join(f"{m:.5f}" for m in means)
     return Criterion("Each loop at least as good as the one before", in_order(means), told)
 
 
