@@ -11,7 +11,7 @@ Knows nothing of tokens or rows, and never probes the network: only a hub source
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,11 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
                 "nothing says where text comes from: give --dataset=<owner>/<name>, "
                 "--dataset=embedded or --data_dir=<folder>"
             )
+        if "mixture" in recorded:
+            raise ValueError(
+                f"the text was a mixture, {recorded['mixture']}: name one of its texts by "
+                "--dataset or --data_dir"
+            )
         source = open_source(
             DataConfig(
                 dataset=recorded.get("dataset"),
@@ -96,9 +101,9 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
     return HubSource.open(cfg)
 
 
-def remember(source: "Source", tokenizer_tag: str) -> None:
+def remember(described: Mapping[str, Any], tokenizer_tag: str) -> None:
     """Record the text a stage used, for later stages with the same tokenizer that name none."""
-    write_json(base_dir() / "data" / f"used_with_{tokenizer_tag}.json", source.describe())
+    write_json(base_dir() / "data" / f"used_with_{tokenizer_tag}.json", dict(described))
 
 
 def remembered(tokenizer_tag: str) -> dict[str, Any] | None:

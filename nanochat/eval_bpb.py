@@ -8,7 +8,7 @@ Documents are scored in windows; `document_bpb` asserts that every token of them
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,19 @@ class Bpb:
 
 
 Batch = tuple[np.ndarray, np.ndarray]
+
+
+def pooled(parts: Iterable[Bpb]) -> Bpb:
+    """Several texts as one."""
+    parts = list(parts)
+    return Bpb(
+        *(sum(getattr(part, name) for part in parts) for name in ("nats", "bytes", "tokens"))
+    )
+
+
+def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
+    """The figures of the buckets of a mixture, as they are logged; of a single one none."""
+    return {f"val_bpb:{name}": bpb.value for name, bpb in found.items()} if len(found) > 1 else {}
 
 
 class Interrupted(Exception):

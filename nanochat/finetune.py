@@ -1,15 +1,15 @@
 """
 Training on conversations: what midtraining and supervised fine-tuning do alike.
 
-    parent checkpoint + conversations -> packed chat rows -> Stage -> bits per byte of the answers
+    parent checkpoint + buckets -> mixed, packed rows -> Stage -> bits per byte of the answers
 
 Every conversation in a row sees only itself, so packing changes no loss and no gradient. Knows no
-tasks: scripts hand in conversations and a description of them.
+tasks: scripts hand in buckets of conversations and the words of their mixture.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -18,14 +18,27 @@ import torch
 from torch import Tensor
 
 from nanochat import records, report
-from nanochat.chat_rows import Conversations, open_chat_rows, pack_conversations, split_rows
+from nanochat.arms import taken
+from nanochat.chat_mix import mixed_chat_rows
+from nanochat.chat_rows import Conversations, encode, open_chat_rows, pack_encoded, split_rows
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.common import fingerprint
-from nanochat.eval_bpb import Interrupted, bits_per_byte
+from nanochat.common import fingerprint, write_json
+from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine, init_machine
+from nanochat.mixture import (
+    MIXTURE_FILE,
+    MixConfig,
+    Part,
+    Resolution,
+    Resolved,
+    Tags,
+    parse_mixture,
+    resolution,
+    resolve,
+)
 from nanochat.optim import MuonAdamW, rules
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
@@ -56,8 +69,8 @@ class Apart:
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
-class Mixture(Conversations, Protocol):
-    """Conversations of several origins; `tasks.base.Mixture` is one."""
+class Answers(Conversations, Protocol):
+    """Conversations that say what they are; `tasks.base.Task` does."""
 
     def __len__(self) -> int: ...
     @property
@@ -65,30 +78,43 @@ class Mixture(Conversations, Protocol):
         """JSON-ready; decides which conversations there are, and in which order."""
         ...
 
-    def composition(self) -> dict[str, int]:
-        """Origin -> how many conversations are from there."""
-        ...
+
+class Bucket(Protocol):
+    """Conversations that can be taken or left; `tasks.buckets.Bucket` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tags(self) -> Tags: ...
+    @property
+    def train(self) -> Answers: ...
+    @property
+    def val(self) -> Answers: ...
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What is learned: conversations for training and validation, chosen by the words `spec`."""
+    """What is learned, and what measures how well: buckets, chosen by the words of `mix`."""
 
-    spec: str
-    train: Mixture
-    val: Mixture
+    mix: MixConfig
+    learned: Sequence[Bucket]
+    """One for each part of the mixture."""
+    measured: Sequence[Bucket]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the mixture."""
+        return parse_mixture(self.mix.mixture)
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON-ready; equal for equal conversations."""
-        return {"train": self.train.identity, "val": self.val.identity}
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """What comes from where, as a record holds it."""
-        train, val = self.train.composition(), self.val.composition()
-        rows = [[name, train.get(name, 0), val.get(name, 0)] for name in {**train, **val}]
-        return {"title": "Conversations", "columns": ["Of", "Train", "Validation"], "rows": rows}
+        """JSON-ready; equal for equal conversations in equal proportions."""
+        return {
+            "learned": {bucket.name: bucket.train.identity for bucket in self.learned},
+            "measured": {bucket.name: bucket.val.identity for bucket in self.measured},
+            "parts": [part._asdict() for part in self.parts],
+            **self.mix.chosen,
+        }
 
 
 @dataclass(frozen=True)
@@ -100,7 +126,7 @@ class Plan:
     num_iterations: int | None = None
     """Optimizer steps. Default: from num_epochs."""
     num_epochs: float = 1.0
-    """How often the rows are gone through."""
+    """How often the mixture is gone through."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: that of pretraining, or less where there
     are so few conversations that it would leave a handful of steps."""
@@ -111,7 +137,12 @@ class Plan:
     warm_start: bool = False
     """Begin with the optimizer state of the checkpoint."""
     eval_tokens: int | None = None
-    """Validation tokens per evaluation; at most all. Default: 10,485,760, on a CPU 131,072."""
+    """Validation tokens per evaluation, shared among the buckets; at most all. Default: 10,485,760,
+    on a CPU 131,072."""
+    eval_part: int = 0
+    """Which of them: 0 the first, 1 as many others, to measure anew what 0 chose."""
+    val_mixture: str | None = None
+    """Buckets whose held-out conversations measure the loss. Default: those that are learned."""
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac"):
@@ -127,20 +158,35 @@ class Plan:
 class AnswerLoss:
     """Measures validation rows at the loop's cadence, and remembers the last measurement."""
 
-    def __init__(self, model: Apart, rows: Rows, tokenizer: Tokenizer, machine: Machine, n: int):
-        self.model, self.rows, self.machine, self.num_rows = model, rows, machine, n
+    def __init__(
+        self,
+        model: Apart,
+        buckets: Mapping[str, Rows],
+        tokenizer: Tokenizer,
+        machine: Machine,
+        num_rows: int,
+        part: int = 0,
+    ):
+        """num_rows: in all, shared among the buckets; at least one of each. part: see Plan."""
+        self.part = part
+        self.model, self.buckets, self.machine = model, buckets, machine
+        self.num_rows = max(1, num_rows // len(buckets))
         self.token_bytes = tokenizer.token_bytes()
         self.bos_id = tokenizer.bos_id
         self.loss = math.nan
         """Nats per counted token."""
+        self.by_bucket: dict[str, float] = {}
+        """Bits per byte of each bucket, where there are several."""
 
-    def batches(self, rows_per_pass: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, rows: Rows, rows_per_pass: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""
-        machine, T = self.machine, self.rows.max_seq_len
-        mine = self.rows.val_batches(rows_per_pass, self.num_rows, machine.rank, machine.world_size)
-        for rows in mine:
-            blank = np.full((rows_per_pass - len(rows), T + 1), ~self.bos_id, rows.dtype)
-            yield split_rows(np.concatenate([rows, blank]), IGNORE)
+        machine, T = self.machine, rows.max_seq_len
+        mine = rows.val_batches(
+            rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.part
+        )
+        for batch in mine:
+            blank = np.full((rows_per_pass - len(batch), T + 1), ~self.bos_id, batch.dtype)
+            yield split_rows(np.concatenate([batch, blank]), IGNORE)
 
     def evaluation(self, rows_per_pass: int) -> Evaluate:
         """What `Stage` asks for."""
@@ -148,13 +194,19 @@ class AnswerLoss:
         def evaluate(
             step: int, stopping: Callable[[], bool], last: bool
         ) -> dict[str, float] | None:
-            batches = self.batches(rows_per_pass)
+            found = {}
             try:
-                found = bits_per_byte(self.model, batches, self.token_bytes, self.machine, stopping)
+                for name, rows in self.buckets.items():
+                    batches = self.batches(rows, rows_per_pass)
+                    found[name] = bits_per_byte(
+                        self.model, batches, self.token_bytes, self.machine, stopping
+                    )
             except Interrupted:
                 return None
-            self.loss = found.nats / found.tokens if found.tokens else math.nan
-            return {"val_bpb": found.value, "val_loss": self.loss}
+            every = pooled(found.values())
+            self.loss = every.nats / every.tokens if every.tokens else math.nan
+            self.by_bucket = bucket_figures(found)
+            return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
         return evaluate
 
@@ -169,7 +221,7 @@ class Lesson:
     """Which stage's checkpoint to start from."""
     talk: Callable[[Checkpoint], Talk]
     """What is learned after that checkpoint."""
-    figures: Callable[[Outcome, AnswerLoss, Talk], dict[str, Any]]
+    figures: Callable[[Outcome, AnswerLoss, Resolution], dict[str, Any]]
     """What the section shows beside what all sections of training do."""
 
 
@@ -186,7 +238,7 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     parent = find_checkpoint(lesson.source, tag, plan.from_step, machine.print0)
     talk = lesson.talk(parent)
     eval_tokens = plan.num_eval_tokens(machine)
-    asked = {**settings, "mixture": talk.spec, "eval_tokens": eval_tokens}
+    asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
     done = cfg.once and records.finished(
         lesson.section, records.stage_key(asked, inputs), cfg.report_dir
@@ -194,20 +246,21 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     if machine.broadcast(bool(done)):
         machine.print0(f"{lesson.section}: finished already, skipped")
         return machine.close()
-    stage, answers = build_stage(lesson.kind, parent, talk, plan, cfg, inputs, machine)
+    stage, answers, mixed = build_stage(lesson.kind, parent, talk, plan, cfg, inputs, machine)
     outcome = carry_out(cfg, stage, machine, asked)
     if machine.is_main and outcome:
         checkpoint = outcome.checkpoint
         assert checkpoint is not None, "the main rank writes checkpoints"
+        write_json(checkpoint.folder.parent / MIXTURE_FILE, mixed.state())
         made = {lesson.kind: checkpoint.fingerprint}
         records.write_record(
             lesson.section,
             asked,
-            {**lesson.figures(outcome, answers, talk), **outcome.figures(at_start)},
+            {**lesson.figures(outcome, answers, mixed), **outcome.figures(at_start)},
             records.Provenance(stage.run_id, cfg.seed, inputs, made),
             records.Cost.since(started, machine),
             cfg.report_dir,
-            tables=[talk.table],
+            tables=mixed.tables(),
             metrics=checkpoint.folder.parent / METRICS_FILE,
             files=[checkpoint.folder],
         )
@@ -225,12 +278,15 @@ def build_stage(
     cfg: StageConfig,
     inputs: Mapping[str, str],
     machine: Machine,
-) -> tuple[Stage, AnswerLoss]:
-    """The stage that continues `parent`, and what measures it on the way."""
+) -> tuple[Stage, AnswerLoss, Resolution]:
+    """The stage that continues `parent`, what measures it on the way, and what it learns."""
     model = load_model(parent, machine, plan.max_seq_len)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T = model.cfg.max_seq_len
-    rows = chat_rows(talk, tokenizer, T, machine)
+    measured = val_rows(talk.measured, tokenizer, T, machine)
+    mixed, rows = train_rows(talk, cfg.seed, tokenizer, T, machine)
+    for line in mixed.lines():
+        machine.print0(line)
     tokens = plan.num_epochs * rows.packed_train_rows * T
     batch_tokens = plan.total_batch_size or auto_batch(
         parent.state["identity"]["batch_tokens"], plan.num_iterations, tokens, T
@@ -245,9 +301,8 @@ def build_stage(
     if plan.warm_start:
         optimizer.load_state_dict(parent.optim_tensors())
     apart = Apart(model, tokenizer.bos_id)
-    answers = AnswerLoss(
-        apart, rows, tokenizer, machine, max(1, plan.num_eval_tokens(machine) // T)
-    )
+    num_rows = plan.num_eval_tokens(machine) // T
+    answers = AnswerLoss(apart, measured, tokenizer, machine, num_rows, plan.eval_part)
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     stage = Stage(
         kind=kind,
@@ -263,22 +318,51 @@ def build_stage(
         identity={"parent": parent.fingerprint},
         state={
             "source": parent.state["source"],
-            "mixture": talk.description,
+            "mixture": {**talk.description, "resolved": mixed.state()},
             "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": dict(inputs)},
         },
         run_id=run_id,
     )
-    return stage, answers
+    return stage, answers, mixed
 
 
-def chat_rows(talk: Talk, tokenizer: Tokenizer, max_seq_len: int, machine: Machine) -> Rows:
-    """The packed rows of what is learned; the main process of each machine packs."""
-    rows = open_chat_rows(talk.description, tokenizer, max_seq_len, machine.print0)
-    if machine.local_rank == 0:
-        for shard, conversations in (("train", talk.train), ("val", talk.val)):
-            pack_conversations(rows, shard, conversations, tokenizer)
+def val_rows(
+    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+) -> dict[str, Rows]:
+    """Name -> packed validation rows of each bucket; the main process of each machine packs."""
+    found = {}
+    for bucket in buckets:
+        about = {"rows": "val", **bucket.val.identity}
+        rows = open_chat_rows(about, tokenizer, max_seq_len, "val", machine.print0)
+        if machine.local_rank == 0 and not rows.is_packed("val"):
+            encoded = encode(bucket.val.identity, bucket.val, tokenizer, max_seq_len)
+            pack_encoded(rows, "val", encoded, tokenizer)
+        found[bucket.name] = rows
     machine.barrier()
-    return rows
+    return found
+
+
+def train_rows(
+    talk: Talk, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+) -> tuple[Resolution, Rows]:
+    """The mixture, resolved, and the rows of one pass through it."""
+    mix, encoded = talk.mix, {}
+    for first in (True, False):  # one process of each machine encodes, then all read
+        if first == (machine.local_rank == 0):
+            for bucket in talk.learned:
+                about = bucket.train.identity
+                encoded[bucket.name] = encode(about, bucket.train, tokenizer, max_seq_len)
+        machine.barrier()
+    available = [int(each.lengths.sum()) for each in encoded.values()]
+    counts = resolve(talk.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
+    tags = {bucket.name: bucket.tags for bucket in talk.learned}
+    counts = taken(mix, list(encoded), tags, counts)
+    found = [
+        Resolved(name, tags[name], size, count, len(each), each.trained)
+        for (name, each), size, count in zip(encoded.items(), available, counts, strict=True)
+    ]
+    rows = mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
+    return resolution(mix, found), rows
 
 
 def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

@@ -6,10 +6,18 @@ What is measured of a base model while it trains: bits per byte, few-shot scores
 Each has a cadence of its own; all are measured at the end. Knows no optimizer and no schedule.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from nanochat.eval_bpb import Batch, Interrupted, bits_per_byte, row_batches
+from nanochat.eval_bpb import (
+    Batch,
+    Interrupted,
+    bits_per_byte,
+    bucket_figures,
+    pooled,
+    row_batches,
+)
 from nanochat.eval_core import core, examine, subject_of
 from nanochat.gpt import GPT, for_inference
 from nanochat.machine import Machine
@@ -28,6 +36,8 @@ class ExamConfig:
     eval_tokens: int | None = None
     """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
     CPU 131,072."""
+    eval_part: int = 0
+    """Which of them: 0 the first, 1 as many others, to measure anew what 0 chose."""
     core_metric_every: int = 0
     """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
     core_metric_max_per_task: int = 500
@@ -52,9 +62,9 @@ class Exam:
     """
     The measurements of one training; `core` is the latest few-shot score.
 
-    eval_every: the loop's own cadence, that of bits per byte. dataset: what the text is, which
-    decides the suite where the configuration does not. The suite is opened here, so that one that
-    cannot be had stops the run before it has cost anything.
+    rows: of each text it is trained on. eval_every: the loop's own cadence, that of bits per byte.
+    dataset: what the text is, which decides the suite where the configuration does not. The suite
+    is opened here, so that one that cannot be had stops the run before it has cost anything.
     """
 
     def __init__(
@@ -62,7 +72,7 @@ class Exam:
         cfg: ExamConfig,
         model: GPT,
         tokenizer: Tokenizer,
-        rows: Rows,
+        rows: Mapping[str, Rows],
         dataset: str | None,
         eval_every: int,
         machine: Machine,
@@ -101,24 +111,34 @@ class Exam:
         return evaluate
 
     def validation(self, device_rows: int, stopping: Callable[[], bool]) -> dict[str, float]:
-        """Bits per byte on validation rows; of a recursive model after each of its loops."""
-        rows, machine, model = self.rows, self.machine, self.model
-        num_rows = max(1, self.cfg.tokens(machine) // rows.max_seq_len)
+        """
+        Bits per byte on validation rows, of a mixture as many of each text; of a recursive model
+        after each of its loops.
+        """
+        machine, model = self.machine, self.model
+        num_rows = max(1, self.cfg.tokens(machine) // model.cfg.max_seq_len // len(self.rows))
         token_bytes = self.tokenizer.token_bytes()
 
-        def batches() -> Iterator[Batch]:
-            mine = rows.val_batches(device_rows, num_rows, machine.rank, machine.world_size)
+        def batches(rows: Rows) -> Iterator[Batch]:
+            mine = rows.val_batches(
+                device_rows, num_rows, machine.rank, machine.world_size, self.cfg.eval_part
+            )
             return row_batches(mine, device_rows)
 
         if not isinstance(model, RecursiveGPT):
-            found = bits_per_byte(model, batches(), token_bytes, machine, stopping)
-            return {"val_bpb": found.value}
+            found = {
+                name: bits_per_byte(model, batches(rows), token_bytes, machine, stopping)
+                for name, rows in self.rows.items()
+            }
+            return {"val_bpb": pooled(found.values()).value, **bucket_figures(found)}
+        every = itertools.chain.from_iterable
         loops = range(1, model.cfg.n_loops + 1)
-        by_loop = bpb_by_loop(model, loops, batches(), token_bytes, machine, stopping)
+        batch_lists = map(batches, self.rows.values())
+        by_loop = bpb_by_loop(model, loops, every(batch_lists), token_bytes, machine, stopping)
         return {
             "val_bpb": by_loop[-1].value,
             **loop_figures(model.cfg, [bpb.value for bpb in by_loop]),
-            **state_figures(model, batches()),
+            **state_figures(model, every(map(batches, self.rows.values()))),
         }
 
     def few_shot(self, suite: Suite, stopping: Callable[[], bool]) -> Estimate:

@@ -85,22 +85,21 @@ class Rows:
         divide, RuntimeError with the packer's message when packing failed, MissingInput when
         nothing packs what is missing.
         """
-        return self._read(
-            self.train_shards, self.row_ids(step, rows_per_step, seed, rank, world_size)
-        )
+        return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
 
     def row_ids(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """Which rows `batch` returns: (n, 2), index of the shard and of the row in its file."""
-        share, rest = divmod(rows_per_step, world_size)
-        if rest or share < 1:
-            raise ValueError(
-                f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
-                f"take {world_size * max(1, share)}"
-            )
-        numbers = step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
-        while self._starts[-1] <= numbers[-1] and self._next_shard() is not None:
+        numbers = numbers_of(step, rows_per_step, rank, world_size)
+        return self.places(numbers, seed)[:, 1:]
+
+    def places(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """
+        Where rows are, by their numbers in the endless sequence: (n, 3), how often all rows were
+        gone through before, index of the shard, of the row in its file.
+        """
+        while self._starts[-1] <= numbers.max() and self._next_shard() is not None:
             self._learn_next()
         epochs = np.zeros_like(numbers)
         if self._next_shard() is None:  # the length of an epoch is known
@@ -117,7 +116,11 @@ class Rows:
             here = (epochs == epoch) & (shards == shard)
             count = self._starts[shard + 1] - self._starts[shard]
             rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
-        return np.stack([shards, rows], axis=1)
+        return np.stack([epochs, shards, rows], axis=1)
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """The training rows that `row_ids` names."""
+        return self._read(self.train_shards, ids)
 
     def epochs_for(self, rows_needed: int) -> float | None:
         """
@@ -148,15 +151,23 @@ class Rows:
         num_rows: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        part: int = 0,
     ) -> Iterator[np.ndarray]:
         """
-        This rank's share of the first `num_rows` validation rows (None or too many: all of them).
+        This rank's share of the first `num_rows` validation rows (None or too many: all of them);
+        of later `part`s the next ones. Raises ValueError where there are none left.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
         and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
         """
         total = self.num_val_rows()
-        order = permutation(0, 0, 0, total)[:num_rows]
+        begin = part * (num_rows or total)
+        order = permutation(0, 0, 0, total)[begin : begin + (num_rows or total)]
+        if part and not len(order):
+            raise ValueError(
+                f"--eval_part={part}: {self.val_shard} has {total} rows, and earlier parts of "
+                f"{num_rows} have them all; lower --eval_tokens from the beginning"
+            )
         bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
         mine = order[slice(*bounds)]
         for i in range(0, len(mine), rows_per_batch):
@@ -278,6 +289,17 @@ class Rows:
             shape = (self.wait(shard)["rows"], self.row_length)
             self._maps[shard] = np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)
         return self._maps[shard]
+
+
+def numbers_of(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
+    """A rank's rows of a step by their numbers in a sequence. Raises ValueError as `batch` does."""
+    share, rest = divmod(rows_per_step, world_size)
+    if rest or share < 1:
+        raise ValueError(
+            f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
+            f"take {world_size * max(1, share)}"
+        )
+    return step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
 
 
 @lru_cache(maxsize=OPEN_SHARDS)

@@ -22,6 +22,7 @@ from nanochat.gpt import GPT
 from nanochat.hardware import utilization
 from nanochat.kernels import KernelConfig
 from nanochat.machine import Machine, MachineConfig
+from nanochat.mixed_rows import MixedRows
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.preflight import Prepared, duration
 from nanochat.refine_figures import step_figures
@@ -71,7 +72,7 @@ class Stage:
     model: GPT
     optimizer: MuonAdamW
     tokenizer: Tokenizer
-    rows: Rows
+    rows: Rows | MixedRows
     num_steps: int
     batch_tokens: int
     """Tokens per step, all ranks together."""

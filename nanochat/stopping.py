@@ -10,6 +10,7 @@ from typing import Any
 
 PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
 UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
+BROKEN = 78  # of a run that its sentinels called broken
 HUNG = 77  # of a rank that waited too long for another one
 
 

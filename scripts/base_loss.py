@@ -17,16 +17,22 @@ import numpy as np
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, start
-from nanochat.dataset import open_source
-from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, row_batches
+from nanochat.eval_bpb import (
+    Bpb,
+    bits_per_byte,
+    bucket_figures,
+    document_bpb,
+    pooled,
+    row_batches,
+)
 from nanochat.gpt import GPT
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.preflight import CPU_TOKENS, estimate_seconds
-from nanochat.row_writer import ensure, open_rows
 from nanochat.rows import Rows
 from nanochat.samples import samples
 from nanochat.source import DataConfig
+from nanochat.texts import open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model loss"
@@ -41,7 +47,7 @@ class BaseLoss:
     """Tokens to score of the training rows and of the validation rows; at most all of them.
     Default: 10,485,760, on a CPU 262,144."""
     max_documents: int | None = None
-    """Validation documents to score one by one. Default: all."""
+    """Validation documents of each text to score one by one. Default: all."""
     sliding_stride: int | None = None
     """Tokens scored per window of the sliding evaluation. Default: a quarter of a row."""
     sliding_documents: int = 256
@@ -72,28 +78,28 @@ def main(cfg: BaseLoss) -> None:
     # The model and its text
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
-    source = open_source(cfg.data, checkpoint.state["source"])
-    rows = open_rows(source, tokenizer, model.cfg.max_seq_len)
+    texts = open_texts(cfg.data, recorded=checkpoint.state["source"])
+    corpus = open_corpus(texts, tokenizer, model.cfg.max_seq_len)
     step_rows = cfg.device_batch_size or default_rows(model, machine)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu(machine) else 20 * 524_288)
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
     # Rows: what training saw, and what it did not
-    num_rows = max(1, split_tokens // model.cfg.max_seq_len)
-    if machine.local_rank == 0:
-        ensure(rows, source, tokenizer, num_rows)
-    machine.barrier()
-    num_rows = min(num_rows, rows.packed_train_rows)
+    num_rows = max(1, split_tokens // model.cfg.max_seq_len // len(corpus.rows))
+    corpus.pack(dict.fromkeys(corpus.rows, num_rows), machine)
     token_bytes = tokenizer.token_bytes()
-    train = bits_per_byte(
-        model,
-        row_batches(train_batches(rows, num_rows, step_rows, machine), step_rows),
-        token_bytes,
-        machine,
-    )
-    val_rows = rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size)
-    val = bits_per_byte(model, row_batches(val_rows, step_rows), token_bytes, machine)
+
+    def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
+        return bits_per_byte(model, row_batches(batches, step_rows), token_bytes, machine)
+
+    seen, unseen = {}, {}
+    for name, rows in corpus.rows.items():
+        most = min(num_rows, rows.packed_train_rows)
+        seen[name] = on_rows(train_batches(rows, most, step_rows, machine))
+        mine = rows.val_batches(step_rows, most, machine.rank, machine.world_size)
+        unseen[name] = on_rows(mine)
+    train, val = pooled(seen.values()), pooled(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # Documents, each from its beginning: comparable between packers and tokenizers
@@ -101,8 +107,10 @@ def main(cfg: BaseLoss) -> None:
     stride = cfg.sliding_stride or max(1, T // 4)
 
     def score(stride: int, most: int | None) -> Bpb:
-        texts = source.texts(source.val_shard, most)
-        return document_bpb(model, texts, tokenizer, T, stride, step_rows, machine)
+        every = (source.texts(source.val_shard, most) for source in texts.sources.values())
+        return pooled(
+            document_bpb(model, each, tokenizer, T, stride, step_rows, machine) for each in every
+        )
 
     plain = score(T, cfg.max_documents)
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
@@ -112,6 +120,7 @@ def main(cfg: BaseLoss) -> None:
         **samples(model, tokenizer),
         "document bpb": plain.value,
         "document bytes": plain.bytes,
+        **bucket_figures(unseen),
     }
     if cfg.sliding_documents:
         values["sliding window bpb"] = score(stride, cfg.sliding_documents).value

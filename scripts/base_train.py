@@ -10,7 +10,6 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,24 +17,25 @@ import numpy as np
 import torch
 
 from nanochat import records, report
+from nanochat.common import write_json
 from nanochat.config import settings, start
-from nanochat.dataset import open_source, remembered
+from nanochat.dataset import remembered
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.machine import Machine, init_machine
+from nanochat.mixture import MIXTURE_FILE, MixConfig, Resolution
 from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.pretrain_exam import Exam, ExamConfig
 from nanochat.quantize import LateQuantization, QuantConfig
-from nanochat.row_writer import bytes_to_pack, ensure, open_rows, start_packing
-from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
-from nanochat.source import DataConfig, Source
+from nanochat.source import DataConfig
 from nanochat.stage import Outcome, Stage, StageConfig, carry_out
 from nanochat.stats import Estimate
 from nanochat.stopping import PREEMPTED
+from nanochat.texts import Corpus, open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model training"
@@ -90,6 +90,7 @@ class BaseTrain:
     repeat: RepeatConfig = field(default_factory=RepeatConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
     exam: ExamConfig = field(default_factory=ExamConfig)
     stage: StageConfig = field(default_factory=StageConfig)
 
@@ -107,18 +108,20 @@ class BaseTrain:
 class Text(NamedTuple):
     """What a base model is trained on."""
 
-    tokenizer: Tokenizer
-    source: Source
-    rows: Rows
+    corpus: Corpus
     run_id: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.corpus.tokenizer
 
     @property
     def inputs(self) -> dict[str, str]:
         """The fingerprints that a record and a checkpoint carry."""
         return {
-            "rows": self.rows.fingerprint,
+            "rows": self.corpus.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
-            "data": self.source.fingerprint,
+            "data": self.corpus.texts.fingerprint,
         }
 
 
@@ -146,12 +149,13 @@ def main(cfg: BaseTrain) -> None:
         cfg.exam,
         model,
         text.tokenizer,
-        text.rows,
-        text.source.describe().get("dataset"),
+        text.corpus.rows,
+        text.corpus.texts.describe().get("dataset"),
         cfg.stage.loop.eval_every,
         machine,
     )
-    rows_needed = steps * horizon.batch_tokens // T
+    corpus = text.corpus
+    mixed, needed = corpus.amounts(steps * horizon.batch_tokens // T, machine)
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, cfg.ema_decay)
@@ -160,7 +164,7 @@ def main(cfg: BaseTrain) -> None:
         model=model,
         optimizer=optimizer,
         tokenizer=text.tokenizer,
-        rows=text.rows,
+        rows=corpus.mixed(needed),
         num_steps=steps,
         batch_tokens=horizon.batch_tokens,
         split=tokens_and_targets,
@@ -168,24 +172,23 @@ def main(cfg: BaseTrain) -> None:
         identity=identity(cfg),
         state={
             "horizon": asdict(horizon),
-            "source": text.source.describe(),
+            "source": text.corpus.texts.describe(),
+            **({"mixture": mixed.state()} if mixed else {}),
             "provenance": {"run_id": text.run_id, "seed": seed, "inputs": text.inputs},
         },
         run_id=text.run_id,
-        background=lambda: packing(text, rows_needed, machine),
-        bytes_to_pack=space(text, rows_needed, machine),
+        background=lambda: corpus.packing(needed, machine),
+        bytes_to_pack=corpus.bytes_to_pack(needed, machine),
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
         max_seconds=cfg.max_wallclock_seconds,
         forward_weights=LateQuantization(named, cfg.quant, cfg.qat_start),
         change_model=LateRepetition(model, cfg.repeat.repeat_from),
     )
     if cfg.max_wallclock_seconds is not None:  # the clock is not to run while text is packed
-        if machine.local_rank == 0:
-            ensure(text.rows, text.source, text.tokenizer, rows_needed)
-        machine.barrier()
+        corpus.pack(needed, machine)
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
-        write_section(cfg, text, outcome, exam.core, started, at_start)
+        write_section(cfg, text, mixed, outcome, exam.core, started, at_start)
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
@@ -233,25 +236,14 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     """Open tokenizer, source and rows; the main rank first, so that one process writes."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = remembered(cfg.tokenizer_tag)
-    source = machine.broadcast(open_source(cfg.data, used) if machine.is_main else None)
-    inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    texts = machine.broadcast(open_texts(cfg.data, cfg.mix, used) if machine.is_main else None)
+    inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))
+
     if machine.is_main:
-        open_rows(source, tokenizer, cfg.max_seq_len, run_id)
+        open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
-    return Text(tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len, run_id), run_id)
-
-
-def space(text: Text, rows_needed: int, machine: Machine) -> int:
-    """Bytes that packing will write; the main rank finds out."""
-    return bytes_to_pack(text.rows, text.source, rows_needed)[0] if machine.is_main else 0
-
-
-def packing(text: Text, rows_needed: int, machine: Machine) -> AbstractContextManager:
-    """Pack, beside the training, what the run needs; one process per machine does."""
-    if machine.local_rank != 0:
-        return nullcontext()
-    return start_packing(text.rows, text.source, rows_needed, say=machine.print0)
+    return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, run_id), run_id)
 
 
 def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -268,6 +260,7 @@ def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
 def write_section(
     cfg: BaseTrain,
     text: Text,
+    mixed: Resolution | None,
     outcome: Outcome,
     few_shot: Estimate | None,
     started: float,
@@ -277,6 +270,8 @@ def write_section(
     run, progress, checkpoint = outcome.run, outcome.progress, outcome.checkpoint
     model, machine = outcome.model, run.machine
     assert checkpoint is not None, "only the rank that writes checkpoints writes the record"
+    if mixed:
+        write_json(checkpoint.folder.parent / MIXTURE_FILE, mixed.state())
     mfu = outcome.utilization
     tokens = progress.step * run.batch_tokens
     values: dict[str, Any] = {
@@ -305,6 +300,7 @@ def write_section(
         ),
         records.Cost.since(started, machine),
         cfg.stage.report_dir,
+        tables=mixed.tables() if mixed else (),
         metrics=checkpoint.folder.parent / METRICS_FILE,
         files=[checkpoint.folder],
     )

@@ -33,8 +33,8 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from nanochat.train import LoopConfig, Progress, last_evaluation
 from tasks.base import Mixture, Task
+from tasks.buckets import held_out_questions, questions
 from tasks.defaults import defaults
-from tasks.registry import held_out_questions, mixture
 
 SECTION = "Chat RL"
 
@@ -145,9 +145,9 @@ def practise(
         return Engine(ready, tokenizer, cfg.slots, tool=tool)
 
     model = load_model(parent, machine)
-    practised = mixture(spec, cfg.split, cfg.seed)
-    questions = unsolved(cfg, practised, engine(for_inference(model)), machine)
-    practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, questions)
+    practised = questions(spec, cfg.split, cfg.seed)
+    chosen = unsolved(cfg, practised, engine(for_inference(model)), machine)
+    practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, chosen)
     num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
     held_out = held_out_questions(spec, cfg.eval_examples)
     exam = Exam(held_out, cfg.eval_samples, cfg.sampling, engine, machine)

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
 from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
+from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
+from tasks.buckets import buckets
 from tasks.defaults import defaults
-from tasks.registry import mixture, validation
 
 SECTION = "Chat SFT"
 RETIRED = {
@@ -45,30 +46,31 @@ def stage_config() -> StageConfig:
 class ChatSft:
     source: Literal["base", "mid"] = "mid"
     """Which stage's checkpoint to start from."""
-    mixture: str | None = None
-    """What is learned: tasks, each with a number of conversations and repeats where wanted, as
-    in smoltalk=10000,gsm8k*4. Default: by what the base model was trained on."""
+    mix: MixConfig = field(default_factory=MixConfig)
     plan: Plan = field(default_factory=lambda: Plan(init_lr_frac=0.3))
     stage: StageConfig = field(default_factory=stage_config)
 
 
 def main(cfg: ChatSft) -> None:
     def talk(parent: Checkpoint) -> Talk:
-        spec, seed = cfg.mixture or defaults(parent.state["source"]).sft, cfg.stage.seed
-        return Talk(spec, mixture(spec, seed=seed), validation(spec, seed))
+        mix = cfg.mix.otherwise(defaults(parent.state["source"]).sft)
+        measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
+        return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
 
     fine_tune(Lesson(SECTION, "sft", cfg.source, talk, figures), cfg.plan, cfg.stage, settings(cfg))
 
 
-def figures(outcome: Outcome, answers: AnswerLoss, talk: Talk) -> dict[str, Any]:
+def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:
     """What the section shows."""
     return {
-        "Training rows": len(talk.train),
+        "Training rows": mixed.documents,
         "Number of iterations": outcome.run.num_steps,
         "Training loss": outcome.progress.smooth_loss,
         "Validation loss": answers.loss,
         "DDP world size": outcome.run.machine.world_size,
         "Minimum validation bpb": outcome.progress.min_val,
+        "Final validation bpb": outcome.progress.last_val,
+        **answers.by_bucket,
     }
 
 

@@ -23,13 +23,15 @@ from rich.table import Table
 
 from nanochat.common import base_dir
 from nanochat.config import start
-from nanochat.dataset import open_source, remember, remembered
+from nanochat.dataset import remember, remembered
 from nanochat.disk import require_free
 from nanochat.hub import hide_progress
+from nanochat.mixture import MixConfig
 from nanochat.records import inherited_run_id
-from nanochat.row_writer import open_rows, start_packing
+from nanochat.row_writer import start_packing
 from nanochat.rows import Rows
 from nanochat.source import DataConfig, Source
+from nanochat.texts import open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.2
@@ -48,24 +50,33 @@ class Data:
     verify: bool = False
     """Also compare the SHA-256 of rows that are there already."""
     data: DataConfig = field(default_factory=DataConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
 
 
 def main(cfg: Data) -> None:
     console = Console()
     workers = cfg.workers or os.cpu_count() or 1
+    used = remembered(cfg.tokenizer_tag)
     if cfg.download_only:
-        source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
-        return download(source, workers, console)
+        for source in open_texts(cfg.data, cfg.mix, used).sources.values():
+            download(source, workers, console)
+        return
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+    texts = open_texts(cfg.data, cfg.mix, used)
     run_id = inherited_run_id({"tokenizer": tokenizer.fingerprint})
-    rows = open_rows(source, tokenizer, cfg.max_seq_len, run_id)
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
+    for name, rows in corpus.rows.items():
+        make_rows(cfg, rows, texts.sources[name], workers, console)
+    remember(texts.describe(), cfg.tokenizer_tag)
+
+
+def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:
+    """Pack a text, and say what came of it."""
     if cfg.verify:
         rows.verify()
     began = time.monotonic()
     before = rows.totals()["text_bytes"]
     pack(rows, source, workers, console)
-    remember(source, cfg.tokenizer_tag)
     seconds = time.monotonic() - began
     fresh = rows.totals()["text_bytes"] - before
     console.print(summary(rows))

@@ -14,12 +14,13 @@ from typing import Any
 from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
 from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
+from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
+from tasks.buckets import buckets
 from tasks.defaults import defaults
-from tasks.registry import mixture, validation
 
 SECTION = "Midtraining"
 RETIRED = {"dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere"}
@@ -36,28 +37,29 @@ def stage_config() -> StageConfig:
 
 @dataclass(frozen=True)
 class MidTrain:
-    mixture: str | None = None
-    """What is learned: tasks, each with a number of conversations and repeats where wanted, as
-    in smoltalk=100000,gsm8k*2. Default: by what the base model was trained on."""
+    mix: MixConfig = field(default_factory=MixConfig)
     plan: Plan = field(default_factory=Plan)
     stage: StageConfig = field(default_factory=stage_config)
 
 
 def main(cfg: MidTrain) -> None:
     def talk(parent: Checkpoint) -> Talk:
-        spec, seed = cfg.mixture or defaults(parent.state["source"]).mid, cfg.stage.seed
-        return Talk(spec, mixture(spec, seed=seed), validation(spec, seed))
+        mix = cfg.mix.otherwise(defaults(parent.state["source"]).mid)
+        measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
+        return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
 
     fine_tune(Lesson(SECTION, "mid", "base", talk, figures), cfg.plan, cfg.stage, settings(cfg))
 
 
-def figures(outcome: Outcome, answers: AnswerLoss, talk: Talk) -> dict[str, Any]:
+def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:
     """What the section shows."""
     return {
         "Number of iterations": outcome.run.num_steps,
         "DDP world size": outcome.run.machine.world_size,
         "Minimum validation bpb": outcome.progress.min_val,
+        "Final validation bpb": outcome.progress.last_val,
         "Validation loss": answers.loss,
+        **answers.by_bucket,
     }
 
 

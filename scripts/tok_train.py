@@ -9,7 +9,7 @@ Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer tr
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import open_source, remember, remembered
+from nanochat.dataset import remember, remembered
+from nanochat.mixture import MixConfig
 from nanochat.source import DataConfig, Source
+from nanochat.texts import Texts, open_texts
 from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 
 SECTION = "Tokenizer training"
@@ -39,6 +41,7 @@ class TokTrain:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_chars", "doc_cap"):
@@ -48,10 +51,10 @@ class TokTrain:
 
 @dataclass
 class Reading:
-    """Iterates over the capped documents of a source, and counts what it has read."""
+    """Iterates over the capped documents of texts, and counts what it has read."""
 
-    source: Source
-    max_chars: int
+    texts: Sequence[tuple[Source, int]]
+    """Each with the characters to read of it, at most."""
     doc_cap: int
     documents: int = 0
     chars: int = 0
@@ -59,36 +62,52 @@ class Reading:
     shards: int = 0
 
     def __iter__(self) -> Iterator[str]:
-        for shard in self.source.train_shards:
+        for source, most in self.texts:
+            yield from self.read(source, self.chars + most)
+
+    def read(self, source: Source, end: int) -> Iterator[str]:
+        """The documents of a source until there are `end` characters in all."""
+        for shard in source.train_shards:
             print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
             self.shards += 1
-            for texts in self.source.documents(shard):
-                for text in texts:
-                    text = text[: min(self.doc_cap, self.max_chars - self.chars)]
-                    self.documents += 1
-                    self.chars += len(text)
-                    self.text_bytes += len(text.encode())
-                    yield text
-                    if self.chars == self.max_chars:
-                        return
+            for text in source.texts(shard):
+                text = text[: min(self.doc_cap, end - self.chars)]
+                self.documents += 1
+                self.chars += len(text)
+                self.text_bytes += len(text.encode())
+                yield text
+                if self.chars == end:
+                    return
+
+
+def shared_out(texts: Texts, max_chars: int) -> list[tuple[Source, int]]:
+    """How many characters of each text: its share of all; those that name none share the rest."""
+    if not texts.spec:
+        return [(texts.only, max_chars)]
+    rest = 1 - sum(part.share or 0 for part in texts.parts)
+    without = sum(part.share is None for part in texts.parts)
+    return [
+        (source, round(max_chars * (rest / without if part.share is None else part.share)))
+        for source, part in zip(texts.sources.values(), texts.parts, strict=True)
+    ]
 
 
 def main(cfg: TokTrain) -> None:
-    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
-    inputs = {"data": source.fingerprint}
+    texts = open_texts(cfg.data, cfg.mix, remembered(cfg.tokenizer_tag))
+    inputs = {"data": texts.fingerprint}
     if cfg.once and records.finished(
         SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
     ):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
-    reading = Reading(source, cfg.max_chars, cfg.doc_cap)
+    reading = Reading(shared_out(texts, cfg.max_chars), cfg.doc_cap)
     tokenizer = Tokenizer.train(reading, cfg.vocab_size)
     train_seconds = time.perf_counter() - started
 
     run_id = records.new_run_id()  # the first stage of a run names it
     folder = tokenizer_dir(cfg.tokenizer_tag)
-    save(tokenizer, folder, cfg, source, run_id)
+    save(tokenizer, folder, cfg, texts, run_id)
     values = figures(tokenizer, reading, train_seconds)
     records.write_record(
         SECTION,
@@ -106,17 +125,17 @@ def main(cfg: TokTrain) -> None:
     )
 
 
-def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, source: Source, run_id: str) -> None:
+def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: Texts, run_id: str) -> None:
     """Write tokenizer.json, whose bytes depend on the training alone, and where it comes from."""
     tokenizer.save(folder)
     meta = {
         "run_id": run_id,
-        "source": source.describe(),
+        "source": texts.describe(),
         "settings": settings(cfg),
         "sha256": sha256_file(folder / FILE_NAME),
     }
     write_json(folder / "meta.json", meta)
-    remember(source, cfg.tokenizer_tag)
+    remember(texts.describe(), cfg.tokenizer_tag)
 
 
 def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanochat.chat_format import render
-from nanochat.chat_rows import open_chat_rows, pack_conversations, signed_ids, split_rows
+from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 
@@ -16,10 +16,11 @@ def chat(question, answer):
 
 
 def packed(conversations, max_seq_len=63, name="x"):
-    rows = open_chat_rows({"name": name}, TOKENIZER, max_seq_len)
-    counts = pack_conversations(rows, "train", conversations, TOKENIZER)
-    pack_conversations(rows, "val", conversations, TOKENIZER)
-    return rows, counts
+    rows = open_chat_rows({"rows": name}, TOKENIZER, max_seq_len)
+    encoded = encode({"name": name}, conversations, TOKENIZER, max_seq_len)
+    counts = pack_encoded(rows, "train", encoded, TOKENIZER)
+    pack_encoded(rows, "val", encoded, TOKENIZER)
+    return rows, {**counts, "trained": encoded.trained, "skipped": encoded.skipped}
 
 
 def conversations_in(rows):
@@ -61,7 +62,7 @@ def test_a_row_in_which_nothing_counts_is_never_made():
     rows, counts = packed(chats)
     assert counts["skipped"] == 20
     assert ((np.asarray(rows._map("train")) >= 0).sum(axis=1) > 0).all()
-    with pytest.raises(ValueError, match="train"):
+    with pytest.raises(ValueError, match="no conversation to train on"):
         packed([[{"role": "user", "content": "alone"}]], name="y")
 
 

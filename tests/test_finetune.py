@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
-from nanochat.chat_rows import open_chat_rows, pack_conversations, signed_ids, split_rows
+from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
 from nanochat.finetune import Apart, auto_batch, check_batch
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
@@ -42,8 +42,8 @@ def gradient(model, batches):
 
 @pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
 def test_a_packed_step_equals_the_conversations_one_by_one(changes):
-    rows = open_chat_rows({"name": "x"}, TOKENIZER, 63)
-    pack_conversations(rows, "train", CHATS, TOKENIZER)
+    rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)
+    pack_encoded(rows, "train", encode({"name": "x"}, CHATS, TOKENIZER, 63), TOKENIZER)
     packed = np.asarray(rows._map("train"))
     assert len(packed) < len(CHATS) / 2  # several in a row
     model = model_of(**changes)

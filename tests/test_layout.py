@@ -17,12 +17,12 @@ FLOORS = """
     tokenizer chat_format transcript stops tokenizer_bench sample_texts
     world_tables world_facts world_drills world_stories world world_tasks world_talk world_suite
     disk hub text_files hub_repo source local_source hub_source dataset
-    packing rows row_writer chat_rows
+    mixture arms packing rows interleaving mixed_rows row_writer texts chat_rows chat_mix
     attention kv_cache loss gpt refine presets quantize optim schedule scaling sampling
     engine engine_bench
     record_shape records variance runlog kernels preflight train_bench
     eval_bpb refine_figures refine_verdict guard train checkpoint run_checkpoints stage samples
-    plots sections summary figures report
+    plots sections summary figures report contrast search sweep study
     artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl
     serving hf_tokenizer hf hf_modeling hf_model lm_eval_model
     model_library openai_api respond server_metrics desk gate server
@@ -104,7 +104,7 @@ def test_the_data_floor_needs_no_torch(module):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
 def test_tasks_know_nothing_of_tokens_and_models(name):
-    floor = {"common", "hub", "hub_repo", "sandbox", "tools"}
+    floor = {"common", "hub", "hub_repo", "mixture", "sandbox", "tools"}
     assert {i for i in own_imports(name, "nanochat") if not i.startswith("world")} <= floor
     assert not any(i.split(".")[0] == "torch" for i in imports_of(name))
 

@@ -9,24 +9,18 @@ import pytest
 
 from nanochat import chat_format
 from nanochat.common import fingerprint
+from nanochat.mixture import Tags
 from nanochat.world_drills import letter_questions
 from tasks import base, hub, registry
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCEasy
 from tasks.base import LETTERS, Mixture, NumberTask, Subset, Task, answer_text, assistant, user
+from tasks.buckets import TAGS, buckets, held_out_questions, known, questions, task_of
 from tasks.defaults import HUB, WORLD
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import HELD_OUT, JSONL
 from tasks.mmlu import MMLU
-from tasks.registry import (
-    Part,
-    held_out_questions,
-    key_of,
-    make,
-    mixture,
-    parse_mixture,
-    validation,
-)
+from tasks.registry import key_of, make
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
 
@@ -406,24 +400,11 @@ def test_tasks_go_by_their_key_and_by_the_name_in_the_report():
         make("gsm8", "test")
 
 
-def test_a_mixture_is_read_from_words():
-    spec = "SmolTalk:local/chat-instruct=10000, gsm8k*2,aqua,jsonl:~/own.jsonl=5*3"
-    assert parse_mixture(spec) == [
-        Part("smoltalk", "local/chat-instruct", 10_000, 1),
-        Part("gsm8k", None, None, 2),
-        Part("aqua", None, None, 1),
-        Part("jsonl", "~/own.jsonl", 5, 3),
-    ]
-
-
 @pytest.mark.parametrize(
     "spec, message",
     [
         ("", "'' in the mixture"),
-        ("gsm8k,,aqua", "'' in the mixture"),
-        ("gsm8k=0", "'gsm8k=0'.*name"),
-        ("gsm8k*2=10", "'gsm8k"),
-        ("gsm8k*-1", "'gsm8k"),
+        ("gsm8k,aqua,gsm8k=5", "gsm8k comes twice"),
         ("smaltalk", "did you mean smoltalk"),
         ("humaneval", "only for evaluation"),
         ("aqua:local/own", "cannot be chosen"),
@@ -432,22 +413,36 @@ def test_a_mixture_is_read_from_words():
 )
 def test_a_mixture_that_is_amiss_is_refused_with_the_part_and_the_way_out(spec, message):
     with pytest.raises(ValueError, match=message):
-        mixture(spec, "train")
+        buckets(spec)
 
 
-def test_a_mixture_takes_rows_and_repeats_and_downloads_nothing_before_it_must(loaded, tmp_path):
+def test_a_bucket_is_named_tagged_and_downloads_nothing_before_it_must(loaded, tmp_path):
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
-    mixed = mixture(f"gsm8k,jsonl:{path}=7*3,aqua")
+    declared = {"mine": {"task": "jsonl", "source": str(path), "language": "ko"}}
+    found = buckets(f"GSM8K*2,jsonl:{path}=7*3,mine=20%,smoltalk:a/b", declared)
     assert not loaded
-    assert mixed.composition() == {
-        "GSM8K (openai/gsm8k main/train)": 1,
-        "JSONL (own.jsonl train)": 21,
-        "AQUA (deepmind/aqua_rat raw/train)": 1,
-    }
-    val = validation(f"gsm8k*5,jsonl:{path},jsonl:{path},aqua")
-    assert list(val.composition())[:1] == ["GSM8K (openai/gsm8k main/test)"]
-    assert val.composition()["GSM8K (openai/gsm8k main/test)"] == 1
-    assert val.composition()["JSONL (own.jsonl val)"] == len(JSONL("val", path=path))
+    assert [bucket.name for bucket in found] == ["gsm8k", f"jsonl:{path}", "mine", "smoltalk:a/b"]
+    assert len(found[1].train) == 7 and len(found[2].train) == len(JSONL("train", path=str(path)))
+    assert len(found[1].val) == len(JSONL("val", path=str(path)))
+    assert found[0].tags.answer_format == "number" and found[0].tags.parent == "gsm8k"
+    assert found[2].tags == Tags(language="ko")
+    assert found[1].tags == found[3].tags == Tags()  # of other data nobody said what it is
+    assert found[0].train.split == "train" and found[0].val.split == "test"
+    with pytest.raises(ValueError, match="mine is declared as"):
+        buckets("mine:other", declared)
+
+
+def test_every_task_to_train_on_has_tags():
+    trained = {key for key, entry in registry.TASKS.items() if "train" in entry.task.splits}
+    assert trained - {"jsonl"} <= TAGS.keys() <= registry.TASKS.keys()
+
+
+def test_what_is_practised_is_counted_in_questions(loaded):
+    twice = questions("world_facts=5*2,world_spelling=3")
+    assert len(twice) == 13
+    for spec in ("world_facts=20%", "world_facts*1.5", "world_facts=500t"):
+        with pytest.raises(ValueError, match="questions are counted"):
+            questions(spec)
 
 
 def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
@@ -465,7 +460,7 @@ def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
 def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(loaded):
     for world in (HUB, WORLD):
         for spec in (world.mid, world.sft):
-            assert len(mixture(spec, "train")) > 1000
+            assert len(buckets(spec)) > 3
         for name in world.evaluated:
             assert make(name, "test").kind != "talk"
         assert len(held_out_questions(world.rl, 4)) > 0
@@ -478,16 +473,16 @@ def test_R27_training_on_a_task_never_loads_a_split_for_evaluation(key, loaded, 
     spec = f"jsonl:{path}" if key == "jsonl" else key
     if "train" not in task.splits:
         with pytest.raises(ValueError, match="only for evaluation"):
-            mixture(spec, "train")
+            buckets(spec)
         return
-    trained = {fingerprint(c) for c in Subset(mixture(f"{spec}=2000", "train"), 0, 2000)}
+    trained = {fingerprint(c) for c in buckets(f"{spec}=2000")[0].train}
     if issubclass(task, hub.HubTask):
         [(_, stem)] = loaded
         assert stem.endswith("train")
         assert stem not in {task.stems[split] for split in task.splits if split != "train"}
     elif key != "world_chat":  # no two splits share a conversation; greetings are all the same
         for split in task.splits[1:]:
-            other = parse_mixture(spec)[0].task(split)
+            other = task_of(known(spec)[0], split)
             assert not trained & {fingerprint(c) for c in other}
 
 

@@ -10,8 +10,11 @@ import pytest
 
 from nanochat.common import MissingInput, sha256_file
 from nanochat.config import parse
+from nanochat.dataset import open_source
+from nanochat.mixture import MixConfig
 from nanochat.sample_texts import SAMPLE_TEXTS
 from nanochat.source import DataConfig
+from nanochat.texts import open_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import tok_eval, tok_train
 from scripts.tok_eval import RIVALS, TokEval
@@ -108,21 +111,32 @@ def corpus(folder: Path, **files: list[str]) -> DataConfig:
 
 def test_long_documents_are_cut_and_reading_stops_at_max_chars(base, tmp_path):
     data = corpus(tmp_path / "text", a=["x" * 50, "y" * 5], b=["z" * 10] * 9, c=["v"])
-    reading = tok_train.Reading(tok_train.open_source(data), max_chars=38, doc_cap=20)
+    reading = tok_train.Reading([(open_source(data), 38)], doc_cap=20)
     assert list(reading) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
     assert (reading.documents, reading.chars, reading.shards) == (4, 38, 2)
 
 
 def test_a_shard_that_is_not_needed_is_never_opened(base, tmp_path, monkeypatch):
     data = corpus(tmp_path / "text", a=["word " * 40], b=["other " * 40], c=["v"])
-    source = tok_train.open_source(data)
+    source = open_source(data)
     opened = []
     read = type(source).documents
     monkeypatch.setattr(
         type(source), "documents", lambda self, shard: opened.append(shard) or read(self, shard)
     )
-    list(tok_train.Reading(source, max_chars=100, doc_cap=10_000))
+    list(tok_train.Reading([(source, 100)], doc_cap=10_000))
     assert opened == ["a.jsonl"]
+
+
+def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
+    folders = {name: tmp_path / name for name in ("a", "b", "c")}
+    for name, folder in folders.items():
+        corpus(folder, text=[name * 10] * 50, val=["v"])
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({name: {"data_dir": str(path)} for name, path in folders.items()}))
+    texts = open_texts(DataConfig(), MixConfig("a=50%,b,c", str(own)))
+    read = "".join(tok_train.Reading(tok_train.shared_out(texts, 200), doc_cap=100))
+    assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 
 
 def test_the_validation_shard_never_reaches_the_tokenizer(base, tmp_path):

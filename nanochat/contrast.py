@@ -1,0 +1,175 @@
+"""
+What an arm of a study changed against its control, and whether that is more than noise.
+
+    scores of every seed of every arm -> Contrast per base, arm and metric -> tables
+
+The noise of training is pooled over the arms of a base, because three seeds of one say little of a
+spread: the bar is Student's t at the degrees of freedom that there are, which for few seeds is far
+above two standard errors. Where items are known, they are compared in pairs, and their noise is
+added. Pure functions of numbers; knows nothing of runs, files or mixtures.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from nanochat import stats
+from nanochat.stats import Verdict
+
+LEVEL = 0.05
+LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # in the name of a metric
+
+
+class Scores(NamedTuple):
+    """A metric of one arm: its value by seed, and by seed what each item scored, where known."""
+
+    values: Sequence[float]
+    items: Sequence[Sequence[float]] = ()
+
+    def item_means(self) -> list[float]:
+        """Over the seeds."""
+        return [sum(scores) / len(scores) for scores in zip(*self.items, strict=True)]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """An arm against the control of its base."""
+
+    base: str
+    arm: str
+    metric: str
+    value: float
+    """Mean over the seeds."""
+    num_seeds: int
+    difference: float
+    """Of the means, arm minus control."""
+    bar: float
+    """Differences beyond it are more than noise; NaN where no spread is known."""
+    p: float
+    adjusted_p: float = math.nan
+    """For the number of comparisons (Holm)."""
+
+    @property
+    def verdict(self) -> Verdict | str:
+        """better, worse or within noise; unknown where no spread is known."""
+        if math.isnan(self.bar):
+            return "unknown"
+        gain = -self.difference if lower_is_better(self.metric) else self.difference
+        if not abs(gain) > self.bar:
+            return "within noise"
+        return "better" if gain > 0 else "worse"
+
+    @property
+    def stands(self) -> bool:
+        """Whether the verdict survives the number of comparisons."""
+        return self.verdict in ("better", "worse") and self.adjusted_p < LEVEL
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric is one of loss."""
+    return any(word in metric.lower() for word in LOWER_IS_BETTER)
+
+
+def spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Variance within groups, pooled, and its degrees of freedom; (NaN, 0) without repeats."""
+    df = sum(len(values) - 1 for values in groups)
+    if not df:
+        return math.nan, 0
+    squares = sum(sum((x - sum(g) / len(g)) ** 2 for x in g) for g in groups)
+    return squares / df, df
+
+
+def contrasts(
+    base: str, metric: str, arms: Mapping[str, Scores], control: str = "control"
+) -> list[Contrast]:
+    """
+    Every arm of a base against its control.
+
+    The standard error is that of the seeds, s^2 (1/n_arm + 1/n_control) with s^2 pooled, and that
+    of the items, compared in pairs. Degrees of freedom by Welch and Satterthwaite, rounded down.
+    """
+    variance, df = spread([scores.values for scores in arms.values()])
+    against = arms[control]
+    middle = sum(against.values) / len(against.values)
+    found = []
+    for name, scores in arms.items():
+        value, n = sum(scores.values) / len(scores.values), len(scores.values)
+        if name == control:
+            continue
+        parts = [(variance * (1 / n + 1 / len(against.values)), df)]
+        if scores.items and against.items:
+            pairs = stats.compare(against.item_means(), scores.item_means())
+            parts.append((pairs.se**2, pairs.n - 1))
+        difference = value - middle
+        bar, p = judged(difference, parts)
+        found.append(Contrast(base, name, metric, value, n, difference, bar, p))
+    return found
+
+
+def judged(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The bar, and the chance of such a difference, for variances with degrees of freedom."""
+    total = math.fsum(variance for variance, _ in parts)
+    if math.isnan(total):
+        return math.nan, math.nan
+    if total == 0:
+        return 0.0, 0.0 if difference else 1.0
+    each = [variance**2 / df for variance, df in parts if variance and df]
+    df = max(1, int(total**2 / math.fsum(each)))
+    se = math.sqrt(total)
+    return stats.student_quantile(df, LEVEL) * se, stats.student_p(difference / se, df)
+
+
+def adjusted(found: Sequence[Contrast]) -> list[Contrast]:
+    """The same with p values adjusted for their number."""
+    known = [c for c in found if not math.isnan(c.p)]
+    ps = dict(zip(map(id, known), stats.holm([c.p for c in known]), strict=True))
+    return [replace(c, adjusted_p=ps.get(id(c), math.nan)) for c in found]
+
+
+def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
+    """What the bases say together: an effect is believed where all of them show it."""
+    verdicts = {c.base: c.verdict for c in found if (c.arm, c.metric) == (arm, metric)}
+    kinds = set(verdicts.values())
+    if len(verdicts) == 1:
+        return "one base"
+    if len(kinds) == 1:
+        return f"all {next(iter(kinds))}"
+    if {"better", "worse"} <= kinds:
+        return "the bases contradict"
+    return "only " + ", ".join(f"{base} {v}" for base, v in verdicts.items() if v != "within noise")
+
+
+def table(
+    found: Sequence[Contrast],
+    controls: Mapping[tuple[str, str], Scores],
+    million_tokens: float,
+    title: str = "Arms",
+) -> dict[str, Any]:
+    """
+    One row for each base, metric and arm, the largest gain first; a control's is its own.
+
+    controls: (base, metric) -> its scores. million_tokens: what every run was trained on.
+    """
+    columns = (
+        "Metric, Base, Arm, Mean, Seeds, Difference, Noise bar, Verdict, Holm, Bases, Per Mtok"
+    )
+    rows = []
+    for (base, metric), scores in controls.items():
+        mean = stats.mean(scores.values)
+        spread_ = "" if math.isnan(mean.se) else f"std {mean.se * math.sqrt(mean.n):.4f}"
+        rows.append(
+            [metric, base, "control", f"{mean.value:.4f}", str(mean.n), "", spread_] + [""] * 4
+        )
+        sign = -1 if lower_is_better(metric) else 1
+        mine = [c for c in found if (c.base, c.metric) == (base, metric)]
+        for c in sorted(mine, key=lambda c: -sign * c.difference):
+            rows.append(
+                [
+                    *(metric, base, c.arm, f"{c.value:.4f}", str(c.num_seeds)),
+                    *(f"{c.difference:+.4f}", "-" if math.isnan(c.bar) else f"{c.bar:.4f}"),
+                    *(c.verdict, "yes" if c.stands else "no", agreement(found, c.arm, metric)),
+                    f"{c.difference / million_tokens:+.4f}",
+                ]
+            )
+    return {"title": title, "columns": columns.split(", "), "rows": rows}

@@ -1,0 +1,371 @@
+"""
+What is learned in which proportions: buckets by name, and how much of each.
+
+    "smoltalk,gsm8k*2,aqua=500000t,mine=20%" -> parse_mixture -> resolve -> tokens of each bucket
+
+A bucket is a data set that can be taken or left: a task, or a source of text. All amounts resolve
+to tokens, of text in whole rows, so that shares are shares of what a model is trained on. Resolving
+is a pure function of the words, the sizes of the buckets and the budget. Knows nothing of where the
+content of a bucket comes from.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanochat.common import read_json
+
+MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
+MIXTURE_FILE = "mixture.json"  # what a mixture came to, beside the checkpoints
+PART = re.compile(r"([\w./-]+)(?::([^,=*]+))?(?:=([\d.]+)(t|%)?)?(?:\*([\d.]+))?")
+FORM = "name[:source], then =rows, *repeats, =tokens as in =500000t, or a share as in =20%"
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    mixture: str = ""
+    """What is learned: buckets, each with as many conversations (=10000), repeats (*1.5), tokens
+    (=500000t) or as large a share (=20%) as wanted, as in smoltalk=10000,gsm8k*4,aqua=10%. A
+    bucket without an amount is taken whole, or fills the budget with the others of that sort.
+    Default: by what the base model was trained on; of text, the one of --dataset."""
+    buckets: str | None = None
+    """A JSON file that names own buckets: {"wiki": {"dataset": "owner/name", "language": "ko"}}."""
+    mixture_tokens: int | None = None
+    """The budget: tokens of the mixture gone through once. Default: what the amounts add up to."""
+    mixture_alpha: float = 1.0
+    """Buckets without an amount share what is left in proportion to their size to this power: 1 as
+    they are, 0 all alike."""
+    arm: str = ""
+    """The same tokens of another mixture, for ablations: copy:name, only:x, drop:x, swap:a->b,
+    scale:x*2, ratio:language ko:en=1:4. Buckets that only an arm takes stand in the mixture as
+    =0%."""
+    arm_floor: str = ""
+    """Shares that every arm `only` leaves other buckets, as in arc_easy=5%: without any, answers
+    would lose the form that evaluations read."""
+
+    def __post_init__(self) -> None:
+        if self.mixture_tokens is not None and self.mixture_tokens < 1:
+            raise ValueError(f"mixture_tokens must be at least 1, got {self.mixture_tokens}")
+        if not 0 <= self.mixture_alpha <= 1:
+            raise ValueError(f"mixture_alpha lies in [0, 1], got {self.mixture_alpha}")
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What beside the words decides the proportions; JSON-ready."""
+        values = {name: getattr(self, name) for name in vars(MixConfig())}
+        return {n: v for n, v in values.items() if n not in ("mixture", "buckets") and v != ""}
+
+    def otherwise(self, mixture: str) -> "MixConfig":
+        """The same with a mixture where none was asked for."""
+        return self if self.mixture else replace(self, mixture=mixture)
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What a bucket is, in words that arms and rules can go by; empty where nobody said."""
+
+    domain: str = ""
+    language: str = ""
+    origin: str = ""
+    """native, translated, synthetic or mixed."""
+    teacher: str = ""
+    """The model that wrote the answers, where one did."""
+    licence: str = ""
+    answer_format: str = ""
+    """letter, number, marker, code or free."""
+    parent: str = ""
+    """The data set it was made of: what shares a parent with an evaluation is of its family."""
+
+
+class Part(NamedTuple):
+    """A bucket of a mixture and how much of it: tokens, a share, or conversations and repeats."""
+
+    name: str
+    source: str | None = None
+    rows: int | None = None
+    """Conversations, counted from the first; None for all there are."""
+    repeats: float | None = None
+    tokens: int | None = None
+    share: float | None = None
+    """Of the budget."""
+
+    @property
+    def label(self) -> str:
+        """What tells it from the other buckets."""
+        return self.name if self.source is None else f"{self.name}:{self.source}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody said how much of it."""
+        return self.rows is self.repeats is self.tokens is self.share is None
+
+
+def parse_mixture(spec: str) -> list[Part]:
+    """The parts of a mixture. Raises ValueError naming the part that is amiss."""
+    parts = []
+    for words in spec.split(","):
+        found = PART.fullmatch(words.strip())
+        try:
+            part = read_part(*found.groups()) if found else None
+        except ValueError:
+            part = None
+        if part is None:
+            raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
+        parts.append(part)
+    return parts
+
+
+def read_part(
+    name: str, source: str | None, amount: str | None, unit: str | None, repeats: str | None
+) -> Part | None:
+    """A part from its words; None for an amount that is none. Raises ValueError for no number."""
+    times = float(repeats) if repeats else None
+    nothing = amount and float(amount) == 0 and unit != "%"  # 0% is there for arms to take
+    if (unit and times) or times == 0 or nothing:
+        return None
+    if unit == "%":
+        return Part(name, source, share=float(amount or 0) / 100)
+    if unit == "t":
+        return Part(name, source, tokens=int(amount or 0))
+    return Part(name, source, int(amount) if amount else None, times)
+
+
+def write_mixture(parts: Sequence[Part]) -> str:
+    """The words that `parse_mixture` reads as these parts."""
+
+    def words(part: Part) -> str:
+        amount = f"={part.rows}" if part.rows is not None else ""
+        amount += f"*{part.repeats:g}" if part.repeats is not None else ""
+        amount += f"={part.tokens}t" if part.tokens is not None else ""
+        amount += f"={100 * part.share:.10g}%" if part.share is not None else ""
+        return part.label + amount
+
+    return ",".join(map(words, parts))
+
+
+def resolve(
+    parts: Sequence[Part],
+    available: Sequence[int],
+    row_tokens: int = 1,
+    budget_tokens: int | None = None,
+    alpha: float = 1.0,
+) -> list[int]:
+    """
+    How much of each part one pass through the mixture takes, repeats included, in rows.
+
+    available: the rows of each bucket, of `row_tokens` tokens. Shares are of the budget; without
+    one, of the total at which they come out right, and of shares alone the largest at which nothing
+    comes twice. Raises ValueError for amounts that contradict one another or come to nothing.
+    """
+    named = [part.label for part in parts]
+    shares = math.fsum(part.share or 0 for part in parts)
+    fixed = [fixed_rows(part, n, row_tokens) for part, n in zip(parts, available, strict=True)]
+    opens = [n**alpha if part.is_open else 0.0 for part, n in zip(parts, available, strict=True)]
+    natural = sum(n for part, n in zip(parts, available, strict=True) if part.is_open)
+    others = math.fsum(fixed) + natural
+    if shares > 1 + 1e-9 or (shares > 1 - 1e-9 and others):
+        raise ValueError(f"the shares of {', '.join(named)} add up to {shares:.1%}: too much")
+    if not others and shares < 1 - 1e-9:
+        raise ValueError(f"the shares of {', '.join(named)} add up to {shares:.1%}, not to 100%")
+    if budget_tokens is not None:
+        total = budget_tokens / row_tokens
+    elif others:
+        total = others / (1 - shares)
+    else:
+        total = min(n / part.share for part, n in zip(parts, available, strict=True) if part.share)
+    left = total * (1 - shares) - math.fsum(fixed)
+    if left < -0.5 or (any(opens) and left < 0.5) or (not any(opens) and left > 0.5 * len(parts)):
+        raise ValueError(
+            f"a budget of {round(total * row_tokens):,} tokens, but the amounts of "
+            f"{', '.join(named)} leave {round(left * row_tokens):,} of it to buckets without one"
+        )
+    filled = left / math.fsum(opens) if any(opens) else 0.0
+    wanted = [
+        fix + total * (part.share or 0) + filled * weight
+        for part, fix, weight in zip(parts, fixed, opens, strict=True)
+    ]
+    counts = whole(wanted)
+    for name, part, count, n in zip(named, parts, counts, available, strict=True):
+        if part.share != 0 and not (count and n):
+            raise ValueError(f"{name} comes to less than {row_tokens} tokens")
+    return counts
+
+
+def fixed_rows(part: Part, available: int, row_tokens: int) -> float:
+    """Rows of a part that says itself how many; 0 of one that shares or fills."""
+    if part.tokens is not None:
+        return part.tokens / row_tokens
+    if part.rows is None and part.repeats is None:
+        return 0.0
+    return available * (part.repeats or 1)
+
+
+def whole(wanted: Sequence[float]) -> list[int]:
+    """Whole numbers with the sum of `wanted`, rounded: the largest remainders are rounded up."""
+    counts = [math.floor(x) for x in wanted]
+    order = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
+    for i in order[: round(math.fsum(wanted)) - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------
+# What came of it
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A bucket as the mixture takes it."""
+
+    name: str
+    tags: Tags
+    available: int | None
+    """Tokens there are; None while not all of a text is packed."""
+    tokens: int
+    """In one pass through the mixture."""
+    documents: int
+    """Conversations or documents there are."""
+    trained: int | None = None
+    """Tokens there are that carry loss; None where all do."""
+
+    @property
+    def repeats(self) -> float | None:
+        """How often a token comes in one pass."""
+        return self.tokens / self.available if self.available else None
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that carry loss in one pass."""
+        if self.trained is None or not self.available:
+            return self.tokens
+        return round(self.trained * self.tokens / self.available)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A mixture, resolved: what is printed, and saved beside the checkpoints."""
+
+    spec: str
+    buckets: Sequence[Resolved]
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def tokens(self) -> int:
+        """Of one pass."""
+        return sum(bucket.tokens for bucket in self.buckets)
+
+    @property
+    def documents(self) -> int:
+        """Conversations or documents of one pass, repeats included."""
+        return round(sum(b.documents * (b.repeats or 0) for b in self.buckets))
+
+    def share(self, bucket: Resolved) -> float:
+        """Of the tokens of a pass."""
+        return bucket.tokens / self.tokens
+
+    def shares_by(self, tag: str) -> dict[str, float]:
+        """Value of a tag -> the share of the tokens that it has."""
+        found: dict[str, float] = {}
+        for bucket in self.buckets:
+            value = getattr(bucket.tags, tag)
+            found[value] = found.get(value, 0.0) + self.share(bucket)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready."""
+        buckets = [
+            {**asdict(bucket), "repeats": bucket.repeats, "share": self.share(bucket)}
+            for bucket in self.buckets
+        ]
+        return {"spec": self.spec, "buckets": buckets, "warnings": list(self.warnings)}
+
+    def tables(self) -> list[dict[str, Any]]:
+        """As a record holds them: by bucket, and by every tag that tells buckets apart."""
+        columns = "Bucket, Of, Documents, Tokens, With loss, Repeats, Share".split(", ")
+        rows = [
+            [
+                bucket.name,
+                ", ".join(value for value in asdict(bucket.tags).values() if value) or "-",
+                f"{bucket.documents:,}",
+                f"{bucket.tokens:,}",
+                f"{bucket.trained_tokens:,}",
+                "-" if bucket.repeats is None else f"{bucket.repeats:.2f}",
+                f"{self.share(bucket):.1%}",
+            ]
+            for bucket in self.buckets
+        ]
+        tables = [{"title": "Mixture", "columns": columns, "rows": rows}]
+        by_tag = [
+            [tag.name, value or "-", f"{share:.1%}"]
+            for tag in fields(Tags)
+            if len(shares := self.shares_by(tag.name)) > 1
+            for value, share in shares.items()
+        ]
+        if by_tag:
+            title = "Mixture by tag"
+            tables.append({"title": title, "columns": ["Tag", "Value", "Share"], "rows": by_tag})
+        return tables
+
+    def lines(self) -> list[str]:
+        """For the screen."""
+        width = max(len(bucket.name) for bucket in self.buckets)
+        lines = [
+            f"{bucket.name:<{width}}  {self.share(bucket):6.1%}  {bucket.tokens:>11,} tokens of "
+            f"{'?' if bucket.available is None else format(bucket.available, ',')}, "
+            f"{bucket.trained_tokens:,} with loss"
+            for bucket in self.buckets
+        ]
+        return [f"mixture {self.spec}", *lines, *self.warnings]
+
+
+def resolution(mix: MixConfig, buckets: Sequence[Resolved]) -> Resolution:
+    """With a warning for every bucket that comes too often."""
+    warnings = [
+        f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
+        "repeating teaches little"
+        for bucket in buckets
+        if (bucket.repeats or 0) > MOST_REPEATS
+    ]
+    return Resolution(f"{mix.mixture} ({mix.arm})" if mix.arm else mix.mixture, buckets, warnings)
+
+
+# ------------------------------------------------------------------------------------------------
+# Own buckets
+
+
+def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
+    """
+    The buckets that a JSON file declares: name -> where it comes from, and its tags.
+
+    {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations; {"dataset": ...} or
+    {"data_dir": ...} for text. Raises ValueError naming an entry that is neither, or what it holds
+    that is neither place nor tag.
+    """
+    if path is None:
+        return {}
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"--buckets={path}: there is no such file")
+    found = read_json(file)
+    places = {"task", "source", "dataset", "data_dir"}
+    known = {tag.name for tag in fields(Tags)} | places
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no buckets: {{name: {{...}}, ...}}")
+    for name, entry in found.items():
+        if not isinstance(entry, dict) or len({"task", "dataset", "data_dir"} & entry.keys()) != 1:
+            raise ValueError(f"{file}: {name} must have one of task, dataset and data_dir")
+        if unknown := entry.keys() - known:
+            raise ValueError(
+                f"{file}: {name} has {', '.join(sorted(unknown))}; known are "
+                f"{', '.join(sorted(known))}"
+            )
+    return found
+
+
+def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
+    """The tags of a declared bucket; what it does not say, as `default` has it."""
+    given = {tag.name: entry[tag.name] for tag in fields(Tags) if tag.name in entry}
+    return Tags(**{**asdict(default), **given})

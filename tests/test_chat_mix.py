@@ -1,0 +1,123 @@
+"""Conversations of several buckets in one sequence of rows: how many of each, in which order."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from nanochat.chat_mix import chosen, mixed, mixed_chat_rows
+from nanochat.chat_rows import encode
+from nanochat.finetune import Talk, train_rows
+from nanochat.interleaving import interleave
+from nanochat.mixture import MixConfig, Tags
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+
+
+class Chats(list):
+    """Conversations that say what they are."""
+
+    def __init__(self, name, count, length):
+        super().__init__(
+            [
+                {"role": "user", "content": f"{name}{i:03d}"},
+                {"role": "assistant", "content": name * length},
+            ]
+            for i in range(count)
+        )
+        self.identity = {"name": name, "count": count, "length": length}
+
+
+class Bucket:
+    def __init__(self, name, count, length, language):
+        self.name, self.tags = name, Tags(language=language)
+        self.train, self.val = Chats(name, count, length), Chats(name, 5, length)
+
+
+def encoded(name="a", count=40, length=12):
+    chats = Chats(name, count, length)
+    return encode(chats.identity, chats, TOKENIZER, 63)
+
+
+def test_all_of_a_bucket_comes_as_often_as_it_fits_and_a_part_once_more():
+    bucket = encoded()
+    total = int(bucket.lengths.sum())
+    for times, counts in ((1, {1: 40}), (2, {2: 40}), (1.5, {1: 20, 2: 20}), (0.25, {1: 10})):
+        which = chosen(bucket.lengths, round(total * times), 0, 0)
+        assert Counter(Counter(which.tolist()).values()) == counts
+    assert not len(chosen(bucket.lengths, 0, 0, 0))
+    one, other = (chosen(bucket.lengths, total // 2, seed, 0).tolist() for seed in (0, 1))
+    assert set(one) != set(other)  # another seed, another half
+
+
+def test_what_is_taken_comes_as_near_to_the_tokens_as_conversations_allow():
+    lengths = np.random.default_rng(0).integers(5, 300, 1000)
+    for tokens in (100, 5_000, 77_777, 400_000):
+        assert abs(lengths[chosen(lengths, tokens, 0, 0)].sum() - tokens) <= 150
+
+
+def test_any_stretch_of_a_mixture_holds_its_shares():
+    sizes = [np.full(600, 3), np.full(100, 6), np.full(30, 20)]
+    places = interleave(sizes, seed=0)
+    for first in range(0, 700, 73):
+        here = Counter(places.bucket[first : first + 73].tolist())
+        for bucket, each in enumerate(sizes):
+            assert here[bucket] == pytest.approx(73 * len(each) / 730, abs=2.1)
+    for bucket, each in enumerate(sizes):
+        assert places.number[places.bucket == bucket].tolist() == list(range(len(each)))
+
+
+def test_a_mixture_packs_the_conversations_of_all_buckets_into_common_rows(machine):
+    buckets = {"a": encoded("a", 60, 40), "b": encoded("b", 60, 1)}
+    tokens = [int(each.lengths.sum()) for each in buckets.values()]
+    rows = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63, machine)
+    counts = rows.counts("train")
+    assert counts["documents"] == 120 and counts["dropped"] == 0
+    assert counts["tokens"] / (counts["rows"] * 63) > 0.9  # long ones alone would leave a third
+    letters = [TOKENIZER.encode(name)[0] for name in buckets]
+    both = sum(all((row == letter).any() for letter in letters) for row in rows.batch(0, 10, 0))
+    assert both > 5
+    again = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63, machine)
+    assert again.folder == rows.folder
+    for other in ([tokens[0], tokens[1] // 2], tokens):
+        seed = 1 if other == tokens else 0
+        assert mixed_chat_rows(buckets, other, seed, TOKENIZER, 63, machine).folder != rows.folder
+
+
+def test_the_order_of_a_mixture_is_that_of_its_seed():
+    buckets = [encoded("a", 30), encoded("b", 30)]
+    tokens = [int(each.lengths.sum()) for each in buckets]
+    orders = [[piece.tolist() for piece in mixed(buckets, tokens, seed)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_what_a_stage_learns_is_resolved_in_tokens_and_told(machine):
+    learned = [Bucket("a", 40, 12, "en"), Bucket("b", 40, 12, "ko"), Bucket("c", 40, 12, "ko")]
+
+    def resolved(**mix):
+        talk = Talk(MixConfig(**mix), learned, learned)
+        return train_rows(talk, 0, TOKENIZER, 63, machine)
+
+    whole, rows = resolved(mixture="a,b,c=0%")
+    assert whole.shares_by("language") == {"en": 0.5, "ko": 0.5} and whole.documents == 80
+    assert rows.counts("train")["documents"] == 80
+    share, rows = resolved(mixture="a=80%,b=20%,c=0%")
+    assert [round(bucket.repeats, 2) for bucket in share.buckets] == [1.0, 0.25, 0.0]
+    assert rows.counts("train")["documents"] == 50
+    swapped, rows = resolved(mixture="a=80%,b=20%,c=0%", arm="swap:b->c")
+    assert [round(bucket.repeats, 2) for bucket in swapped.buckets] == [1.0, 0.0, 0.25]
+    assert swapped.tokens == share.tokens and rows.counts("train")["documents"] == 50
+    ratio, _ = resolved(mixture="a=80%,b=20%,c=0%", arm="ratio:language ko:en=1:1")
+    assert ratio.shares_by("language") == pytest.approx({"en": 0.5, "ko": 0.5}, abs=1e-3)
+    json.dumps(ratio.state())
+
+
+def test_conversations_are_encoded_once_for_all_mixtures(monkeypatch):
+    first = encoded()
+    monkeypatch.setattr("nanochat.chat_rows.render", None)  # would fail if it were called
+    again = encoded()
+    assert again.fingerprint == first.fingerprint and again.trained == first.trained
+    assert np.array_equal(again.ids, first.ids)

@@ -1,0 +1,235 @@
+"""Mixtures: the words, what they resolve to, and the rows in their proportions."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.chat_rows import encode, open_chat_rows, pack_encoded
+from nanochat.mixed_rows import MixedRows, interleaved
+from nanochat.mixture import (
+    MixConfig,
+    Part,
+    Resolved,
+    Tags,
+    parse_mixture,
+    read_buckets,
+    resolution,
+    resolve,
+    write_mixture,
+)
+from nanochat.rows import Rows
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+
+
+def bucket_of(name: str, num_chats: int) -> Rows:
+    """Packed rows of 63 tokens, one conversation in each, all different."""
+    chats = [
+        [{"role": "user", "content": f"{i} {name}"}, {"role": "assistant", "content": "a" * 50}]
+        for i in range(num_chats)
+    ]
+    rows = open_chat_rows({"rows": name, "n": num_chats}, TOKENIZER, 63)
+    pack_encoded(
+        rows, "train", encode({"name": name, "n": num_chats}, chats, TOKENIZER, 63), TOKENIZER
+    )
+    assert rows.packed_train_rows == num_chats
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Words
+
+
+def test_a_mixture_is_read_from_words():
+    spec = "SmolTalk:local/chat=10000, gsm8k*1.5,aqua,jsonl:~/own.jsonl=5*3,local/web=20%,x=900t"
+    assert parse_mixture(spec) == [
+        Part("SmolTalk", "local/chat", rows=10_000),
+        Part("gsm8k", repeats=1.5),
+        Part("aqua"),
+        Part("jsonl", "~/own.jsonl", rows=5, repeats=3),
+        Part("local/web", share=0.2),
+        Part("x", tokens=900),
+    ]
+    assert parse_mixture(write_mixture(parse_mixture(spec))) == parse_mixture(spec)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "a,,b", "a=0", "a*0", "a*2=10", "a*-1", "a=1.5", "a=10%*2", "a=5t*2", "a=1.2.3"]
+)
+def test_words_that_are_no_mixture_are_refused_with_the_part(spec):
+    with pytest.raises(ValueError, match="in the mixture .* is not name"):
+        parse_mixture(spec)
+
+
+# ------------------------------------------------------------------------------------------------
+# Amounts
+
+
+def counts(spec, available, budget=None, alpha=1.0):
+    return resolve(parse_mixture(spec), available, 10, budget, alpha)
+
+
+def test_amounts_come_to_whole_rows():
+    assert counts("a,b*2,c*1.5,d=55t", [100, 7, 3, 40]) == [100, 14, 5, 5]  # of 4.5 and 5.5
+    assert counts("a,b=20%", [80, 500]) == [80, 20]  # a fifth of the whole
+    assert counts("a=75%,b=25%", [30, 20]) == [30, 10]  # until the first is used up
+    assert counts("a=75%,b=25%", [30, 20], budget=4_000) == [300, 100]
+    assert counts("a,b,c=100t", [300, 100, 50], budget=2_100) == [150, 50, 10]
+    assert sum(counts("a,b,c", [333, 334, 334], budget=1_000)) == 100
+
+
+def test_temperature_moves_shares_from_the_natural_to_equal_ones():
+    assert counts("a,b", [900, 100], alpha=1.0) == [900, 100]
+    assert counts("a,b", [900, 100], alpha=0.5) == [750, 250]
+    assert counts("a,b", [900, 100], alpha=0.0) == [500, 500]
+    assert counts("a,b,c*1", [900, 100, 50], alpha=0.0) == [500, 500, 50]  # c says how much
+
+
+@pytest.mark.parametrize(
+    "spec, available, budget, message",
+    [
+        ("a=60%,b=60%", [9, 9], None, "add up to 120.0%: too much"),
+        ("a=100%,b", [9, 9], None, "add up to 100.0%: too much"),
+        ("a=30%,b=30%", [9, 9], None, "add up to 60.0%, not to 100%"),
+        ("a*2,b*2", [9, 9], 1_000, "leave 640 of it"),
+        ("a*2,b", [90, 9], 1_000, "leave -800 of it"),
+        ("a,b=1t", [1000, 9], None, "b comes to less than 10 tokens"),
+        ("a,b", [1000, 0], None, "b comes to less than"),
+    ],
+)
+def test_amounts_that_contradict_one_another_are_refused(spec, available, budget, message):
+    with pytest.raises(ValueError, match=message):
+        counts(spec, available, budget)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "*1.5", "=400t"]), st.integers(50, 5000)), min_size=1),
+    st.floats(0, 1),
+)
+def test_a_mixture_takes_exactly_what_it_adds_up_to(buckets, alpha):
+    spec = ",".join(f"b{i}{amount}" for i, (amount, _) in enumerate(buckets))
+    available = [n for _, n in buckets]
+    found = counts(spec, available, alpha=alpha)
+    wanted = [{"": n, "*1.5": 1.5 * n, "=400t": 40}[amount] for amount, n in buckets]
+    assert abs(sum(found) - math.fsum(wanted)) <= 0.5 + 1e-6
+    for (amount, _), count, want in zip(buckets, found, wanted, strict=True):
+        assert not amount or abs(count - want) < 1 + 1e-6
+
+
+def test_what_came_of_it_is_told_by_bucket_and_tag_with_a_warning_where_it_repeats_too_often():
+    ko = Tags(language="ko", domain="chat")
+    mixed = resolution(
+        MixConfig("a,b*5"),
+        [
+            Resolved("a", replace(ko, language="en"), 1000, 1000, 300, trained=400),
+            Resolved("b", ko, 200, 1000, 50, trained=60),
+        ],
+    )
+    assert mixed.shares_by("language") == {"en": 0.5, "ko": 0.5}
+    assert mixed.shares_by("domain") == {"chat": 1.0}
+    assert mixed.documents == 300 + 5 * 50
+    by_bucket, by_tag = mixed.tables()
+    assert by_bucket["rows"][1] == ["b", "chat, ko", "50", "1,000", "300", "5.00", "50.0%"]
+    assert by_tag["rows"] == [["language", "en", "50.0%"], ["language", "ko", "50.0%"]]
+    assert mixed.warnings == ["warning: b comes 5.0 times; beyond 4 times repeating teaches little"]
+    json.dumps(mixed.state())
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+
+
+def test_a_pass_takes_every_bucket_as_often_as_said_and_spreads_it_evenly():
+    mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
+    assert mixed.rows_per_pass == 80
+    ids = np.concatenate([mixed.row_ids(step, 8, seed=0) for step in range(10)])
+    taken = Counter(map(tuple, ids.tolist()))
+    assert set(Counter(n for (b, _, _), n in taken.items() if b == 1).items()) == {(1, 20)}
+    assert Counter(n for (b, _, _), n in taken.items() if b == 0) == {1: 20, 2: 20}  # 1.5 times
+    for step in range(10):
+        assert 1 <= (mixed.row_ids(step, 8, seed=0)[:, 0] == 1).sum() <= 3  # of 8, 2 on average
+    first = Counter(map(tuple, ids[ids[:, 0] == 0].tolist()))
+    again = np.concatenate([mixed.row_ids(10 + step, 8, seed=0) for step in range(10)])
+    both = first + Counter(map(tuple, again[again[:, 0] == 0].tolist()))
+    assert set(both.values()) == {3}  # the second pass begins with the half that was left
+
+
+def test_R4_a_mixed_batch_is_a_pure_function_and_ranks_share_it():
+    def opened():
+        return MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
+
+    mixed, again = opened(), opened()
+    for step in (13, 2, 0):
+        whole = mixed.batch(step, 16, seed=3)
+        assert np.array_equal(whole, again.batch(step, 16, seed=3))
+        parts = [again.batch(step, 16, 3, rank, 4) for rank in range(4)]
+        assert np.array_equal(np.concatenate(parts), whole)
+    assert not np.array_equal(mixed.batch(0, 16, seed=3), mixed.batch(0, 16, seed=4))
+    with pytest.raises(ValueError, match="do not divide among 3 ranks; take 15"):
+        mixed.batch(0, 16, 0, 0, 3)
+
+
+def test_a_mixture_of_one_bucket_is_that_bucket():
+    rows = bucket_of("a", 40)
+    mixed = MixedRows({"a": (rows, 40)})
+    for step in range(7):
+        assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
+
+
+def test_how_often_a_row_was_read_before_is_known_of_each():
+    mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
+    seen: Counter = Counter()
+    for step in range(20):
+        for bucket, gone, shard, row in mixed.locate(step, 8, seed=0).tolist():
+            assert gone == seen[bucket, shard, row]
+            seen[bucket, shard, row] += 1
+
+
+def test_other_proportions_are_other_rows_to_a_checkpoint():
+    a, b = bucket_of("a", 40), bucket_of("b", 20)
+    one, other = (MixedRows({"a": (a, n), "b": (b, 20)}) for n in (60, 40))
+    assert one.fingerprint != other.fingerprint
+    assert one.fingerprint == MixedRows({"a": (a, 60), "b": (b, 20)}).fingerprint
+    assert one.recipe["buckets"]["a"] == {"count": 60, "fingerprint": a.fingerprint}
+
+
+def test_the_order_of_a_mixture_never_changes_under_a_new_numpy():
+    """PCG64's raw stream is promised; a run must be resumable."""
+    order = interleaved((5, 3), seed=0, gone=0)
+    assert order.bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
+    assert order.number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# Own buckets
+
+
+def test_own_buckets_are_declared_in_a_file(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text('{"chat-korean": {"task": "smoltalk", "source": "a/b", "language": "ko"}}')
+    assert read_buckets(str(path))["chat-korean"]["language"] == "ko"
+    assert read_buckets(None) == {}
+    for wrong, message in (
+        ('{"x": {"language": "ko"}}', "x must have one of task, dataset and data_dir"),
+        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has colour; known are"),
+        ("[]", "holds no buckets"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            read_buckets(str(path))
+    with pytest.raises(FileNotFoundError, match="--buckets=nowhere.json"):
+        read_buckets("nowhere.json")
+
+
+def test_settings_out_of_range_are_refused():
+    for wrong in ({"mixture_tokens": 0}, {"mixture_alpha": 1.5}, {"mixture_alpha": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            MixConfig(**wrong)

@@ -1,0 +1,99 @@
+"""Text in proportions: opened, remembered, packed bucket by bucket, refused where it cannot be."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nanochat.mixture import MixConfig
+from nanochat.source import DataConfig
+from nanochat.texts import open_corpus, open_texts
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A file that declares two folders of text, one three times as large."""
+    declared = {}
+    for name, count in (("big", 300), ("small", 100)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for shard in ("a", "b"):
+            lines = [json.dumps({"text": f"{name[0] * 40} {i}"}) for i in range(count)]
+            (folder / f"{shard}.jsonl").write_text("\n".join(lines))
+        declared[name] = {"data_dir": str(folder), "language": name}
+    path = tmp_path / "buckets.json"
+    path.write_text(json.dumps(declared))
+    return str(path)
+
+
+def corpus_of(own, mixture, **more):
+    texts = open_texts(DataConfig(), MixConfig(mixture, own, **more))
+    return open_corpus(texts, TOKENIZER, 63)
+
+
+def test_a_mixture_of_texts_takes_its_shares_of_every_step(own, machine):
+    corpus = corpus_of(own, "big=75%,small=25%")
+    mixed, needed = corpus.amounts(200, machine)
+    assert needed == {"big": 150, "small": 50}
+    corpus.pack(needed, machine)
+    rows = corpus.mixed(needed)
+    for step in range(10):
+        ids = rows.batch(step, 20, seed=0)
+        of_small = (ids == TOKENIZER.encode("s")[0]).sum(axis=1) > 5
+        assert 4 <= of_small.sum() <= 6
+    assert mixed.shares_by("language") == {"big": 0.75, "small": 0.25}
+
+
+def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, capsys):
+    corpus = corpus_of(own, "big,small")
+    mixed, needed = corpus.amounts(80, machine)
+    assert "packing all of big, small" in capsys.readouterr().out
+    assert needed == pytest.approx({"big": 60, "small": 20}, abs=2)
+    assert all(bucket.available for bucket in mixed.buckets)
+    alike = corpus_of(own, "big,small", mixture_alpha=0.0)
+    assert alike.amounts(80, machine)[1] == {"big": 40, "small": 40}
+
+
+def test_a_recorded_mixture_opens_as_it_was(own):
+    texts = open_texts(DataConfig(), MixConfig("big=75%,small=25%", own))
+    again = open_texts(DataConfig(), recorded=json.loads(json.dumps(texts.describe())))
+    assert again.fingerprint == texts.fingerprint and again.tags == texts.tags
+    other = open_texts(DataConfig(), MixConfig("big=70%,small=30%", own))
+    assert other.fingerprint != texts.fingerprint
+    one, two = (open_corpus(t, TOKENIZER, 63) for t in (texts, other))
+    assert [r.folder for r in one.rows.values()] == [r.folder for r in two.rows.values()]
+
+
+def test_a_single_text_is_taken_as_it_comes(machine):
+    texts = open_texts(DataConfig(dataset="embedded", num_shards=1))
+    corpus = open_corpus(texts, TOKENIZER, 63)
+    assert texts.describe()["dataset"] == "embedded"
+    assert corpus.amounts(5, machine) == (None, {"embedded": 5})
+    assert corpus.fingerprint == corpus.rows["embedded"].fingerprint
+    assert corpus.mixed({"embedded": 5}) is corpus.rows["embedded"]
+    corpus.pack({"embedded": 5}, machine)
+    assert np.asarray(corpus.rows["embedded"].batch(0, 4, 0)).shape == (4, 64)
+
+
+@pytest.mark.parametrize(
+    "mixture, data, message",
+    [
+        ("big=10,small", DataConfig(), "'big'.*text is taken by tokens"),
+        ("big,small,big", DataConfig(), "big comes twice"),
+        ("embedded=50%,big=50%", DataConfig(dataset="embedded"), "--mixture names its texts"),
+        ("nowhere", DataConfig(), "--dataset=nowhere"),
+    ],
+)
+def test_a_mixture_of_texts_that_is_amiss_is_refused(own, mixture, data, message):
+    with pytest.raises(ValueError, match=message):
+        open_texts(data, MixConfig(mixture, own))
+
+
+def test_conversations_are_no_text(tmp_path):
+    path = tmp_path / "buckets.json"
+    path.write_text('{"chat": {"task": "gsm8k"}}')
+    with pytest.raises(ValueError, match="chat is declared as a task"):
+        open_texts(DataConfig(), MixConfig("chat", str(path)))
