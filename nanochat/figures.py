@@ -15,6 +15,7 @@ from nanochat.common import base_dir
 from nanochat.plots import (
     Panel,
     Points,
+    bar_figure,
     core_figure,
     line_figure,
     loss_figure,
@@ -35,14 +36,28 @@ def drawings(record: Record) -> dict[str, Drawing]:
     if record["section"] == "Base model evaluation":
         figures |= of_scores(record)
     if record["series"]:
-        curves = {
-            name: [(x, float(y)) for x, y in points] for name, points in record["series"].items()
-        }
-        panel = Panel(record["section"], curves)
-        if record["section"] == "Recursion":
-            panel = Panel("validation bits per byte", curves, x_label="loops")
-        figures["series"] = (record["section"], partial(line_figure, [panel]))
+        figures["series"] = (record["section"], of_series(record))
     return figures
+
+
+def of_series(record: Record) -> Callable[[], bytes]:
+    """The curves that a record holds itself; of a sweep over arms its bars."""
+    curves = {
+        name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
+    }
+    section, settings = record["section"], record["settings"]
+    if section == "Recursion":
+        panel = Panel("validation bits per byte", curves, x_label="loops")
+    elif section.startswith("Sweep") and settings["search"]:
+        panel = Panel(settings["metric"], curves, x_label=settings["search"], log_x=True)
+    elif section.startswith("Sweep"):
+        title = f"{settings['metric']}: difference from the control, and what is noise"
+        ends = {name: points[0] for name, points in curves.items()}
+        values = {name: difference for name, (difference, _) in ends.items()}
+        return partial(bar_figure, title, values, {name: bar for name, (_, bar) in ends.items()})
+    else:
+        panel = Panel(section, curves)
+    return partial(line_figure, [panel])
 
 
 def of_run(metrics_file: Path) -> dict[str, Drawing]:

@@ -26,6 +26,7 @@ from nanochat.common import fingerprint, write_json
 from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
+from nanochat.held_out import require_access, require_other_families
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine, init_machine
 from nanochat.mixture import (
@@ -87,6 +88,11 @@ class Bucket(Protocol):
     @property
     def tags(self) -> Tags: ...
     @property
+    def measures(self) -> str:
+        """The benchmark whose test questions `val` is; empty where it has rows of its own."""
+        ...
+
+    @property
     def train(self) -> Answers: ...
     @property
     def val(self) -> Answers: ...
@@ -141,6 +147,9 @@ class Plan:
     on a CPU 131,072."""
     eval_part: int = 0
     """Which of them: 0 the first, 1 as many others, to measure anew what 0 chose."""
+    waive_families: str = ""
+    """Data sets, with commas between them, that may be trained on although a final benchmark was
+    made of them too (scripts.hold_out)."""
     val_mixture: str | None = None
     """Buckets whose held-out conversations measure the loss. Default: those that are learned."""
 
@@ -237,6 +246,9 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     tag = plan.from_tag or cfg.model_tag or None
     parent = find_checkpoint(lesson.source, tag, plan.from_step, machine.print0)
     talk = lesson.talk(parent)
+    parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
+    require_other_families(parents, plan.waive_families.split(","))
+    require_access((bucket.measures for bucket in talk.measured if bucket.measures), False, {})
     eval_tokens = plan.num_eval_tokens(machine)
     asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}

@@ -75,6 +75,7 @@ class Panel:
     faint: Sequence[Points] = field(default_factory=tuple)
     x_label: str = "step"
     y_from_zero: bool = False
+    log_x: bool = False
 
 
 def loss_figure(loss: Points, val_bpb: Points = (), form: Format = "svg") -> bytes:
@@ -165,9 +166,13 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
         axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None, markersize=3.5, **style)
     axes.set_title(panel.title)
     axes.set_xlabel(panel.x_label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS))
-    for axis in (axes.xaxis, axes.yaxis):
+    if panel.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS, integer=True))
+    for axis in (axes.yaxis,) if panel.log_x else (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         if max(abs(low), abs(high)) >= 10_000:
             axis.set_major_formatter(EngFormatter(sep=""))

@@ -21,6 +21,7 @@ from nanochat.common import MissingInput
 from nanochat.config import settings, start
 from nanochat.eval_core import Subject, TaskScore, core, examine, subject_of
 from nanochat.gpt import for_inference
+from nanochat.held_out import require_access
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.suites import Suite, SuiteConfig, open_suite
 from nanochat.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ class BaseEval:
     trust_remote_code: bool = False
     """Run the code that comes with that model."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
+    final: bool = False
+    """Look at tasks that scripts.hold_out declared final, and have it written down."""
     only_fetch: bool = False
     """Only get the tasks and say what they are; no model is needed."""
     once: bool = False
@@ -80,6 +83,10 @@ def main(cfg: BaseEval) -> None:
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
+    if machine.is_main:
+        who = {"checkpoint": candidate.name, "section": candidate.section}
+        require_access([task.name for task in suite.tasks], cfg.final, who)
+    machine.barrier()
     machine.print0(f"{candidate.name} on {suite.about}")
     subject = load()
     scores = []

@@ -21,6 +21,7 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
+from nanochat.held_out import is_final, require_access
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
@@ -29,7 +30,7 @@ from nanochat.tools import Tools
 from nanochat.variance import default_repeats
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import exam, key_of
+from tasks.registry import TASKS, exam, key_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class ChatEval:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run what the model wrote with all your rights where this machine has no sandbox."""
+    final: bool = False
+    """Look at benchmarks that scripts.hold_out declared final, and have it written down; without
+    it, they are refused by name and otherwise left out."""
     once: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""
     report_dir: str | None = None
@@ -99,8 +103,7 @@ def main(cfg: ChatEval) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
-    names = cfg.task_name.split("|") if cfg.task_name else every_task
-    tasks = [exam(name, cfg.unsafe_exec) for name in names]
+    tasks = [exam(name, cfg.unsafe_exec) for name in chosen(cfg, every_task, machine)]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key(asked(cfg), inputs)
     if cfg.once and machine.broadcast(
@@ -109,6 +112,10 @@ def main(cfg: ChatEval) -> None:
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
+    if machine.is_main:
+        who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
+        require_access([task.name for task in tasks], cfg.final, who)
+    machine.barrier()
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
@@ -130,9 +137,19 @@ def main(cfg: ChatEval) -> None:
             f"{cropped}), {time.perf_counter() - begun:.1f} s"
         )
     if machine.is_main:
-        whole = {key_of(name) for name in names} >= {key_of(name) for name in every_task}
+        whole = {key_of(task.name) for task in tasks} >= {key_of(name) for name in every_task}
         write_section(cfg, checkpoint, tasks, found, whole, machine, started)
     machine.close()
+
+
+def chosen(cfg: ChatEval, every_task: Sequence[str], machine: Machine) -> Sequence[str]:
+    """The tasks asked for, else all of the model's world that may be looked at."""
+    if cfg.task_name:
+        return cfg.task_name.split("|")
+    left_out = [name for name in every_task if is_final(TASKS[name].task.name) and not cfg.final]
+    if left_out:
+        machine.print0(f"left out, being final: {', '.join(left_out)}; --final looks at them")
+    return [name for name in every_task if name not in left_out]
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import Outcomes, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference
+from nanochat.held_out import require_access, require_other_families
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
@@ -33,8 +34,9 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from nanochat.train import LoopConfig, Progress, last_evaluation
 from tasks.base import Mixture, Task
-from tasks.buckets import held_out_questions, questions
+from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.defaults import defaults
+from tasks.registry import key_of
 
 SECTION = "Chat RL"
 
@@ -150,6 +152,7 @@ def practise(
     practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, chosen)
     num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
     held_out = held_out_questions(spec, cfg.eval_examples)
+    refuse_final(held_out, practised)
     exam = Exam(held_out, cfg.eval_samples, cfg.sampling, engine, machine)
     review = min(num_steps, math.ceil(cfg.eval_examples / practice.per_step))
 
@@ -197,6 +200,13 @@ def practise(
             files=[checkpoint.folder],
         )
         report.update(cfg.report_dir)
+
+
+def refuse_final(held_out: Mixture, practised: Mixture) -> None:
+    """Raise Refused where practice would be measured on a final benchmark, or is of its family."""
+    require_access({task.name for task in held_out.tasks}, False, {})
+    parents = {task.name: TAGS[key_of(task.name)].parent for task in practised.tasks}
+    require_other_families(parents)
 
 
 def show(

@@ -57,9 +57,6 @@ class SweepScript:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        asked = [self.arms, self.grid, self.searching.search]
-        if sum(map(bool, asked)) != 1:
-            raise ValueError("give one of --arms, --grid and --search")
         if self.seeds < 3 or self.arm_seeds < 2:
             raise ValueError(
                 f"seeds {self.seeds} and arm_seeds {self.arm_seeds}: a control has at least 3, "
@@ -69,6 +66,8 @@ class SweepScript:
 
 def main(cfg: SweepScript) -> None:
     started = time.perf_counter()
+    if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
+        raise ValueError("give one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
     study = Study(cfg.study, cfg.mix)
     with sweep:

@@ -23,6 +23,7 @@ TAGS = {
     "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", "arc"),
     "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", "arc"),
     "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", "mmlu"),
+    "kmmlu": Tags("exams", "ko", "native", "", "CC BY-ND 4.0", "letter", "kmmlu"),
     "gsm8k": Tags("math", "en", "native", "", "MIT", "number", "gsm8k"),
     "aqua": Tags("math", "en", "native", "", "Apache-2.0", "marker", "aqua"),
     "aqua_letter": Tags("math", "en", "native", "", "Apache-2.0", "letter", "aqua"),
@@ -45,6 +46,11 @@ class Bucket(NamedTuple):
     tags: Tags
     train: Task
     val: Task
+
+    @property
+    def measures(self) -> str:
+        """The benchmark whose test questions `val` is; empty where it has a split of its own."""
+        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
 
 
 def known(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:

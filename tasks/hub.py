@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from nanochat.common import base_dir
 from nanochat.hub_repo import open_repo
 from tasks.base import Task, shuffled
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 ROW_ORDER = 0  # seed: data sets come sorted by subject, so the first n rows would be no sample
 
 Row = dict[str, Any]
@@ -75,8 +76,12 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
 
 
 def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
-    """The files of a split: `stem`, or `stem` in one other folder, whole or in numbered parts."""
-    pattern = re.compile(rf"(.*/)?{re.escape(stem)}(-\d+-of-\d+)?\.(parquet|jsonl|jsonl\.gz)")
+    """
+    The files of a split: `stem`, or `stem` in one other folder, whole or in numbered parts; a * in
+    it stands for any part of a name.
+    """
+    name = re.escape(stem).replace(r"\*", "[^/]*")
+    pattern = re.compile(rf"(.*/)?{name}(-\d+-of-\d+)?\.(parquet|csv|jsonl|jsonl\.gz)")
     found = [match for match in map(pattern.fullmatch, files) if match]
     folders = sorted({match[1] or "" for match in found})
     if not found:
@@ -90,8 +95,11 @@ def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
 
 
 def read(path: Path, columns: Sequence[str]) -> pa.Table:
-    """The columns of a parquet file, or the fields of a file with one JSON object per line."""
+    """The columns of a parquet or CSV file, or the fields of one with a JSON object per line."""
     try:
+        if path.suffix == ".csv":
+            lines_inside = csv.ParseOptions(newlines_in_values=True)
+            return csv.read_csv(path, parse_options=lines_inside).select(list(columns))
         if path.suffix != ".parquet":
             rows = [{column: row[column] for column in columns} for _, row in lines(path)]
             return pa.Table.from_pylist(rows)

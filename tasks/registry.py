@@ -17,6 +17,7 @@ from tasks.embedded import WorldChat, WorldChoice, WorldFacts, WorldProblems, Wo
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.jsonl import JSONL
+from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
@@ -33,6 +34,7 @@ TASKS = {
     "arc_easy": Entry(ARCEasy),
     "arc_challenge": Entry(ARCChallenge),
     "mmlu": Entry(MMLU),
+    "kmmlu": Entry(KMMLU),
     "gsm8k": Entry(GSM8K),
     "aqua": Entry(AQuA),
     "aqua_letter": Entry(AQuALetter),

@@ -32,7 +32,7 @@ class Chats(list):
 
 class Bucket:
     def __init__(self, name, count, length, language):
-        self.name, self.tags = name, Tags(language=language)
+        self.name, self.tags, self.measures = name, Tags(language=language), ""
         self.train, self.val = Chats(name, count, length), Chats(name, 5, length)
 
 

@@ -29,6 +29,7 @@ ROWS = {  # task -> rows of each split
     "gsm8k": {"train": 7473, "test": 1319},
     "aqua": {"train": 2726, "val": 254, "test": 254},
     "humaneval": {"test": 164},
+    "kmmlu": {"test": 200},
     "smoltalk": {"train": 30306, "test": 1595},
 }
 SPLITS = [(name, split) for name, splits in ROWS.items() for split in splits]

@@ -39,7 +39,7 @@ def test_R27_items_that_share_a_run_of_words_are_found_whatever_surrounds_them()
         words(50, RUN) + " " + words(80, 5),
         words(3, RUN),  # again
     )
-    assert overlaps([train], [held_out]) == [Overlap("seen", "asked", 5, 4, (1, 3, 4))]
+    assert overlaps([train], [held_out]) == [Overlap("seen", "asked", 5, 5, (1, 3, 4))]
 
 
 def test_R27_every_pair_is_compared_by_itself():
@@ -60,7 +60,7 @@ def test_runs_never_cross_from_one_item_to_the_next():
     apart = Texts("apart", words(0, 7), words(7, 7), words(0, RUN))
     assert grams(apart.texts).items.tolist() == [2]
     [found] = overlaps([Texts("whole", words(0, 14))], [apart])
-    assert (found.items, found.checked, found.shared) == (3, 1, (2,))
+    assert (found.items, found.checked, found.shared, found.whole) == (3, 3, (2,), (0, 1))
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["a few words"]])

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# A data ablation in small: what do Korean chat, GSM8K and the share of Korean change, on two bases?
+#
+#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
+#
+# Safe to stop and start again. Reads local/mini-pretrain, mini-pretrain-korean, chat-instruct and
+# chat-korean, GSM8K, ARC, AQuA and KMMLU from the hub. Writes below NANOCHAT_BASE_DIR, and the
+# section "Sweep korean". ARC's and KMMLU's test questions are only evaluated on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source .venv/bin/activate
+own=(--buckets=dev/korean_buckets.json)
+text=("${own[@]}" --mixture=english=75%,korean=25%)
+
+python -m scripts.tok_train "${text[@]}" --vocab_size=4096 --max_chars=40000000 --once
+python -m scripts.data "${text[@]}" --max_seq_len=512
+
+# Two bases, a core each
+for depth in 2 4; do
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m scripts.base_train --depth=$depth "${text[@]}" \
+        --max_seq_len=512 --num_iterations=400 --total_batch_size=8192 --eval_every=200 --log_every=50 \
+        --eval_tokens=131072 --save_every=100 --resume=auto --once --report_dir="${NANOCHAT_BASE_DIR:-out}/bases/d$depth" &
+done
+wait -n
+wait -n
+
+python -m scripts.sweep --name=korean --devices=2 --bases="d2|d4" --source=base \
+    --num_iterations=200 --total_batch_size=4096 "${own[@]}" \
+    --mixture="chat-instruct=32%,chat-korean=33%,gsm8k=15%,arc_easy=5%,arc_challenge=3%,aqua=12%" \
+    --arm_floor="arc_easy=5%" \
+    --arms="only:chat-korean|drop:gsm8k|ratio:language ko:en=1:1|ratio:language ko:en=1:4" \
+    --seeds=3 --arm_seeds=2 --flags="--eval_tokens=196608 --save_every=50" \
+    --tasks="ARC-Easy|ARC-Challenge|KMMLU"

@@ -1,0 +1,98 @@
+"""
+Benchmarks that are looked at once: declared, refused without a word, and every access written down.
+
+    held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
+
+A benchmark is `dev`, for choosing, unless it was declared `final`, for telling. Whoever looks at a
+final one often chooses by it. Held out by file is not held out by origin: a bucket made of the same
+data set as a final benchmark is of its family, and not trained on. Knows no task, only names.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import Refused, base_dir, read_json, write_json
+from nanochat.records import append_line, locked, read_lines
+
+FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
+
+
+def final_benchmarks() -> dict[str, str]:
+    """Name -> data set it is made of, of the benchmarks that are final."""
+    path = base_dir() / FILE
+    return read_json(path)["final"] if path.exists() else {}
+
+
+def declare(final: Mapping[str, str]) -> Path:
+    """Make benchmarks final; name -> the data set each is made of. None is ever made dev again."""
+    path = base_dir() / FILE
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    known = read_json(path) if path.exists() else {"final": {}, "since": {}}
+    new = {name: since for name in final if name not in known["since"]}
+    write_json(path, {"final": {**known["final"], **final}, "since": {**known["since"], **new}})
+    return path
+
+
+def plain(name: str) -> str:
+    """A benchmark's name without what is written now so, now so."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def is_final(name: str) -> bool:
+    """Whether a benchmark is final."""
+    return plain(name) in map(plain, final_benchmarks())
+
+
+def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
+    """
+    Raise Refused for a final benchmark that nobody allowed to be looked at; write down the access
+    to one that is. who: what looks, for the ledger.
+    """
+    wanted = [name for name in names if is_final(name)]
+    if wanted and not allowed:
+        raise Refused(
+            f"{', '.join(wanted)} is final: held out until the end, for nothing to be chosen by it",
+            "--final looks at it, and is written down",
+        )
+    folder = base_dir()
+    for name in wanted:
+        entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
+        with locked(folder):
+            append_line(folder / LEDGER, json.dumps(entry))
+
+
+def accesses() -> list[dict[str, Any]]:
+    """Every access to a final benchmark, in order."""
+    path = base_dir() / LEDGER
+    return list(read_lines(path)) if path.exists() else []
+
+
+def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = ()) -> None:
+    """
+    Raise Refused for a bucket whose parent is that of a final benchmark, and not waived.
+
+    parents: bucket -> the data set that it is made of, empty where nobody said.
+    """
+    families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
+    for bucket, parent in parents.items():
+        name = families.get(plain(parent)) if parent else None
+        if name and plain(parent) not in map(plain, waived):
+            raise Refused(
+                f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
+                "its source and style is not measured by it",
+                f"leave it out of the mixture, or say --waive_families={parent}",
+            )
+
+
+def access_table() -> dict[str, Any]:
+    """The ledger, as a record holds it."""
+    rows = [
+        [e["when"], e["benchmark"], str(e.get("checkpoint", "")), str(e.get("section", ""))]
+        for e in accesses()
+    ]
+    columns = ["When", "Benchmark", "Checkpoint", "By"]
+    return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}
