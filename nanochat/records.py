@@ -39,6 +39,8 @@ NOT_IN_KEY = frozenset(
     "max_bad_steps".split()
 )
 
+NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -94,6 +96,31 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = 
             if record["provenance"]["outputs"].get(name) == print_:
                 return record["provenance"]["run_id"]
     return new_run_id()
+
+
+def ancestors(
+    print_: str, inputs: Mapping[str, str], report_dir: Path | str | None = None
+) -> set[str]:
+    """
+    A checkpoint and all the checkpoints it comes from, by fingerprint, as far as they are recorded.
+
+    inputs: what its own stage has read; text, rows and tokenizers are no ancestors.
+    """
+    made = {
+        output: record["provenance"]["inputs"]
+        for record in read_history(report_dir)
+        for output in record["provenance"]["outputs"].values()
+    }
+    found, waiting = {print_}, [inputs]
+    while waiting:
+        for name, parent in waiting.pop().items():
+            if (
+                name not in ("data", "rows", "tokenizer", "mixture", "suite")
+                and parent not in found
+            ):
+                found.add(parent)
+                waiting.append(made.get(parent, {}))
+    return found
 
 
 def estimate(

@@ -315,6 +315,12 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     return order
 
 
+def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (B, T + 1) -> tokens and targets, (B, T) int64 each."""
+    ids = rows.astype(np.int64)
+    return ids[:, :-1], ids[:, 1:]
+
+
 def flat(shard: str) -> str:
     """A shard's name as one flat file name."""
     return shard.replace("/", "--")

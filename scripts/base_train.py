@@ -13,7 +13,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from nanochat import records, report
@@ -29,6 +28,7 @@ from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.pretrain_exam import Exam, ExamConfig
 from nanochat.quantize import LateQuantization, QuantConfig
+from nanochat.rows import tokens_and_targets
 from nanochat.runlog import METRICS_FILE
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.source import DataConfig
@@ -244,12 +244,6 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
         open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
     return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, run_id), run_id)
-
-
-def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (B, T + 1) -> tokens and targets, (B, T) int64 each."""
-    ids = rows.astype(np.int64)
-    return ids[:, :-1], ids[:, 1:]
 
 
 def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:

@@ -98,10 +98,7 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
         shared = {n: table.items_of(hits[n]) for n, table in tables.items()}
         for number, task in enumerate(held_out):
             checked = np.unique(np.concatenate([each.items for each in sought[number].values()]))
-            short = np.concatenate(
-                [np.empty(0, np.int64), *(shared[n][number] for n in lengths[:-1])]
-            )
-            long = shared[run][number]
+            short = [i for n in lengths[:-1] for i in shared[n][number].tolist()]
             found.append(
                 Overlap(
                     *(source.name, task.name, len(task), len(checked)),
