@@ -36,8 +36,8 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     """
     Parse the command line and run a script's `main`.
 
-    `MissingInput` and `Refused` end with their message and exit status 2; other errors keep their
-    traceback.
+    `MissingInput` and `Refused` end with their message and exit status 2, or that of their own;
+    other errors keep their traceback.
     """
     cfg = parse(default, doc, retired=retired)
     atexit.register(silence_teardown)  # registered first, so it runs last
@@ -45,7 +45,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
         main(cfg)
     except (MissingInput, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(getattr(error, "status", 2)) from error
 
 
 def silence_teardown() -> None:

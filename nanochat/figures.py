@@ -7,9 +7,10 @@ Knows neither how a figure is drawn (`plots`) nor where it goes (`report`).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanochat.common import base_dir
 from nanochat.plots import (
@@ -17,6 +18,7 @@ from nanochat.plots import (
     Points,
     bar_figure,
     core_figure,
+    ema,
     line_figure,
     loss_figure,
     lr_figure,
@@ -74,6 +76,16 @@ def of_run(metrics_file: Path) -> dict[str, Drawing]:
     if curve("loss") and not curve("reward"):  # the loss of a policy says nothing by itself
         image = partial(loss_figure, curve("loss"), curve("val_bpb"))
         figures["loss"] = ("Training and validation loss", image)
+    if curve("grad_norm"):
+        norms = {"gradient norm": curve("grad_norm")}
+        if curve("norm_spike"):
+            norms["spikes"] = curve("norm_spike")
+        panels = [Panel("Gradient norm", norms, y_from_zero=True, points=("spikes",))]
+        if curve("loss_seen_1"):
+            panels.append(
+                Panel("Training loss by how often rows came before", by_times_seen(entries))
+            )
+        figures["gradient"] = ("Gradient norm", partial(line_figure, panels))
     if curve("bpb_loop_1"):
         names = sorted(
             {name for entry in entries for name in entry if name.startswith("bpb_loop_")}
@@ -93,6 +105,25 @@ def of_run(metrics_file: Path) -> dict[str, Drawing]:
         image = partial(throughput_figure, curve("tokens_per_second"))
         figures["throughput"] = ("Throughput", image)
     return figures
+
+
+def by_times_seen(entries: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    """Curves of the loss, one for each number of times that rows came before; running means."""
+    names = sorted({name for entry in entries for name in entry if name.startswith("loss_seen_")})
+    first = [
+        (entry["step"], entry.get("loss_seen_0", entry["loss"]))
+        for entry in entries
+        if "loss" in entry and ("loss_seen_0" in entry or not any(n in entry for n in names))
+    ]
+    later = {
+        name.removeprefix("loss_seen_"): [(e["step"], e[name]) for e in entries if name in e]
+        for name in names
+        if name != "loss_seen_0"
+    }
+    return {
+        "never": ema(first),
+        **{f"{times} times": ema(points) for times, points in later.items()},
+    }
 
 
 def of_scores(record: Record) -> dict[str, Drawing]:

@@ -9,6 +9,7 @@ sees are the same on every rank, so all ranks judge alike.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,8 @@ SPIKE_RATIO = 2.0  # times the highest loss of the window, and at least
 SPIKE_NATS = 0.5  # above it: a loss near 0 may double by chance
 SPIKE_WINDOW = 8  # steps: short, because the loss falls fast in the beginning
 SPIKE_FIRST = 3  # steps that must have been seen before one can be called a spike
+NORM_RATIO = 4.0  # times the median gradient norm of the window: a spike of the gradient
+NORM_WINDOW = 32  # steps
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,12 @@ class Health:
     """Steps skipped because something was not finite."""
     spikes: int = 0
     """Steps whose loss was far above those before them."""
+    norm_spikes: int = 0
+    """Steps whose gradient was far larger than those before them, whatever their loss."""
     losses: list[float] = field(default_factory=list)
     """The latest losses that were neither."""
+    norms: list[float] = field(default_factory=list)
+    """The latest gradient norms."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,6 +106,9 @@ class Guard:
         As many spikes in a row as the window is long are no spikes but a new level.
         """
         verdict, health = self.judge(loss, norm), self.health
+        health.norm_spikes += self.is_norm_spike(norm)
+        if math.isfinite(norm):
+            health.norms = [*health.norms, norm][-NORM_WINDOW:]
         self.bad_in_a_row = self.bad_in_a_row + 1 if verdict == "bad" else 0
         self.spikes_in_a_row = self.spikes_in_a_row + 1 if verdict == "spike" else 0
         if verdict == "bad":
@@ -118,6 +128,11 @@ class Guard:
         if verdict == "good" or self.spikes_in_a_row == SPIKE_WINDOW:
             health.losses = [*health.losses, loss][-SPIKE_WINDOW:]
         return verdict
+
+    def is_norm_spike(self, norm: float) -> bool:
+        """Whether a gradient norm is far above those before it."""
+        seen = self.health.norms
+        return len(seen) >= SPIKE_WINDOW and norm > NORM_RATIO * statistics.median(seen)
 
     def check_ranks(self, step: int, named: Mapping[str, Tensor]) -> None:
         """At its cadence, `require_equal_ranks`."""

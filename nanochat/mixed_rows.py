@@ -67,6 +67,12 @@ class MixedRows:
         """Which rows `batch` returns: (n, 3), index of the bucket, of its shard, of the row."""
         return np.delete(self.locate(step, rows_per_step, seed, rank, world_size), 1, axis=1)
 
+    def times_seen(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """How often each row of `batch` came before in the run, (n,)."""
+        return self.locate(step, rows_per_step, seed, rank, world_size)[:, 1]
+
     def locate(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:

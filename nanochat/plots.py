@@ -76,6 +76,8 @@ class Panel:
     x_label: str = "step"
     y_from_zero: bool = False
     log_x: bool = False
+    points: Sequence[str] = ()
+    """Curves of which only the points are drawn."""
 
 
 def loss_figure(loss: Points, val_bpb: Points = (), form: Format = "svg") -> bytes:
@@ -163,7 +165,10 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     for i, (name, points) in enumerate(panel.curves.items()):
         xs, ys = columns(points)
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
-        axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None, markersize=3.5, **style)
+        if name in panel.points:
+            style["linestyle"] = "none"
+        dots = len(xs) < 30 or name in panel.points
+        axes.plot(xs, ys, label=name, marker="o" if dots else None, markersize=3.5, **style)
     axes.set_title(panel.title)
     axes.set_xlabel(panel.x_label)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS))

@@ -94,6 +94,12 @@ class Rows:
         numbers = numbers_of(step, rows_per_step, rank, world_size)
         return self.places(numbers, seed)[:, 1:]
 
+    def times_seen(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """How often each row of `batch` came before in the run, (n,)."""
+        return self.places(numbers_of(step, rows_per_step, rank, world_size), seed)[:, 0]
+
     def places(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         """
         Where rows are, by their numbers in the endless sequence: (n, 3), how often all rows were

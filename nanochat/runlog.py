@@ -179,9 +179,10 @@ class Lines:
     def show(self, step: int, values: Mapping[str, Any]) -> None:
         left = self.clock.left(step)
         due = self.every and (step % self.every == 0 or self.clock.is_last(step))
-        if due or is_evaluation(values):
+        told = parts(values)
+        if told and (due or is_evaluation(values)):
             total = f"/{self.clock.total}" if self.clock.total else ""
-            self.print(" | ".join([f"step {step:>5}{total}", *parts(values), *left]))
+            self.print(" | ".join([f"step {step:>5}{total}", *told, *left]))
 
     def print(self, text: str) -> None:
         print(text, file=self.out, flush=True)
@@ -207,10 +208,11 @@ class Live:
 
     def show(self, step: int, values: Mapping[str, Any]) -> None:
         left = self.clock.left(step)
-        if is_evaluation(values):
-            self.print(" | ".join([f"step {step:>5}", *parts(values)]))
-        else:
-            now = " | ".join([*parts(values), *left])
+        told = parts(values)
+        if told and is_evaluation(values):
+            self.print(" | ".join([f"step {step:>5}", *told]))
+        elif not is_evaluation(values):
+            now = " | ".join([*told, *left])
             self.progress.update(self.task, completed=step + 1, now=now)
 
     def print(self, text: str) -> None:
@@ -259,10 +261,11 @@ def is_evaluation(values: Mapping[str, Any]) -> bool:
 def parts(values: Mapping[str, Any]) -> list[str]:
     """
     The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
-    those of a recursive model's states.
+    those of a recursive model's states and of the sentinels.
     """
     known = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    others = [name for name in values if name not in SHOWN and not name.startswith("state_")]
+    ours = ("state_", "sentinel_")
+    others = [name for name in values if name not in SHOWN and not name.startswith(ours)]
     rest = others if is_evaluation(values) else []
     return known + [f"{name} {number(values[name])}" for name in rest]
 

@@ -30,9 +30,10 @@ from nanochat.rows import Rows
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import RunLog, RunLogConfig
 from nanochat.schedule import ScheduleConfig
+from nanochat.sentinels import Watch, stop_if_broken
 from nanochat.stopping import StopRequest
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import LoopConfig, Progress, Run, Trainable, median_rate, train
+from nanochat.train import LoopConfig, Progress, Run, Step, Trainable, median_rate, train
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Stage:
     """Budget of training time, see train.Run."""
     forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
     """What training sees in place of the weights, see train.Run."""
+    watch: Watch | None = None
+    """What calls the run broken."""
     change_model: Callable[[float], None] = lambda done: None
     """Told, before every step and evaluation, what share of the run is done."""
 
@@ -125,6 +128,7 @@ class Outcome:
             "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
             "Skipped steps": self.progress.health.bad_steps,
             "Loss spikes": self.progress.health.spikes,
+            "Gradient norm spikes": self.progress.health.norm_spikes,
         }
 
     @property
@@ -190,6 +194,9 @@ def carry_out(
             rows=lambda step: stage.split(
                 rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
             ),
+            times_seen=lambda step: rows.times_seen(
+                step, step_rows, cfg.seed, machine.rank, machine.world_size
+            ),
             rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed).tolist()),
             evaluate=patient(stage.evaluation, ready.device_rows),
             save=lambda progress, final=False: checkpoints.save(
@@ -204,11 +211,24 @@ def carry_out(
             max_seconds=stage.max_seconds,
             forward_weights=stage.forward_weights,
             begin_step=begin_step,
+            after_step=partial(watched, stage, log),
             inspect=partial(step_figures, model, stage.optimizer),
         )
         with log, stage.background():
             done = train(run, progress)
     return Outcome(model, run, ready, progress, checkpoints.saved) if done else None
+
+
+def watched(stage: Stage, log: RunLog, done: Step, progress: Progress) -> None:
+    """Let the sentinels look at a run after a step. Raises Broken where they call it so."""
+    watch, step = stage.watch, progress.step
+    if watch is None:
+        return
+    findings = watch.first_step(done.loss) if step == 1 else []
+    if watch.suite.cfg.due(step, stage.num_steps):
+        findings += watch.look(step, stage.model, progress.smooth_loss)
+        log.log(step, {f"sentinel_{name}": value for name, value in watch.measured.items()})
+    stop_if_broken(findings, watch.suite.cfg)
 
 
 def prepare(

@@ -32,6 +32,7 @@ from nanochat.schedule import ScheduleConfig, decay_factor, lr_factor, muon_mome
 from nanochat.stopping import UNEVALUATED, StoppedWaiting, StopRequest
 
 LOSS_BETA = 0.9  # of the moving average of the training loss
+MOST_SEEN = 7  # times that a row came before; more are counted as so many
 UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
 
 
@@ -123,6 +124,8 @@ class Run:
     loop: LoopConfig
     grad_clip: float = 0.0
     stop: StopRequest = field(default_factory=StopRequest)
+    times_seen: Callable[[int], np.ndarray] | None = None
+    """How often each of the rows of a step came before; None where nobody knows."""
     also_every: Sequence[int] = ()
     """Further cadences, in steps, at which `evaluate` is called; 0 = never."""
     max_seconds: float | None = None
@@ -137,6 +140,8 @@ class Run:
     inspect: Callable[[float], dict[str, float]] = lambda scale: {}
     """Called on every rank when the gradients of a step are reduced: further figures to log.
     `scale` makes those gradients the mean over the targets that count."""
+    after_step: Callable[["Step", Progress], None] = lambda done, progress: None
+    """Called on every rank after each step, when it is logged: may raise to end the run."""
 
     def horizon(self, progress: Progress) -> float:
         """How many steps the run will have in all: as told, or as the clock will allow."""
@@ -188,6 +193,7 @@ def train(run: Run, progress: Progress) -> bool:
             if run.max_seconds is not None:  # all ranks must agree on when to end
                 seconds = run.machine.sum(seconds)[0] / run.machine.world_size
             progress.clock_seconds += seconds
+            spiked = guard.is_norm_spike(norm)
             verdict = guard.note(step, loss, norm, lambda at=step: run.rows_name(at))
             progress.step += 1
             progress.flops += run.batch_tokens * run.flops_per_token()
@@ -198,7 +204,8 @@ def train(run: Run, progress: Progress) -> bool:
                 progress.train_seconds += seconds
                 progress.timed_steps += 1
                 progress.step_seconds = [*progress.step_seconds[-999:], seconds]
-            log_step(run, progress, horizon, done, seconds)
+            log_step(run, progress, horizon, done, seconds, spiked)
+            run.after_step(done, progress)
             if step == 0:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: keep it out of every later collection
@@ -255,6 +262,10 @@ def train_step(
     except StoppedWaiting:
         tokens = targets = torch.empty(0, 1, dtype=torch.int64)
     local = torch.zeros((), device=machine.device)
+    tally = SeenTally(run.times_seen(step) if run.times_seen and len(tokens) else None)
+    if (order := tally.order) is not None:
+        order = order.to(tokens.device)
+        tokens, targets = tokens[order], targets[order]
     with run.forward_weights(step / horizon):
         for i in range(0, len(tokens), run.device_rows):
             if stopping():
@@ -263,14 +274,17 @@ def train_step(
             # divided by what a full step counts, so that gradients have a fixed scale in bf16
             (loss / run.batch_tokens).backward()
             local += loss.detach()
+            tally.add(i, run.device_rows, loss, targets)
     counted = (targets >= 0).sum()
-    nats, count, asked = machine.sum(float(local), float(counted), float(stopping()))
+    nats, count, asked, *seen = machine.sum(
+        float(local), float(counted), float(stopping()), *tally.sums()
+    )
     if asked:
         optimizer.drop_gradients()
         return Step(math.nan, math.nan, stopped=True)
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
-    figures = run.inspect(scale)
+    figures = {**run.inspect(scale), **by_times_seen(seen)}
     norm *= scale
     loss_mean = nats / count if count else 0.0
     if not allows(loss_mean, norm):
@@ -286,6 +300,42 @@ def train_step(
         )
     machine.synchronize()
     return Step(loss_mean, norm, figures=figures)
+
+
+class SeenTally:
+    """
+    Sums the loss of a step by how often its rows came before, where some did: the rows are taken in
+    that order, and a micro-batch counts whose rows all came as often.
+    """
+
+    def __init__(self, seen: np.ndarray | None):
+        self.order: Tensor | None = None
+        self.seen = np.empty(0, np.int64)
+        if seen is not None and seen.any():
+            order = np.argsort(seen, kind="stable")
+            self.order, self.seen = torch.from_numpy(order), seen[order]
+        self.losses: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, first: int, rows: int, loss: Tensor, targets: Tensor) -> None:
+        """A micro-batch of `rows` rows from place `first` on."""
+        if len(set(self.seen[first : first + rows].tolist())) == 1:
+            times = min(int(self.seen[first]), MOST_SEEN)
+            counted = (targets[first : first + rows] >= 0).sum()
+            self.losses.append((times, loss.detach(), counted))
+
+    def sums(self) -> list[float]:
+        """Nats and counted targets of each number of times, one after the other."""
+        found = [0.0] * 2 * (MOST_SEEN + 1)
+        for times, loss, counted in self.losses:
+            found[2 * times] += float(loss)
+            found[2 * times + 1] += float(counted)
+        return found
+
+
+def by_times_seen(sums: Sequence[float]) -> dict[str, float]:
+    """The mean loss of rows that came before so many times, as it is logged."""
+    pairs = enumerate(zip(sums[::2], sums[1::2], strict=True))
+    return {f"loss_seen_{times}": nats / count for times, (nats, count) in pairs if count}
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -330,7 +380,9 @@ def last_evaluation(machine: Machine) -> Iterator[None]:
         raise SystemExit(UNEVALUATED) from error
 
 
-def log_step(run: Run, progress: Progress, horizon: float, done: Step, seconds: float) -> None:
+def log_step(
+    run: Run, progress: Progress, horizon: float, done: Step, seconds: float, spiked: bool
+) -> None:
     """Hand the figures of the step just done to the log; its rates were those of `horizon`."""
     step = progress.step - 1
     rate = run.batch_tokens / seconds
@@ -344,6 +396,8 @@ def log_step(run: Run, progress: Progress, horizon: float, done: Step, seconds: 
         "step_seconds": seconds,
         **done.figures,
     }
+    if spiked:
+        figures["norm_spike"] = done.norm
     if used is not None:
         figures["mfu"] = used
     if run.max_seconds is not None:

@@ -17,6 +17,7 @@ from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
 from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig
 from nanochat.schedule import ScheduleConfig
+from nanochat.sentinels import SentinelConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
 from tasks.buckets import buckets
@@ -38,7 +39,7 @@ def stage_config() -> StageConfig:
 @dataclass(frozen=True)
 class MidTrain:
     mix: MixConfig = field(default_factory=MixConfig)
-    plan: Plan = field(default_factory=Plan)
+    plan: Plan = field(default_factory=lambda: Plan(watch=SentinelConfig(sentinel_every=0)))
     stage: StageConfig = field(default_factory=stage_config)
 
 
