@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from nanochat.common import read_json
 
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
+OPTIONS_CAP = 0.05  # share of questions with added options from which on they are warned of
 MIXTURE_FILE = "mixture.json"  # what a mixture came to, beside the checkpoints
 PART = re.compile(r"([\w./-]+)(?::([^,=*]+))?(?:=([\d.]+)(t|%)?)?(?:\*([\d.]+))?")
 FORM = "name[:source], then =rows, *repeats, =tokens as in =500000t, or a share as in =20%"
@@ -76,6 +77,8 @@ class Tags:
     licence: str = ""
     answer_format: str = ""
     """letter, number, marker, code or free."""
+    augmented: str = ""
+    """How its questions were changed: styles, order or options."""
     parent: str = ""
     """The data set it was made of: what shares a parent with an evaluation is of its family."""
 
@@ -329,6 +332,12 @@ def resolution(mix: MixConfig, buckets: Sequence[Resolved]) -> Resolution:
         for bucket in buckets
         if (bucket.repeats or 0) > MOST_REPEATS
     ]
+    more = sum(bucket.tokens for bucket in buckets if bucket.tags.augmented == "options")
+    if more > OPTIONS_CAP * sum(bucket.tokens for bucket in buckets):
+        warnings.append(
+            f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options added "
+            "by retrieval, which lowered most benchmarks of those who tried it"
+        )
     return Resolution(f"{mix.mixture} ({mix.arm})" if mix.arm else mix.mixture, buckets, warnings)
 
 
@@ -340,9 +349,9 @@ def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
     """
     The buckets that a JSON file declares: name -> where it comes from, and its tags.
 
-    {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations; {"dataset": ...} or
-    {"data_dir": ...} for text. Raises ValueError naming an entry that is neither, or what it holds
-    that is neither place nor tag.
+    {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations, of questions with
+    "augment": styles, order or options; {"dataset": ...} or {"data_dir": ...} for text. Raises
+    ValueError naming an entry that is neither, or what it holds that is neither place nor tag.
     """
     if path is None:
         return {}
@@ -350,7 +359,7 @@ def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"--buckets={path}: there is no such file")
     found = read_json(file)
-    places = {"task", "source", "dataset", "data_dir"}
+    places = {"task", "source", "augment", "dataset", "data_dir"}
     known = {tag.name for tag in fields(Tags)} | places
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no buckets: {{name: {{...}}, ...}}")

@@ -21,7 +21,7 @@ from nanochat.mixture import MixConfig, read_buckets
 from tasks.base import Task
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import Overlap, overlaps
-from tasks.registry import TASKS, exam, key_of
+from tasks.registry import TASKS, every_benchmark, exam, key_of
 
 SECTION = "Overlap"
 
@@ -69,16 +69,6 @@ def scan(cfg: HoldOut) -> None:
         tables=[table],
     )
     report.update(cfg.report_dir)
-
-
-def every_benchmark() -> list[str]:
-    """The tasks that can be scored, but for those of the embedded world."""
-    return [
-        key
-        for key, entry in TASKS.items()
-        if entry.task.kind != "talk" and "test" in entry.task.splits and entry.source is None
-        and not key.startswith("world_")
-    ]  # fmt: skip
 
 
 def overlap_table(found: list[Overlap], names: list[str], tests: list[Task]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import re
 
 from tasks.base import (
     LETTERS,
-    ChoiceTask,
     Conversation,
+    Question,
+    QuestionTask,
     answer_text,
     assistant,
     choice_question,
@@ -65,12 +66,11 @@ class AQuA(HubTask):
         return MARKER.search(spoken(answer)) is not None
 
 
-class AQuALetter(ChoiceTask, AQuA):
+class AQuALetter(QuestionTask, AQuA):
     """The same questions, to be answered by the letter alone."""
 
     name = "AQUA-Letter"
 
-    def conversation(self, i: int) -> Conversation:
+    def question(self, i: int) -> Question:
         row = self.row(i)
-        question = choice_question(row["question"], self.options(i), self.letters(i))
-        return [user(question), assistant(row["correct"])]
+        return Question(row["question"], tuple(self.options(i)), LETTERS.index(row["correct"]))

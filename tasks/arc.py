@@ -4,7 +4,7 @@ ARC: grade-school science questions with three to five options, easy ones and ch
 Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
 """
 
-from tasks.base import LETTERS, ChoiceTask, Conversation, assistant, choice_question, user
+from tasks.base import Question, QuestionTask
 from tasks.hub import HubTask
 
 
@@ -13,7 +13,7 @@ def stems_in(folder: str) -> dict[str, str]:
     return {"train": f"{folder}/train", "val": f"{folder}/validation", "test": f"{folder}/test"}
 
 
-class ARC(HubTask, ChoiceTask):
+class ARC(HubTask, QuestionTask):
     """Options are lettered by their place; some of the rows number them instead."""
 
     baseline = 0.25
@@ -21,19 +21,10 @@ class ARC(HubTask, ChoiceTask):
     repo = "allenai/ai2_arc"
     columns = ("question", "choices", "answerKey")
 
-    def conversation(self, i: int) -> Conversation:
+    def question(self, i: int) -> Question:
         row = self.row(i)
-        letters = self.letters(i)
-        right = letters[row["choices"]["label"].index(row["answerKey"])]
-        question = choice_question(row["question"], row["choices"]["text"], letters)
-        return [user(question), assistant(right)]
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[: len(self.row(i)["choices"]["text"])]
-
-    def material(self, i: int) -> str:
-        row = self.row(i)
-        return "\n".join([row["question"], *row["choices"]["text"]])
+        right = row["choices"]["label"].index(row["answerKey"])
+        return Question(row["question"], tuple(row["choices"]["text"]), right)
 
 
 class ARCEasy(ARC):

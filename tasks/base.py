@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from nanochat.common import fingerprint
 
@@ -229,6 +229,34 @@ class ChoiceTask(Task):
 
     def answered(self, answer: str) -> bool:
         return spoken(answer).strip() in LETTERS
+
+
+class Question(NamedTuple):
+    """A multiple-choice question: what is asked, the options, and which of them is right."""
+
+    text: str
+    options: tuple[str, ...]
+    right: int
+
+
+class QuestionTask(ChoiceTask):
+    """A choice task made of questions, whose options are lettered by their place."""
+
+    @abstractmethod
+    def question(self, i: int) -> Question:
+        """Question i."""
+
+    def conversation(self, i: int) -> Conversation:
+        text, options, right = self.question(i)
+        asked = choice_question(text, options, LETTERS[: len(options)])
+        return [user(asked), assistant(LETTERS[right])]
+
+    def letters(self, i: int) -> tuple[str, ...]:
+        return LETTERS[: len(self.question(i).options)]
+
+    def material(self, i: int) -> str:
+        asked = self.question(i)
+        return "\n".join([asked.text, *asked.options])
 
 
 class NumberTask(Task):

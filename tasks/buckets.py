@@ -10,9 +10,11 @@ downloaded before it is needed.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanochat.mixture import Part, Tags, parse_mixture, tags_of
+from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.registry import TASKS, held_out, key_of, make
 
@@ -20,22 +22,24 @@ VAL_ROWS = 1_000  # of each task: enough to measure a loss, and none drowns the 
 
 # As the owners of the data sets state it
 TAGS = {
-    "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", "arc"),
-    "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", "arc"),
-    "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", "mmlu"),
-    "kmmlu": Tags("exams", "ko", "native", "", "CC BY-ND 4.0", "letter", "kmmlu"),
-    "gsm8k": Tags("math", "en", "native", "", "MIT", "number", "gsm8k"),
-    "aqua": Tags("math", "en", "native", "", "Apache-2.0", "marker", "aqua"),
-    "aqua_letter": Tags("math", "en", "native", "", "Apache-2.0", "letter", "aqua"),
-    "humaneval": Tags("code", "en", "native", "", "MIT", "code", "humaneval"),
-    "smoltalk": Tags("chat", "en", "synthetic", "several", "Apache-2.0", "free", "smoltalk"),
-    "spelling": Tags("spelling", "en", "synthetic", "", "", "number", "spelling"),
-    "simple_spelling": Tags("spelling", "en", "synthetic", "", "", "free", "spelling"),
-    "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", "world"),
-    "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", "world"),
-    "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", "world"),
-    "world_problems": Tags("math", "en", "synthetic", "", "MIT", "number", "world"),
-    "world_spelling": Tags("spelling", "en", "synthetic", "", "MIT", "number", "world"),
+    "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
+    "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
+    "arc_easy_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
+    "arc_challenge_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
+    "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", parent="mmlu"),
+    "kmmlu": Tags("exams", "ko", "native", "", "CC BY-ND 4.0", "letter", parent="kmmlu"),
+    "gsm8k": Tags("math", "en", "native", "", "MIT", "number", parent="gsm8k"),
+    "aqua": Tags("math", "en", "native", "", "Apache-2.0", "marker", parent="aqua"),
+    "aqua_letter": Tags("math", "en", "native", "", "Apache-2.0", "letter", parent="aqua"),
+    "humaneval": Tags("code", "en", "native", "", "MIT", "code", parent="humaneval"),
+    "smoltalk": Tags("chat", "en", "synthetic", "several", "Apache-2.0", "free", parent="smoltalk"),
+    "spelling": Tags("spelling", "en", "synthetic", "", "", "number", parent="spelling"),
+    "simple_spelling": Tags("spelling", "en", "synthetic", "", "", "free", parent="spelling"),
+    "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="world"),
+    "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", parent="world"),
+    "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
+    "world_problems": Tags("math", "en", "synthetic", "", "MIT", "number", parent="world"),
+    "world_spelling": Tags("spelling", "en", "synthetic", "", "MIT", "number", parent="world"),
 }
 
 
@@ -85,7 +89,12 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
     key, source = key_of(entry["task"]), entry.get("source")
     option = TASKS[key].source
     split = held_out(key) if split == "held out" else split
-    return make(key, split, **({option: source} if option and source else {}))
+    task = make(key, split, **({option: source} if option and source else {}))
+    if kind := entry.get("augment"):
+        if kind not in AUGMENTERS:
+            raise ValueError(f"{part.name}: augment is {' or '.join(AUGMENTERS)}, not {kind!r}")
+        return AUGMENTERS[kind](task)
+    return task
 
 
 def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Bucket]:
@@ -113,7 +122,8 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
     entry = declared.get(part.name)
     if entry is None:
         return Tags() if part.source else TAGS.get(part.name, Tags())
-    return tags_of(entry, Tags() if entry.get("source") else TAGS.get(entry["task"], Tags()))
+    default = Tags() if entry.get("source") else TAGS.get(entry["task"], Tags())
+    return tags_of(entry, replace(default, augmented=entry.get("augment", "")))
 
 
 # ------------------------------------------------------------------------------------------------

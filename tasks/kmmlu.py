@@ -5,11 +5,11 @@ Source: Son et al., "KMMLU: Measuring Massive Multitask Language Understanding i
 arXiv:2402.11548.
 """
 
-from tasks.base import LETTERS, ChoiceTask, Conversation, assistant, choice_question, user
+from tasks.base import Question, QuestionTask
 from tasks.hub import HubTask
 
 
-class KMMLU(HubTask, ChoiceTask):
+class KMMLU(HubTask, QuestionTask):
     """All subjects that the repository holds, each a file per split. Only for evaluation."""
 
     name = "KMMLU"
@@ -19,15 +19,7 @@ class KMMLU(HubTask, ChoiceTask):
     stems = {"test": "data/*-test"}
     columns = ("question", "answer", "A", "B", "C", "D")
 
-    def conversation(self, i: int) -> Conversation:
+    def question(self, i: int) -> Question:
         row = self.row(i)
-        options = [str(row[letter]) for letter in self.letters(i)]
-        question = choice_question(row["question"].strip(), options, self.letters(i))
-        return [user(question), assistant(LETTERS[int(row["answer"]) - 1])]
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[:4]
-
-    def material(self, i: int) -> str:
-        row = self.row(i)
-        return "\n".join([row["question"], *(str(row[letter]) for letter in self.letters(i))])
+        options = tuple(str(row[letter]) for letter in "ABCD")
+        return Question(row["question"].strip(), options, int(row["answer"]) - 1)

@@ -4,11 +4,11 @@ MMLU: questions with four options from exams in 57 subjects.
 Source: Hendrycks et al., "Measuring Massive Multitask Language Understanding", arXiv:2009.03300.
 """
 
-from tasks.base import LETTERS, ChoiceTask, Conversation, assistant, choice_question, user
+from tasks.base import Question, QuestionTask
 from tasks.hub import HubTask
 
 
-class MMLU(HubTask, ChoiceTask):
+class MMLU(HubTask, QuestionTask):
     """Trains on `auxiliary_train`, the questions of other data sets."""
 
     name = "MMLU"
@@ -23,14 +23,6 @@ class MMLU(HubTask, ChoiceTask):
     }
     columns = ("question", "choices", "answer")
 
-    def conversation(self, i: int) -> Conversation:
+    def question(self, i: int) -> Question:
         row = self.row(i)
-        question = choice_question(row["question"].strip(), row["choices"], self.letters(i))
-        return [user(question), assistant(LETTERS[row["answer"]])]
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[:4]
-
-    def material(self, i: int) -> str:
-        row = self.row(i)
-        return "\n".join([row["question"], *row["choices"]])
+        return Question(row["question"].strip(), tuple(row["choices"]), row["answer"])

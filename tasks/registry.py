@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
+from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task
 from tasks.embedded import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 from tasks.gsm8k import GSM8K
@@ -33,6 +34,8 @@ class Entry(NamedTuple):
 TASKS = {
     "arc_easy": Entry(ARCEasy),
     "arc_challenge": Entry(ARCChallenge),
+    "arc_easy_10": Entry(ARCEasyTen),
+    "arc_challenge_10": Entry(ARCChallengeTen),
     "mmlu": Entry(MMLU),
     "kmmlu": Entry(KMMLU),
     "gsm8k": Entry(GSM8K),
@@ -89,3 +92,16 @@ def exam(name: str, unsafe: bool = False) -> Task:
 def held_out(name: str) -> str:
     """The split that is never trained on and measures the loss."""
     return "val" if "val" in TASKS[name].task.splits else "test"
+
+
+def every_benchmark() -> list[str]:
+    """Tasks that can be scored: none of the embedded world, none that is made of another one."""
+    return [
+        key
+        for key, entry in TASKS.items()
+        if entry.task.kind != "talk"
+        and "test" in entry.task.splits
+        and entry.source is None
+        and not key.startswith("world_")
+        and not key.endswith(("_10", "_letter"))
+    ]

@@ -1,0 +1,266 @@
+"""
+What is left out of a bucket, by which rule, with samples of it.
+
+    rows -> filters, one after the other -> rows that are kept, Dropped by filter
+
+A row is {"messages": [...]} and what is known of it: "original" (the prompt before it was
+translated), "gold" (the right answer), "finish" (why the answer ended). A rule that needs what a
+row does not have lets it pass, and counts it as not judged. Text in, text out: knows no tokens.
+"""
+
+import hashlib
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tasks.base import Task, answer_text, final_number
+from tasks.overlap import LEAST, RUN, WORD, grams_by_length, wanted
+
+Row = Mapping[str, Any]
+Rule = Callable[[Sequence[Row]], "list[bool | None]"]
+"""Rows -> whether each is kept; None where it cannot be judged."""
+
+SAMPLES = 3  # dropped rows that are shown of each filter
+SHOWN_CHARS = 120
+MAD_SIGMA = 1.4826  # a median absolute deviation in standard deviations, of normal values
+MOST_SHIFT = 3.0  # such deviations: our rule, nobody published one
+NGRAM = 4  # words whose repetition is counted
+MOST_REPEATED = 0.5  # share of repeated runs from which an answer is degenerate
+LEAST_RUNS = 20  # runs of words below which nothing is called repetitive
+IMAGE = re.compile(
+    r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
+    r"(see|in|shown in) (the|this) (image|picture|figure|photo|diagram|chart|graph)"
+    r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)",
+    re.IGNORECASE,
+)
+LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
+
+
+class Dropped(NamedTuple):
+    """What a filter did."""
+
+    name: str
+    kept: int
+    dropped: int
+    not_judged: int
+    samples: tuple[str, ...]
+    """The beginnings of some that were dropped."""
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What is left, and what every filter did, in order."""
+
+    rows: list[Row]
+    filters: list[Dropped] = field(default_factory=list)
+
+    def table(self) -> dict[str, Any]:
+        """As a record holds it."""
+        columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
+        rows = [
+            [f.name, f"{f.kept:,}", f"{f.dropped:,}", f"{f.not_judged:,}", " / ".join(f.samples)]
+            for f in self.filters
+        ]
+        return {"title": "Filters", "columns": columns, "rows": rows}
+
+
+def apply(rows: Iterable[Row], rules: Mapping[str, Rule]) -> Filtered:
+    """Apply rules in order; each sees what those before it kept."""
+    left, done = list(rows), []
+    for name, rule in rules.items():
+        verdicts = rule(left)
+        gone = [row for row, kept in zip(left, verdicts, strict=True) if kept is False]
+        left = [row for row, kept in zip(left, verdicts, strict=True) if kept is not False]
+        samples = tuple(shown(prompt(row)) for row in gone[:SAMPLES])
+        done.append(Dropped(name, len(left), len(gone), verdicts.count(None), samples))
+    return Filtered(left, done)
+
+
+def prompt(row: Row) -> str:
+    """All that the user says."""
+    return "\n".join(m["content"] for m in row["messages"] if m["role"] == "user")
+
+
+def answer(row: Row) -> str:
+    """The last answer, without calls of tools."""
+    last = row["messages"][-1]
+    return answer_text(last) if last["role"] == "assistant" else ""
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, on one line."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= SHOWN_CHARS else flat[: SHOWN_CHARS - 3] + "..."
+
+
+# ------------------------------------------------------------------------------------------------
+# Rules
+
+
+def length_shift(rows: Sequence[Row]) -> list[bool | None]:
+    """
+    A translation as long as others are, against its original: |r - median| <= 3 sigma by MAD of
+    r = ln(length / length of the original).
+    """
+    ratios = [
+        math.log(len(prompt(row)) / len(row["original"]))
+        if row.get("original") and prompt(row)
+        else None
+        for row in rows
+    ]
+    known = [r for r in ratios if r is not None]
+    if not known:
+        return [None] * len(rows)
+    middle = median(known)
+    most = MOST_SHIFT * MAD_SIGMA * median(abs(r - middle) for r in known)
+    return [None if r is None else abs(r - middle) <= most for r in ratios]
+
+
+def length_between(least: int, most: int, count: Callable[[str], int] = len) -> Rule:
+    """Prompt and answer together within limits, both included; `count` measures, by characters."""
+
+    def rule(rows: Sequence[Row]) -> list[bool | None]:
+        return [least <= count(prompt(row)) + count(answer(row)) <= most for row in rows]
+
+    return rule
+
+
+def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Rule:
+    """None of the longest: `share` of the rows are at most as long as what is kept."""
+
+    def rule(rows: Sequence[Row]) -> list[bool | None]:
+        sizes = [count(prompt(row)) + count(answer(row)) for row in rows]
+        if not sizes:
+            return []
+        bound = sorted(sizes)[min(len(sizes) - 1, math.ceil(share * len(sizes)) - 1)]
+        return [size <= bound for size in sizes]
+
+    return rule
+
+
+def no_image(rows: Sequence[Row]) -> list[bool | None]:
+    """A prompt that can be understood without an image, an attachment, or a page behind a link."""
+    return [not (IMAGE.search(prompt(r)) or LINK_ONLY.fullmatch(prompt(r))) for r in rows]
+
+
+def script_share(script: str, least: float) -> Rule:
+    """Letters of a script, as HANGUL or LATIN, in prompt and answer: at least so large a share."""
+    try:
+        known = any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF))
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{script!r} is no script: as Unicode names them, HANGUL, LATIN, CYRILLIC")
+
+    def share(text: str) -> float | None:
+        letters = [c for c in text if c.isalpha()]
+        mine = sum(unicodedata.name(c, "").startswith(script.upper()) for c in letters)
+        return mine / len(letters) if letters else None
+
+    def rule(rows: Sequence[Row]) -> list[bool | None]:
+        found = []
+        for row in rows:
+            shares = [s for s in (share(prompt(row)), share(answer(row))) if s is not None]
+            found.append(min(shares) >= least if shares else None)
+        return found
+
+    return rule
+
+
+def not_degenerate(rows: Sequence[Row]) -> list[bool | None]:
+    """An answer that ends by itself, says something, and does not repeat itself over and over."""
+    found: list[bool | None] = []
+    for row in rows:
+        words = WORD.findall(answer(row).lower())
+        runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+        repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
+        ended = row.get("finish") in (None, "stop")
+        found.append(bool(answer(row).strip()) and ended and repeated < MOST_REPEATED)
+    return found
+
+
+def verified(rows: Sequence[Row]) -> list[bool | None]:
+    """The final answer is the gold one: the number after ####, else the same text."""
+    found: list[bool | None] = []
+    for row in rows:
+        gold = row.get("gold")
+        if gold is None:
+            found.append(None)
+            continue
+        said, right = final_number(answer(row)), final_number(f"#### {gold}")
+        same = answer(row).strip().lower() == str(gold).strip().lower()
+        found.append(same or (right is not None and said == right))
+    return found
+
+
+def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
+    """The first row with its words in its order, case and signs aside."""
+    seen: set[bytes] = set()
+    found: list[bool | None] = []
+    for row in rows:
+        words = " ".join(WORD.findall(f"{prompt(row)}\n{answer(row)}".lower()))
+        digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
+        found.append(digest not in seen)
+        seen.add(digest)
+    return found
+
+
+def no_overlap(benchmarks: Sequence[Task]) -> Rule:
+    """No run of 13 words from an item of a benchmark, and no shorter item as a whole."""
+    lengths = range(LEAST, RUN + 1)
+
+    def rule(rows: Sequence[Row]) -> list[bool | None]:
+        ours = grams_by_length((f"{prompt(row)}\n{answer(row)}" for row in rows), lengths)
+        hit: set[int] = set()
+        for sought in (wanted(task, lengths) for task in benchmarks):
+            for n in lengths:
+                found = np.isin(ours[n].hashes, sought[n].hashes)
+                hit.update(ours[n].items[found].tolist())
+        return [number not in hit for number in range(len(rows))]
+
+    return rule
+
+
+def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) -> dict[str, Rule]:
+    """
+    Rules from words with commas between them, in the order they are applied:
+
+    length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
+    verified, no_duplicate, no_overlap. Raises ValueError naming a word that is none.
+    """
+    plain: dict[str, Rule] = {
+        "length_shift": length_shift,
+        "no_image": no_image,
+        "not_degenerate": not_degenerate,
+        "verified": verified,
+        "no_duplicate": no_duplicate,
+        "no_overlap": no_overlap(benchmarks),
+    }
+    rules: dict[str, Rule] = {}
+    for words in filter(None, (word.strip() for word in spec.split(","))):
+        name, _, value = words.partition("=")
+        try:
+            if name in plain and not value:
+                rules[words] = plain[name]
+            elif name == "length":
+                least, most = map(int, value.split(":"))
+                rules[words] = length_between(least, most, count)
+            elif name == "longest":
+                rules[words] = length_below_quantile(float(value.rstrip("%")) / 100, count)
+            elif name == "script":
+                script, least_share = value.split(":")
+                rules[words] = script_share(script, float(least_share.rstrip("%")) / 100)
+            else:
+                raise ValueError("no such rule")
+        except ValueError as error:
+            raise ValueError(
+                f"{words!r} is no filter ({error}); there are {', '.join(plain)}, length=10:2000, "
+                "longest=99%, script=hangul:30%"
+            ) from error
+    return rules

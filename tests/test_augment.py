@@ -1,0 +1,125 @@
+"""Augmented questions: the same right answers, in other forms, orders and company."""
+
+from collections import Counter
+
+import pytest
+
+from tasks.augment import (
+    BM25,
+    STYLES,
+    MoreOptions,
+    Reordered,
+    Styled,
+    near_equal,
+    read_letter,
+)
+from tasks.base import LETTERS, Question, QuestionTask
+from tasks.buckets import buckets, task_of
+from tasks.gsm8k import GSM8K
+
+ANIMALS = "cat dog horse mouse whale eagle salmon frog spider beetle".split()
+
+
+class Animals(QuestionTask):
+    """Questions of three sorts about ten animals."""
+
+    name, splits, baseline = "Animals", ("train", "test"), 0.25
+
+    def __len__(self):
+        return 30
+
+    def question(self, i):
+        right = ANIMALS[i % 10]
+        others = [ANIMALS[(i + n) % 10] for n in (1, 2, 3)]
+        about = ("eats grass", "lives in water", "has many legs")[i // 10]
+        options = [*others[: i % 4], right, *others[i % 4 :]]
+        return Question(f"Which animal number {i} {about}?", tuple(options), i % 4)
+
+
+@pytest.fixture
+def task():
+    return Animals("train")
+
+
+def test_options_are_reordered_with_the_right_one(task):
+    found = Reordered(task)
+    for i in range(30):
+        was, now = task.question(i), found.question(i)
+        assert sorted(now.options) == sorted(was.options)
+        assert now.options[now.right] == was.options[was.right]
+        assert found[i] == Reordered(task)[i]
+    places = Counter(found.question(i).right for i in range(30))
+    assert len(places) == 4 and found.identity != task.identity
+
+
+def test_every_style_is_asked_for_answered_in_and_read_alike(task):
+    found = Styled(task)
+    seen = set()
+    for i in range(30):
+        asked, said = (message["content"] for message in found[i])
+        style = found.style(i)
+        seen.add(style)
+        assert asked.endswith(style.instruction) and style.pattern.fullmatch(said)
+        assert sum(other.instruction in asked for other in STYLES) == 1  # never two in an item
+        letter = LETTERS[task.question(i).right]
+        assert read_letter(said) == letter and found.score(found[i], said) == 1
+        for other in STYLES:  # whatever the form, the letter counts
+            assert found.score(found[i], other.form.format(letter)) == 1
+            assert found.score(found[i], other.form.format("Z")) == 0
+    assert seen == set(STYLES)
+    assert read_letter("A, or maybe (B) or Option C is correct") is None
+    assert read_letter("no idea") is None
+
+
+def test_more_options_are_wrong_ones_of_similar_questions(task):
+    found = MoreOptions(task, exactly=True, most=8)
+    for i in range(30):
+        was, now = task.question(i), found.question(i)
+        assert set(was.options) <= set(now.options) and len(now.options) == 8
+        assert len(set(now.options)) == 8
+        assert now.options[now.right] == was.options[was.right]
+        assert found.letters(i) == tuple("ABCDEFGH")
+    assert found.counts["added"] >= 30 * 4 and found.counts["near_equal"] > 0
+    drawn = MoreOptions(task)
+    sizes = Counter(len(drawn.question(i).options) for i in range(30))
+    assert min(sizes) >= 4 and max(sizes) <= 10 and len(sizes) > 3
+
+
+def test_evaluation_items_take_their_options_from_training_questions_only(task):
+    test = MoreOptions(Animals("test"), exactly=True)
+    questions, _ = test.corpus
+    assert questions == [task.question(i) for i in range(30)]
+
+
+def test_options_that_say_nearly_the_same_are_known():
+    for one, other in (
+        ("The cat.", "the cat"),
+        ("a red fox", "red fox"),
+        ("photosynthesis", "photosynthesiss"),
+    ):
+        assert near_equal(one, other)
+    for one, other in (("cat", "dog"), ("12", "21"), ("north", "south"), ("4", "14")):
+        assert not near_equal(one, other)
+
+
+def test_bm25_finds_what_shares_rare_words():
+    index = BM25(["the cat sat", "the dog sat", "the whale sang a long long song", "cat and dog"])
+    assert index.search("a whale song", 1) == [2]
+    assert index.search("the cat", 2)[0] == 0
+    assert index.search("nothing here", 3) == []
+
+
+def test_only_questions_can_be_augmented(task):
+    with pytest.raises(ValueError, match="GSM8K has no options"):
+        Reordered(GSM8K("train"))
+
+
+def test_an_augmented_bucket_is_declared_with_its_tag():
+    declared = {"arc-styles": {"task": "arc_easy", "augment": "styles"}}
+    [bucket] = buckets("arc-styles=20", declared)
+    assert bucket.tags.augmented == "styles" and bucket.tags.parent == "arc"
+    [part] = [p for p in [bucket] if p.name == "arc-styles"]
+    assert part
+    with pytest.raises(ValueError, match="augment is styles or order or options, not 'x'"):
+        buckets("y", {"y": {"task": "arc_easy", "augment": "x"}})
+    assert task_of

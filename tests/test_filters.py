@@ -1,0 +1,110 @@
+"""Filters: what each drops, what it lets pass, and that both are counted with samples."""
+
+import pytest
+
+from tasks.filters import apply, parse
+from tests.test_augment import Animals
+
+
+def row(asked="How many?", said="Four of them.", **more):
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    return {"messages": messages, **more}
+
+
+def kept(spec, *rows, count=len, benchmarks=()):
+    """For each row whether it is kept."""
+    found = apply(rows, parse(spec, count, benchmarks))
+    return [any(each is one for one in found.rows) for each in rows], found.filters
+
+
+def test_a_translation_far_longer_or_shorter_than_others_is_dropped():
+    usual = [row("x" * (20 + i % 5), original="y" * 18) for i in range(30)]
+    odd = [row("x" * 100, original="y" * 18), row("x", original="y" * 18)]
+    found, [done] = kept("length_shift", *usual, *odd, row("no original"))
+    assert found == [True] * 30 + [False, False, True]
+    assert (done.kept, done.dropped, done.not_judged) == (31, 2, 1)
+    assert done.samples[0].startswith("xxx")
+
+
+def test_lengths_have_limits_and_quantiles_in_whatever_counts():
+    rows = [row("a" * n, "") for n in (5, 50, 500)]
+    assert kept("length=10:100", *rows)[0] == [False, True, False]
+    assert kept("longest=60%", *rows)[0] == [True, True, False]
+    words = [row("a b c", "d"), row("a " * 40, "d")]
+    assert kept("length=2:10", *words, count=lambda text: len(text.split()))[0] == [True, False]
+
+
+def test_prompts_that_need_an_image_are_dropped():
+    needs = ["![x](y.png) what is it?", "See the image below.", "<img src=a>", "https://a.b/c",
+             "첨부한 파일을 보세요", "다음 그림을 보고 답하시오"]  # fmt: skip
+    fine = [
+        "Imagine a picture.",
+        "How do I attach a file in Python?",
+        "Look at https://a.b and say",
+    ]
+    assert kept("no_image", *map(row, needs), *map(row, fine))[0] == [False] * 6 + [True] * 3
+
+
+def test_the_script_of_prompt_and_answer_is_judged_by_letters():
+    rows = [
+        row("안녕하세요 42!", "네, 안녕하세요"),
+        row("안녕하세요", "Hello there, friend"),
+        row("Hello", "안녕하세요"),
+        row("12 + 5?", "17"),
+    ]
+    found, [done] = kept("script=hangul:30%", *rows)
+    assert found == [True, False, False, True] and done.not_judged == 1
+
+
+def test_degenerate_answers_are_dropped():
+    rows = [
+        row(said="word " * 50),
+        row(said=""),
+        row(said="It was cut off", finish="length"),
+        row(said="It ended", finish="stop"),
+        row(said=" ".join(f"w{i}" for i in range(50))),
+    ]
+    assert kept("not_degenerate", *rows)[0] == [False, False, False, True, True]
+
+
+def test_answers_are_verified_where_there_is_a_gold_one():
+    rows = [
+        row(said="3 * 4 = 12\n#### 12", gold="12"),
+        row(said="#### 1,200", gold=1200),
+        row(said="#### 13", gold="12"),
+        row(said="Paris", gold="paris"),
+        row(said="London", gold="Paris"),
+        row(said="anything"),
+    ]
+    found, [done] = kept("verified", *rows)
+    assert found == [True, True, False, True, False, True] and done.not_judged == 1
+
+
+def test_the_first_of_equal_rows_is_kept():
+    rows = [row("Hi there!"), row("hi, THERE"), row("Hi there!", "other")]
+    assert kept("no_duplicate", *rows)[0] == [True, False, True]
+
+
+def test_rows_that_hold_a_benchmark_item_are_dropped():
+    item = Animals("test").material(3)
+    rows = [row(f"Tell me. {item} Thanks."), row("Which animal lives here?")]
+    assert kept("no_overlap", *rows, benchmarks=[Animals("test")])[0] == [False, True]
+
+
+def test_filters_see_what_those_before_them_kept_and_are_shown_in_order():
+    found = apply(
+        [row("a" * 9), row("a" * 90), row("a" * 90)], parse("length=20:500,no_duplicate", len, ())
+    )
+    assert [(f.name, f.kept, f.dropped) for f in found.filters] == [
+        ("length=20:500", 3, 0),
+        ("no_duplicate", 2, 1),
+    ]
+    assert found.table()["rows"][1][1:3] == ["2", "1"]
+
+
+@pytest.mark.parametrize(
+    "spec", ["nothing", "length", "length=5", "script=klingon:3%", "longest=x"]
+)
+def test_words_that_are_no_filter_are_refused(spec):
+    with pytest.raises(ValueError, match="is no filter"):
+        parse(spec, len, ())
