@@ -50,9 +50,9 @@ def of_series(record: Record) -> Callable[[], bytes]:
     section, settings = record["section"], record["settings"]
     if section == "Recursion":
         panel = Panel("validation bits per byte", curves, x_label="loops")
-    elif section.startswith("Sweep") and settings["search"]:
+    elif section.startswith("Sweep") and settings.get("search"):
         panel = Panel(settings["metric"], curves, x_label=settings["search"], log_x=True)
-    elif section.startswith("Sweep"):
+    elif section.startswith("Sweep") and "metric" in settings:
         title = f"{settings['metric']}: difference from the control, and what is noise"
         ends = {name: points[0] for name, points in curves.items()}
         values = {name: difference for name, (difference, _) in ends.items()}

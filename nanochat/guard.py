@@ -60,10 +60,10 @@ class Health:
     """Steps skipped because something was not finite."""
     spikes: int = 0
     """Steps whose loss was far above those before them."""
-    norm_spikes: int = 0
-    """Steps whose gradient was far larger than those before them, whatever their loss."""
     losses: list[float] = field(default_factory=list)
     """The latest losses that were neither."""
+    norm_spikes: int = 0
+    """Steps whose gradient was far larger than those before them, whatever their loss."""
     norms: list[float] = field(default_factory=list)
     """The latest gradient norms."""
 

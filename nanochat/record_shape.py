@@ -32,6 +32,8 @@ class Cost(Shape):
     devices: int
     device: str
     device_seconds: float
+    own_device_seconds: float | None = None
+    """Without what earlier calls added to the section."""
 
 
 class File(Shape):

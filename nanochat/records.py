@@ -213,7 +213,11 @@ def write_record(
         "metrics": portable(metrics) if metrics else None,
         "files": content(files),
         "provenance": {**asdict(provenance), **code_state()},
-        "cost": {**asdict(cost), "device_seconds": device_seconds(cost)},
+        "cost": {
+            **asdict(cost),
+            "device_seconds": device_seconds(cost),
+            "own_device_seconds": device_seconds(cost),
+        },
     }
     path = folder / f"{slug(section)}.json"
     with locked(folder):

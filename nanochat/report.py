@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from nanochat import environment
 from nanochat.common import base_dir, read_json, write_atomic, write_json
-from nanochat.records import TIME_FORMAT, read_records, report_folder, slug
+from nanochat.lab import MOVED, NOTHING, Around, data_mix, look_around, reliability
+from nanochat.records import TIME_FORMAT, read_history, read_records, report_folder, slug
 from nanochat.sections import COLUMNS, SECTIONS
 from nanochat.summary import (
     Record,
@@ -118,7 +119,8 @@ def write_report(
     shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}
     for stale in (path for path in figure_folder.glob("*.svg") if path.name not in shown):
         stale.unlink()
-    write_atomic(report, render(records, header, time.strftime(TIME_FORMAT), figures))
+    around = look_around(read_history(folder))
+    write_atomic(report, render(records, header, time.strftime(TIME_FORMAT), figures, around))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,20 +174,36 @@ def render(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
+    around: Around = NOTHING,
 ) -> str:
     """
     The text of report.md, a pure function of its arguments.
 
-    Fixed sections come in their order, others after them by age; `figures` are those of each
-    section. `generated` is the time to print.
+    Fixed sections come in their order, others after them by age, then those that several records
+    make together; `figures` are those of each section. `generated` is the time to print.
     """
     by_name = {record["section"]: record for record in sorted(records, key=by_age)}
     order = [name for name in SECTIONS if name in by_name]
     order += [name for name in by_name if name not in SECTIONS]
     ordered = [by_name[name] for name in order]
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
+    sections += render_lab(ordered, header, around)
     top = "\n\n".join([render_header(header, generated), *render_faults(ordered)])
     return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
+
+
+def render_lab(records: Sequence[Record], header: Record, around: Around) -> list[str]:
+    """The sections "Data mix" and "Reliability", as far as there is something to say."""
+    rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))  # of one device
+    found = {
+        "Data mix": data_mix(records, around),
+        "Reliability": reliability(records, around, rate),
+    }
+    return [
+        "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
+        for name, tables in found.items()
+        if tables
+    ]
 
 
 def by_age(record: Record) -> str:
@@ -247,7 +265,7 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     ours = [f"- {key}: {show(value)}" for key, value in entries.items() if key not in fixed]
     ours += [f"- provenance: {show_provenance(record)}", f"- cost: {show_cost(record['cost'])}"]
     own = [f"- {key}: {show(entries[key])}" for key in fixed if key in entries]
-    tables = [render_table(table) for table in record["tables"]]
+    tables = [render_table(t) for t in record["tables"] if t.get("title") not in MOVED]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
     links = "\n".join(f"![{figure.title}]({figure.link})" for figure in figures)
     body = "\n\n".join(block for block in [*lists, links] if block)

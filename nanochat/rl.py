@@ -11,6 +11,7 @@ arXiv:2503.20783; the group's mean as baseline: arXiv:2402.03300). Knows no task
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -343,6 +344,9 @@ class PolicyRun:
     loop: LoopConfig
     start: GPT | None = None
     """The model it began with, where the distance from it is to be logged."""
+    after_step: Callable[[int, dict[str, float]], None] = lambda done, figures: None
+    """Called on every rank after each step, when it is logged, told how many are done and what the
+    step gave: may raise to end the run."""
 
 
 def train_policy(run: PolicyRun, progress: Progress) -> bool:
@@ -368,6 +372,7 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
             seconds = time.perf_counter() - started
             progress.train_seconds += seconds
             run.log(step, {**figures, "step_seconds": seconds})
+            run.after_step(progress.step, figures)
             if guard.lost:
                 give_up(run.save, progress, guard)
             every = run.loop.save_every
@@ -390,6 +395,7 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         float(len(answers)),
         float(sum(len(answer.ids) for answer in answers)),
         float(sum(answer.finish == "length" for answer in answers)),
+        sum(statistics.pstdev(group.rewards) for group in groups),
     )
     learned = examples(run.practice.resampled(engine, step, groups), run.practice.cfg)
     pad = engine.tokenizer.bos_id
@@ -412,5 +418,6 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         "answer_tokens": totals[4] / totals[3],
         "cut_off": totals[5] / totals[3],
         "without_signal": totals[1] / totals[0],
+        "reward_std": totals[6] / totals[0],
         **moved,
     }

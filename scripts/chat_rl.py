@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from nanochat import preflight, records, report, stats
@@ -19,7 +20,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, stage_f
 from nanochat.config import settings, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import Outcomes, by_writing
-from nanochat.finetune import parent_inputs
+from nanochat.finetune import parent_inputs, pretraining_text
 from nanochat.gpt import GPT, for_inference
 from nanochat.held_out import require_access, require_other_families
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -28,6 +29,7 @@ from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
+from nanochat.sentinels import SentinelConfig, Suite, Watch, stop_if_broken
 from nanochat.stage import saves_to_come
 from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
@@ -95,6 +97,7 @@ class ChatRL:
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(eval_every=60, save_every=60))
     machine: MachineConfig = field(default_factory=MachineConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
+    watch: SentinelConfig = field(default_factory=SentinelConfig)
 
     @property
     def sampling(self) -> Sampling:
@@ -167,8 +170,9 @@ def practise(
 
     # Practise
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    watch = begin_watch(cfg.watch, parent, model, held_out, tokenizer, num_steps, machine)
     run, progress, log = open_run(
-        cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id
+        cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id, watch
     )
     answers = len(before.rewards) * cfg.rl.num_samples + cfg.eval_examples * cfg.eval_samples
     show(cfg, run, progress, inputs, checkpoints, measured_seconds / answers)
@@ -196,10 +200,43 @@ def practise(
             records.Provenance(run_id, cfg.seed, inputs, made),
             records.Cost.since(started, machine),
             cfg.report_dir,
+            tables=[watch.table()] if watch else (),
             metrics=metrics,
             files=[checkpoint.folder],
         )
         report.update(cfg.report_dir)
+
+
+def begin_watch(
+    cfg: SentinelConfig,
+    parent: Checkpoint,
+    model: GPT,
+    held_out: Mixture,
+    tokenizer: Tokenizer,
+    num_steps: int,
+    machine: Machine,
+) -> Watch | None:
+    """What asks the model on the way, when it has asked the parent; no loss is compared in RL."""
+    if cfg.sentinel_every == 0:
+        return None
+    T = model.cfg.max_seq_len
+    text = pretraining_text(parent, tokenizer, T, cfg.sentinel_tokens, machine)
+    chats = {task.name: task for task in held_out.tasks}
+    suite = Suite(tokenizer, text, chats, dict.fromkeys(chats, 1 / len(chats)), cfg)
+    before = machine.broadcast(suite.measure_parent(model) if machine.is_main else {})
+    return Watch(suite, before, num_steps, 0.0, 0.0, machine)
+
+
+def watched(
+    watch: Watch | None, log: RunLog, model: GPT, done: int, figures: Mapping[str, float]
+) -> None:
+    """Let the sentinels look at the model after a step. Raises Broken where they call it so."""
+    if watch is None or not watch.suite.cfg.due(done, watch.num_steps):
+        return
+    findings = watch.practised(done, figures["without_signal"])
+    findings += watch.look(done, model, math.nan)
+    log.log(done, {f"sentinel_{name}": value for name, value in watch.measured.items()})
+    stop_if_broken(findings, watch.suite.cfg)
 
 
 def refuse_final(held_out: Mixture, practised: Mixture) -> None:
@@ -267,6 +304,7 @@ def open_run(
     checkpoints: Checkpoints,
     num_steps: int,
     run_id: str,
+    watch: Watch | None,
 ) -> tuple[PolicyRun, Progress, RunLog]:
     """The run that continues `parent`, from the beginning or from where it was interrupted."""
     machine, inputs = exam.machine, parent_inputs(parent)
@@ -312,6 +350,7 @@ def open_run(
         log=log.log,
         loop=cfg.loop,
         start=start,
+        after_step=partial(watched, watch, log, model),
     )
     return run, progress, log
 

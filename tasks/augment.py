@@ -201,10 +201,10 @@ class MoreOptions(Augmented):
 
 
 class ARCEasyTen(MoreOptions):
-    """ARC-Easy with ten options."""
+    """ARC-Easy with ten options, for evaluation."""
 
     name = "ARC-Easy-10"
-    splits = ARCEasy.splits
+    splits = ("val", "test")
 
     def __init__(self, split: str):
         super().__init__(ARCEasy(split), exactly=True)
@@ -212,10 +212,10 @@ class ARCEasyTen(MoreOptions):
 
 
 class ARCChallengeTen(MoreOptions):
-    """ARC-Challenge with ten options."""
+    """ARC-Challenge with ten options, for evaluation."""
 
     name = "ARC-Challenge-10"
-    splits = ARCChallenge.splits
+    splits = ("val", "test")
 
     def __init__(self, split: str):
         super().__init__(ARCChallenge(split), exactly=True)

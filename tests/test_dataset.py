@@ -80,7 +80,7 @@ def test_a_name_that_is_no_repository_is_refused(name):
 
 def test_what_one_stage_remembers_the_next_one_opens(folder):
     source = local(folder, num_shards=1)
-    remember(source, "main")
+    remember(source.describe(), "main")
     assert remembered("other") is None
     again = open_source(DataConfig(), remembered("main"))
     assert again == source

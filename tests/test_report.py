@@ -327,6 +327,7 @@ def test_sections_come_in_their_fixed_order_and_others_after_them_by_age():
         "Chat RL",
         "Golf",
         "Sweep of seeds",
+        "Reliability",
         "Summary",
     ]
 

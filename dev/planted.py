@@ -1,0 +1,92 @@
+"""
+Does a sweep find what was planted, and nothing else? On the embedded world, from a base there is.
+
+    python -m dev.planted --base=d4
+
+The control learns multiple choice and word problems; one arm learns choices half of whose letters
+are shuffled, which must come out worse; ten arms are the control under other names, of which at
+most one may be called better or worse.
+
+Reads   base_checkpoints/<base>/ under the base directory
+Writes  planted/*.jsonl there, and the section "Sweep planted"
+"""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat.common import REPOSITORY, base_dir, read_json
+from nanochat.config import start
+from tasks.base import LETTERS, Conversation
+from tasks.embedded import WorldChoice
+
+COPIES = 10
+
+
+@dataclass(frozen=True)
+class Planted:
+    base: str = "d4"
+    """Checkpoint to start from."""
+    conversations: int = 1500
+    """Of multiple choice, in the clean file and in the shuffled one."""
+    num_iterations: int = 60
+    """Steps of every run."""
+    devices: int = 2
+    """Runs at a time."""
+
+
+def main(cfg: Planted) -> None:
+    folder = base_dir() / "planted"
+    folder.mkdir(parents=True, exist_ok=True)
+    clean = [WorldChoice("train")[i] for i in range(cfg.conversations)]
+    write(folder / "clean.jsonl", clean)
+    write(folder / "shuffled.jsonl", shuffled(clean))
+    declared = {
+        name: {"task": "jsonl", "source": str(folder / f"{name}.jsonl"), "answer_format": "letter"}
+        for name in ("clean", "shuffled")
+    }
+    (folder / "buckets.json").write_text(json.dumps(declared))
+    arms = ["swap:clean->shuffled", *(f"copy:{n}" for n in range(COPIES))]
+    words = [
+        *("scripts.sweep", "--name=planted", f"--bases={cfg.base}", "--source=base"),
+        *(f"--num_iterations={cfg.num_iterations}", "--total_batch_size=2048"),
+        *(f"--devices={cfg.devices}", f"--buckets={folder / 'buckets.json'}"),
+        *("--mixture=clean=70%,world_problems=30%,shuffled=0%", f"--arms={'|'.join(arms)}"),
+        "--flags=--val_mixture=world_choice,world_problems --eval_tokens=32768 --init_lr_frac=0.7",
+    ]
+    subprocess.run([sys.executable, "-m", *words], cwd=REPOSITORY, check=True)
+    table = read_json(base_dir() / "report" / "sweep-planted.json")["tables"][0]["rows"]
+    said = {row[2]: row[7] for row in table if row[0] == "val_bpb:world_choice"}
+    false = [
+        arm for arm, verdict in said.items() if arm.startswith("copy") and verdict != "within noise"
+    ]
+    found = said["swap:clean->shuffled"]
+    print(f"planted effect: {found}; of {COPIES} copies {len(false)} called other than noise")
+    if found != "worse" or len(false) > 1:
+        raise SystemExit(1)
+
+
+def write(path: Path, conversations: list[Conversation]) -> None:
+    """A conversation a line."""
+    path.write_text("".join(json.dumps(each) + "\n" for each in conversations))
+
+
+def shuffled(clean: list[Conversation]) -> list[Conversation]:
+    """The same with half of the letters drawn at random."""
+    rng = random.Random(0)
+    return [
+        [
+            {**message, "content": rng.choice(LETTERS[:4])}
+            if message["role"] == "assistant" and rng.random() < 0.5
+            else message
+            for message in conversation
+        ]
+        for conversation in clean
+    ]
+
+
+if __name__ == "__main__":
+    start(main, Planted(), __doc__)
