@@ -54,7 +54,7 @@ def look_around(history: Sequence[Record]) -> Around:
 
 def data_mix(records: Sequence[Record], around: Around) -> list[Table]:
     """The section "Data mix": mixtures by stage, who looked at final benchmarks."""
-    tables = [
+    tables: list[Table] = [
         {**table, "title": f"{table['title']}, {record['section']}"}
         for record in records
         for table in record["tables"]
@@ -65,7 +65,7 @@ def data_mix(records: Sequence[Record], around: Around) -> list[Table]:
 
 def reliability(records: Sequence[Record], around: Around, hourly_rate: float) -> list[Table]:
     """The section "Reliability": seeds, what was measured of noise, sentinels, what all took."""
-    tables = [
+    tables: list[Table] = [
         {**table, "title": f"{SENTINELS}, {record['section']}"}
         for record in records
         for table in record["tables"]

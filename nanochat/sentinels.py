@@ -193,7 +193,8 @@ class Suite:
         if not asked:
             return {}
         engine = Engine(for_inference(model), self.tokenizer, len(asked))
-        room = model.cfg.max_seq_len - self.max_new_tokens
+        T = model.cfg.max_seq_len
+        room = T - min(self.max_new_tokens, T // 2)  # of a prompt that is longer the end is read
         prompts = [render_prompt(self.tokenizer, self.chats[n][i])[-room:] for n, i in asked]
         groups = engine.generate(prompts, Sampling(self.max_new_tokens, 0.0, None))
         said = [group[0] for group in groups]
