@@ -23,7 +23,7 @@ from nanochat.chat_mix import mixed_chat_rows
 from nanochat.chat_rows import Conversations, encode, open_chat_rows, pack_encoded, split_rows
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import fingerprint, write_json
-from nanochat.eval_bpb import Batch, Interrupted, bits_per_byte, bucket_figures, pooled
+from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
 from nanochat.held_out import require_access, require_other_families
@@ -41,17 +41,16 @@ from nanochat.mixture import (
     resolve,
 )
 from nanochat.optim import MuonAdamW, rules
-from nanochat.row_writer import ensure
-from nanochat.rows import Rows, tokens_and_targets
+from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
-from nanochat.sentinels import Asked, SentinelConfig, Suite, Watch, worst
-from nanochat.source import DataConfig
+from nanochat.sentinel_suite import Asked
+from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.stopping import PREEMPTED
-from nanochat.texts import open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
+LOOKED_AT = 256  # rows that are compared with what is asked
 MIN_ROWS = 8  # in a batch, where nobody says how many
 
 
@@ -315,10 +314,7 @@ def build_stage(
     )
     check_batch(batch_tokens, T, machine.world_size)
     steps = plan.num_iterations or round(tokens / batch_tokens)
-    table = {
-        role: replace(rule, lr=rule.lr * plan.init_lr_frac)
-        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
-    }
+    table = rules(cfg.optim, model.cfg.d_model, plan.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     if plan.warm_start:
         optimizer.load_state_dict(parent.optim_tensors())
@@ -326,7 +322,6 @@ def build_stage(
     num_rows = plan.num_eval_tokens(machine) // T
     answers = AnswerLoss(apart, measured, tokenizer, machine, num_rows, plan.eval_part)
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
-    suite = open_suite(plan.watch, parent, talk, mixed, tokenizer, T, machine)
     stage = Stage(
         kind=kind,
         model=model,
@@ -345,64 +340,29 @@ def build_stage(
             "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": dict(inputs)},
         },
         run_id=run_id,
-        watch=begin_watch(suite, model, max(1, steps), rows, batch_tokens, machine)
-        if suite
-        else None,
     )
-    return stage, answers, mixed
-
-
-def open_suite(
-    cfg: SentinelConfig,
-    parent: Checkpoint,
-    talk: Talk,
-    mixed: Resolution,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    machine: Machine,
-) -> Suite | None:
-    """What the sentinels ask: pretraining text, and held-out conversations of what is learned."""
-    if cfg.sentinel_every == 0:
-        return None
-    shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    chats = {bucket.name: bucket.val for bucket in talk.learned if shares[bucket.name]}
-    text = pretraining_text(parent, tokenizer, max_seq_len, cfg.sentinel_tokens, machine)
-    return Suite(tokenizer, text, chats, shares, cfg)
-
-
-def pretraining_text(
-    parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, num_tokens: int, machine: Machine
-) -> list[Batch]:
-    """
-    Validation rows of the text that the base model read, for the main rank, which alone measures;
-    none, and a line, where the text is gone.
-    """
-    if not (parent.state["source"] and machine.is_main):
-        return []
-    found: list[Batch] = []
-    try:
-        texts = open_texts(DataConfig(), recorded=parent.state["source"])
-        corpus = open_corpus(texts, tokenizer, max_seq_len)
-        for name, rows in corpus.rows.items():
-            ensure(rows, texts.sources[name], tokenizer, 0)
-        each = max(1, num_tokens // max_seq_len // len(corpus.rows))
-        for rows in corpus.rows.values():
-            found += [tokens_and_targets(batch) for batch in rows.val_batches(8, each)]
-    except (OSError, ValueError) as error:
-        machine.print0(f"the text that was pretrained on is not watched: {error}")
-        return []
-    return found
+    watch = begin_watch(plan, stage, parent, talk, mixed, rows, machine)
+    return replace(stage, watch=watch), answers, mixed
 
 
 def begin_watch(
-    suite: Suite, parent: GPT, num_steps: int, rows: Rows, batch_tokens: int, machine: Machine
-) -> Watch:
-    """Ask the parent, before anything changes it, and look at some of the rows."""
-    before = machine.broadcast(suite.measure_parent(parent) if machine.is_main else {})
-    some = rows.batch(0, min(256, rows.packed_train_rows), seed=0)
-    counted = float((some[:, 1:] >= 0).mean())
-    first_pass = rows.packed_train_rows * rows.max_seq_len / batch_tokens
-    return Watch(suite, before, num_steps, first_pass, counted, machine)
+    plan: Plan,
+    stage: Stage,
+    parent: Checkpoint,
+    talk: Talk,
+    mixed: Resolution,
+    rows: Rows,
+    machine: Machine,
+) -> Watch | None:
+    """What looks at the run on its way: it asks held-out conversations of what is learned."""
+    shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
+    chats = {bucket.name: bucket.val for bucket in talk.learned if shares[bucket.name]}
+    watch = open_watch(plan.watch, parent, stage.model, chats, shares, stage.num_steps, machine)
+    if watch:
+        some = rows.batch(0, min(LOOKED_AT, rows.packed_train_rows), seed=0)
+        watch.rows = watch.suite.beside(*stage.split(some))
+        watch.first_pass = rows.packed_train_rows * rows.max_seq_len / stage.batch_tokens
+    return watch
 
 
 def val_rows(

@@ -10,7 +10,7 @@ a checkpoint of one world size loads at any other.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -65,11 +65,15 @@ class Rule:
     """Of Muon: decay only where it agrees with the update."""
 
 
-def rules(cfg: OptimConfig, d_model: int) -> dict[str, Rule]:
-    """The rule of every role. Values: nanochat's tuning log, 2026-03 (d12 on 8xH100)."""
+def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rule]:
+    """
+    The rule of every role, all rates times `lr_frac`.
+
+    Values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
+    """
     table = (d_model / 768) ** -0.5
     cautious = cfg.decay_rule == "cautious"
-    return {
+    found = {
         "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
@@ -80,6 +84,7 @@ def rules(cfg: OptimConfig, d_model: int) -> dict[str, Rule]:
         "gate": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.95)),
         "gain": Rule("adamw", cfg.scalar_lr / 25, (0.8, 0.95)),
     }
+    return {role: replace(rule, lr=rule.lr * lr_frac) for role, rule in found.items()}
 
 
 def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:

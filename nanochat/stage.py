@@ -225,10 +225,10 @@ def watched(stage: Stage, log: RunLog, done: Step, progress: Progress) -> None:
     if watch is None:
         return
     findings = watch.first_step(done.loss) if step == 1 else []
-    if watch.suite.cfg.due(step, stage.num_steps):
+    if watch.cfg.due(step, stage.num_steps):
         findings += watch.look(step, stage.model, progress.smooth_loss)
         log.log(step, {f"sentinel_{name}": value for name, value in watch.measured.items()})
-    stop_if_broken(findings, watch.suite.cfg)
+    stop_if_broken(findings, watch.cfg)
 
 
 def prepare(

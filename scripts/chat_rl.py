@@ -10,26 +10,27 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from nanochat import preflight, records, report, stats
+from nanochat import preflight, records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, stage_folder
 from nanochat.config import settings, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import Outcomes, by_writing
-from nanochat.finetune import parent_inputs, pretraining_text
+from nanochat.eval_chat import by_writing
+from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference
 from nanochat.held_out import require_access, require_other_families
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
+from nanochat.rl_verdict import Standing, figures, pass_at
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
 from nanochat.sampling import Sampling
-from nanochat.sentinels import SentinelConfig, Suite, Watch, stop_if_broken
+from nanochat.sentinels import SentinelConfig, Watch, open_watch, stop_if_broken
 from nanochat.stage import saves_to_come
 from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
@@ -170,7 +171,9 @@ def practise(
 
     # Practise
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
-    watch = begin_watch(cfg.watch, parent, model, held_out, tokenizer, num_steps, machine)
+    chats = {task.name: task for task in held_out.tasks}
+    shares = dict.fromkeys(chats, 1 / len(chats))
+    watch = open_watch(cfg.watch, parent, model, chats, shares, num_steps, machine)
     run, progress, log = open_run(
         cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id, watch
     )
@@ -192,11 +195,12 @@ def practise(
         checkpoint = checkpoints.saved
         assert checkpoint is not None, "the main rank writes checkpoints"
         metrics = checkpoint.folder.parent / METRICS_FILE
+        names = [held_out.locate(i)[0].name for i in range(len(held_out))]
         made = {"rl": checkpoint.fingerprint}
         records.write_record(
             SECTION,
             asked,
-            figures(read_metrics(metrics), held_out, before, after),
+            figures(read_metrics(metrics), names, before, after),
             records.Provenance(run_id, cfg.seed, inputs, made),
             records.Cost.since(started, machine),
             cfg.report_dir,
@@ -207,36 +211,16 @@ def practise(
         report.update(cfg.report_dir)
 
 
-def begin_watch(
-    cfg: SentinelConfig,
-    parent: Checkpoint,
-    model: GPT,
-    held_out: Mixture,
-    tokenizer: Tokenizer,
-    num_steps: int,
-    machine: Machine,
-) -> Watch | None:
-    """What asks the model on the way, when it has asked the parent; no loss is compared in RL."""
-    if cfg.sentinel_every == 0:
-        return None
-    T = model.cfg.max_seq_len
-    text = pretraining_text(parent, tokenizer, T, cfg.sentinel_tokens, machine)
-    chats = {task.name: task for task in held_out.tasks}
-    suite = Suite(tokenizer, text, chats, dict.fromkeys(chats, 1 / len(chats)), cfg)
-    before = machine.broadcast(suite.measure_parent(model) if machine.is_main else {})
-    return Watch(suite, before, num_steps, 0.0, 0.0, machine)
-
-
 def watched(
     watch: Watch | None, log: RunLog, model: GPT, done: int, figures: Mapping[str, float]
 ) -> None:
     """Let the sentinels look at the model after a step. Raises Broken where they call it so."""
-    if watch is None or not watch.suite.cfg.due(done, watch.num_steps):
+    if watch is None or not watch.cfg.due(done, watch.num_steps):
         return
     findings = watch.practised(done, figures["without_signal"])
     findings += watch.look(done, model, math.nan)
     log.log(done, {f"sentinel_{name}": value for name, value in watch.measured.items()})
-    stop_if_broken(findings, watch.suite.cfg)
+    stop_if_broken(findings, watch.cfg)
 
 
 def refuse_final(held_out: Mixture, practised: Mixture) -> None:
@@ -274,26 +258,6 @@ def show(
     )
 
 
-class Standing(NamedTuple):
-    """How well a model does."""
-
-    rewards: list[float]
-    """Mean reward of each of the first questions that are practised."""
-    held_out: Outcomes
-
-    @property
-    def logged(self) -> dict[str, float]:
-        """As the loop logs what it evaluates."""
-        return {"pass_at_1": pass_at(self.held_out, 1).value}
-
-    def __str__(self) -> str:
-        reward, right = stats.mean(self.rewards), pass_at(self.held_out, 1)
-        return (
-            f"mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), held-out "
-            f"pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
-        )
-
-
 def open_run(
     cfg: ChatRL,
     asked: Mapping[str, Any],
@@ -308,7 +272,8 @@ def open_run(
 ) -> tuple[PolicyRun, Progress, RunLog]:
     """The run that continues `parent`, from the beginning or from where it was interrupted."""
     machine, inputs = exam.machine, parent_inputs(parent)
-    optimizer = build_optimizer(cfg, model, machine)
+    table = rules(cfg.optim, model.cfg.d_model, cfg.init_lr_frac)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     start = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
     identity = {
         "rl": asdict(cfg.rl),
@@ -368,56 +333,6 @@ def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[
         f"{cfg.solved_from:.0%} to {cfg.solved_to:.0%} of the answers are right"
     )
     return kept
-
-
-def build_optimizer(cfg: ChatRL, model: GPT, machine: Machine) -> MuonAdamW:
-    """The optimizer of pretraining, its rates lowered."""
-    table = {
-        role: replace(rule, lr=rule.lr * cfg.init_lr_frac)
-        for role, rule in rules(cfg.optim, model.cfg.d_model).items()
-    }
-    return MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
-
-
-def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
-    """pass@k over the held-out questions."""
-    correct = [sum(score == 1 for score in scores) for scores in outcomes]
-    return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
-
-
-def figures(
-    metrics: Sequence[Mapping[str, Any]], held_out: Mixture, before: Standing, after: Standing
-) -> dict[str, Any]:
-    """What came of it: rewards and pass@k on both sides; of several tasks, the change of each."""
-    steps = [entry for entry in metrics if "reward" in entry]
-    values: dict[str, Any] = {"Number of iterations": len(steps)}
-    values["Mean reward before"] = records.estimate(*stats.mean(before.rewards))
-    values["Mean reward after"] = records.estimate(*stats.mean(after.rewards))
-    values |= changed("Mean reward", before.rewards, after.rewards)
-    if "kl" in steps[-1]:
-        values["KL from the start, nats a token"] = steps[-1]["kl"]
-    silent = [entry["without_signal"] for entry in steps]
-    values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
-    for k in (1, 2, 4, 8, 16):
-        if k <= len(before.held_out[0]):
-            values[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
-            values[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
-    items = [[sum(o) / len(o) for o in standing.held_out] for standing in (before, after)]
-    values |= changed("pass@1", *items)
-    names = [held_out.locate(i)[0].name for i in range(len(held_out))]
-    for name in sorted(set(names)) if len(set(names)) > 1 else ():
-        of = [i for i, other in enumerate(names) if other == name]
-        values |= changed(f"pass@1 {name}", *([scores[i] for i in of] for scores in items))
-    return values
-
-
-def changed(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
-    """By how much the same items moved, and whether that is more than noise."""
-    found = stats.compare(before, after)
-    return {
-        f"{name} change": records.estimate(found.difference, found.n, found.se),
-        f"{name} verdict": found.verdict,
-    }
 
 
 if __name__ == "__main__":

@@ -200,26 +200,27 @@ class MoreOptions(Augmented):
         return found
 
 
-class ARCEasyTen(MoreOptions):
-    """ARC-Easy with ten options, for evaluation."""
+class TenOptions(MoreOptions):
+    """The items of a task with ten options each, for evaluation."""
 
-    name = "ARC-Easy-10"
     splits = ("val", "test")
+    of: type[QuestionTask]
 
     def __init__(self, split: str):
-        super().__init__(ARCEasy(split), exactly=True)
-        self.name, self.baseline = "ARC-Easy-10", 1 / MOST_OPTIONS
+        super().__init__(self.of(split), exactly=True)
+        self.name, self.baseline = type(self).name, 1 / MOST_OPTIONS
 
 
-class ARCChallengeTen(MoreOptions):
-    """ARC-Challenge with ten options, for evaluation."""
+class ARCEasyTen(TenOptions):
+    """ARC-Easy with ten options."""
 
-    name = "ARC-Challenge-10"
-    splits = ("val", "test")
+    name, of = "ARC-Easy-10", ARCEasy
 
-    def __init__(self, split: str):
-        super().__init__(ARCChallenge(split), exactly=True)
-        self.name, self.baseline = "ARC-Challenge-10", 1 / MOST_OPTIONS
+
+class ARCChallengeTen(TenOptions):
+    """ARC-Challenge with ten options."""
+
+    name, of = "ARC-Challenge-10", ARCChallenge
 
 
 AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}

@@ -1,0 +1,56 @@
+"""
+Runs a training script with something planted that breaks it, as a slip in the code would.
+
+    python -m dev.plant template scripts.chat_sft --source=mid
+
+Reads and writes what the script does; rows of another template are stored under another name.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nanochat import chat_rows, finetune
+from nanochat.chat_format import Message, turns
+from nanochat.tokenizer import Tokenizer
+
+
+def template() -> None:
+    """Conversations are written as names and lines, with no special token but BOS."""
+
+    def render(
+        tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        ids, mask = [tokenizer.bos_id], [0]
+        for role, content in turns(messages):
+            said = content if isinstance(content, str) else "".join(p["text"] for p in content)
+            name, text = tokenizer.encode(f"{role.title()}:"), tokenizer.encode(f" {said}\n")
+            ids += name + text
+            mask += [0] * len(name) + [int(role == "assistant")] * len(text)
+        return ids[:max_tokens], mask[:max_tokens]
+
+    chat_rows.render = render
+    chat_rows.CHAT_RULE = -1  # rows are kept by this number
+
+
+def mask() -> None:
+    """Questions carry the loss, answers do not."""
+    split = chat_rows.split_rows
+
+    def split_rows(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+        bos = rows == rows[:, :1]  # begins every conversation, and fills rows up
+        return split(np.where(bos, rows, ~rows), ignore)
+
+    finetune.split_rows = split_rows
+
+
+PLANTS: dict[str, Callable[[], None]] = {"template": template, "mask": mask}
+
+
+if __name__ == "__main__":
+    name, module = sys.argv[1:3]
+    PLANTS[name]()
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,239 @@
+"""
+What sentinels ask: a small suite, always the same, of the text that was pretrained on, of held-out
+conversations, and of answers to them.
+
+    checkpoint -> pretraining_text; text, conversations -> Suite.measure -> figures by name
+
+The suite renders its conversations itself, as they are asked of a finished model: whoever trains on
+something else can be told by comparing. Knows no task, and judges nothing.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from nanochat.chat_format import Message, render, render_prompt
+from nanochat.checkpoint import Checkpoint
+from nanochat.engine import Completion, Engine
+from nanochat.eval_bpb import Batch, bits_by_row
+from nanochat.gpt import GPT, for_inference
+from nanochat.loss import IGNORE
+from nanochat.machine import Machine
+from nanochat.row_writer import ensure
+from nanochat.rows import tokens_and_targets
+from nanochat.sampling import Sampling
+from nanochat.source import DataConfig
+from nanochat.texts import open_corpus, open_texts
+from nanochat.tokenizer import Tokenizer
+
+LONGEST = 128  # tokens of an answer
+NGRAM = 4  # tokens whose repetition is counted
+LOSSES = 64  # conversations, of all buckets together, whose loss is measured
+ROWS = 8  # of them in a forward pass
+COUNTED = 64  # conversations of a bucket that are compared with the rows of a training
+
+
+class Asked(Protocol):
+    """Held-out conversations of a bucket; `tasks.base.Task` is one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> Sequence[Message]: ...
+    def letters(self, i: int) -> tuple[str, ...]: ...
+    def answered(self, answer: str) -> bool: ...
+
+
+@dataclass
+class Suite:
+    """What is asked, always the same. `shares`: of the training tokens, by bucket."""
+
+    tokenizer: Tokenizer
+    text: Sequence[Batch]
+    chats: Mapping[str, Asked]
+    shares: Mapping[str, float]
+    num_answers: int = 16
+    """Conversations, of all buckets together; 0 = none."""
+
+    def measure_parent(self, model: GPT) -> dict[str, float]:
+        """Before a run: as `measure`, and what does not change."""
+        found = self.measure(model)
+        if self.text:
+            found["knowing_nothing"] = self.knowing_nothing()
+        return found
+
+    def measure(self, model: GPT) -> dict[str, float]:
+        """Every figure of the suite; those of the answers only where conversations are asked."""
+        found = {}
+        if self.text:
+            sizes = self.tokenizer.token_bytes()
+            found["text_bpb"] = bits_by_row(model, self.text, sizes, model.device).value
+        return {**found, **self.conversations(model), **self.answers(model)}
+
+    def knowing_nothing(self) -> float:
+        """Bits per byte of the text where every token is as likely."""
+        sizes = self.tokenizer.token_bytes()
+        lengths = np.concatenate([sizes[targets].ravel() for _, targets in self.text])
+        return math.log2(len(sizes)) * int((lengths > 0).sum()) / int(lengths.sum())
+
+    def asked(self, num: int) -> list[tuple[str, int]]:
+        """Bucket and number of so many conversations; at least two of each that is learned."""
+        learned = [name for name, share in self.shares.items() if share and len(self.chats[name])]
+        if not (num and learned):
+            return []
+        each = max(2, num // len(learned))
+        return [(name, i) for name in learned for i in range(min(each, len(self.chats[name])))]
+
+    @torch.no_grad()
+    def conversations(self, model: GPT) -> dict[str, float]:
+        """Nats per counted token, as the mixture weighs its buckets."""
+        nats: dict[str, float] = defaultdict(float)
+        counted: Counter = Counter()
+        tokens: Counter = Counter()
+        asked = self.asked(LOSSES if self.num_answers else 0)
+        for first in range(0, len(asked), ROWS):
+            names = [name for name, _ in asked[first : first + ROWS]]
+            pairs = [
+                self.rendered(name, i, model.cfg.max_seq_len)
+                for name, i in asked[first : first + ROWS]
+            ]
+            x = padded([ids for ids, _ in pairs], self.tokenizer.bos_id, model.device)
+            y = padded([said for _, said in pairs], IGNORE, model.device)
+            sums = model.token_losses(x, y).double().sum(1).tolist()
+            for name, (ids, said), loss in zip(names, pairs, sums, strict=True):
+                nats[name] += loss
+                counted[name] += sum(target != IGNORE for target in said)
+                tokens[name] += len(ids)
+        weights = {n: self.shares[n] * counted[n] / tokens[n] for n in nats if counted[n]}
+        total = math.fsum(weights.values())
+        loss = math.fsum(w * nats[n] / counted[n] for n, w in weights.items())
+        return {"answer_loss": loss / total} if total else {}
+
+    def beside(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        """
+        Rows of a training, both (n, T), beside what its buckets hold as they are asked: the ratio
+        of the shares of tokens that carry loss, from 1 up, and how much the tokens after which
+        answers begin differ, from 0 to 1 (total variation). Empty where nothing is held out.
+        """
+        size = counted = 0.0
+        leads: dict[int, float] = defaultdict(float)
+        for name, weight in self.shares.items():
+            some = range(min(COUNTED, len(self.chats[name]))) if weight else ()
+            pairs = [self.rendered(name, i, tokens.shape[1]) for i in some]
+            length = sum(len(ids) - 1 for ids, _ in pairs)  # rows are filled up with BOS
+            for ids, said in pairs:
+                counted += weight / length * sum(target != IGNORE for target in said)
+                for lead in before_answers(np.array(ids), np.array(said)).tolist():
+                    leads[lead] += weight / length
+            size += weight if pairs else 0.0
+        if not (size and counted):
+            return {}
+        said = (targets != IGNORE).sum() / (tokens != self.tokenizer.bos_id).sum()
+        ratio = float(said) * size / counted
+        theirs = Counter(before_answers(tokens, targets).tolist())
+        return {
+            "counted": max(ratio, 1 / ratio) if ratio else math.inf,
+            "lead": distance(leads, theirs),
+        }
+
+    def rendered(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
+        """Tokens and targets of a conversation, IGNORE where one does not count."""
+        ids, mask = render(self.tokenizer, self.chats[name][i], max_seq_len + 1)
+        said = [token if own else IGNORE for token, own in zip(ids, mask, strict=True)]
+        return ids[:-1], said[1:]
+
+    def answers(self, model: GPT) -> dict[str, float]:
+        """What the answers look like."""
+        T = model.cfg.max_seq_len
+        longest = min(LONGEST, T // 2)
+        asked, prompts, taught = [], [], []  # only what a good answer to has half of that
+        for name, i in self.asked(self.num_answers):
+            whole, _ = render(self.tokenizer, self.chats[name][i])
+            prompt = render_prompt(self.tokenizer, self.chats[name][i])
+            if len(whole) - len(prompt) <= longest / 2:
+                asked.append((name, i))
+                taught.append(len(whole) - len(prompt))
+                prompts.append(prompt[longest - T :])  # of a long one the end is read
+        if not asked:
+            return {}
+        engine = Engine(for_inference(model), self.tokenizer, len(asked))
+        groups = engine.generate(prompts, Sampling(longest, 0.0, None))
+        said = [group[0] for group in groups]
+        words = [self.tokenizer.decode(answer.ids) for answer in said]
+        choices = [
+            text.strip()
+            for (name, i), text in zip(asked, words, strict=True)
+            if self.chats[name].letters(i)
+        ]
+        readable = [self.chats[n].answered(t) for (n, _), t in zip(asked, words, strict=True)]
+        most = max(Counter(choices).values()) / len(choices) if len(choices) >= 4 else math.nan
+        ratio = max(1, sum(len(answer.ids) for answer in said)) / sum(taught)
+        return {
+            "length": max(ratio, 1 / ratio),
+            "no_end": share(answer.finish == "length" for answer in said),
+            "unreadable": 1 - share(readable),
+            "repeated": sum(map(repeated, said)) / len(said),
+            "one_letter": most,
+        }
+
+
+def padded(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> torch.Tensor:
+    """Rows of different lengths as one tensor, filled up at their ends."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filling] * (longest - len(row))] for row in rows], device=device)
+
+
+def share(values: Any) -> float:
+    """Of the values that are true."""
+    known = list(values)
+    return sum(known) / len(known)
+
+
+def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """The tokens, (T) or (n, T), after which a run of counted targets begins; flat."""
+    counted = targets != IGNORE
+    begins = counted.copy()
+    begins[..., 1:] &= ~counted[..., :-1]
+    return tokens[begins]
+
+
+def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
+    """Total variation of two distributions, given as weights: 0 equal, 1 nothing in common."""
+    first, second = math.fsum(one.values()), math.fsum(other.values())
+    if not (first and second):
+        return float(first != second)
+    both = one.keys() | other.keys()
+    return sum(abs(one.get(x, 0) / first - other.get(x, 0) / second) for x in both) / 2
+
+
+def repeated(answer: Completion) -> float:
+    """Share of an answer's runs of NGRAM tokens that came before in it."""
+    runs = [tuple(answer.ids[i : i + NGRAM]) for i in range(len(answer.ids) - NGRAM + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def pretraining_text(
+    parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, num_tokens: int, machine: Machine
+) -> list[Batch]:
+    """
+    Validation rows of the text that the base model read, for the main rank, which alone measures;
+    none, and a line, where the text is gone.
+    """
+    if not (parent.state["source"] and machine.is_main):
+        return []
+    found: list[Batch] = []
+    try:
+        texts = open_texts(DataConfig(), recorded=parent.state["source"])
+        corpus = open_corpus(texts, tokenizer, max_seq_len)
+        for name, rows in corpus.rows.items():
+            ensure(rows, texts.sources[name], tokenizer, 0)
+        each = max(1, num_tokens // max_seq_len // len(corpus.rows))
+        for rows in corpus.rows.values():
+            found += [tokens_and_targets(batch) for batch in rows.val_batches(8, each)]
+    except (OSError, ValueError) as error:
+        machine.print0(f"the text that was pretrained on is not watched: {error}")
+        return []
+    return found
