@@ -5,29 +5,24 @@ Recursion against plain models of equal cost: presets x seeds trained, each judg
 
 Every run but the twins spends as many FLOPs as --steps steps of the plain model, within 4%: that
 model itself (equal parameters), a deeper one per preset (equal tokens), and the recursive one. The
-twins are the
-plain model trained on the recursive one's tokens. --others=1 adds arms that are no presets.
+twins are the plain model trained on the recursive one's tokens. --others=1 adds arms that are no
+presets.
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
-Writes  arms/<tag>/ under it with logs and records, judged/<preset>/ with the report's section.
-        Runs that are there are not repeated. Two at a time, a thread each: run nothing beside them.
+Writes  sweeps/recursion/ there, logs and records in sweeps/runs/. Run nothing beside it.
 """
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.common import REPOSITORY, base_dir
+from nanochat.common import base_dir
 from nanochat.config import start
 from nanochat.presets import Preset, RecursionConfig
 from nanochat.runlog import read_metrics
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.stats import mean
+from nanochat.sweep import Job, Sweep, SweepConfig
 from nanochat.tokenizer import Tokenizer
 
 BATCH = 4096
@@ -58,6 +53,7 @@ class Arms:
     """Steps of the plain model, whose FLOPs are the budget of all."""
     others: bool = False
     """Train the arms that are no presets too."""
+    sweep: SweepConfig = field(default_factory=lambda: SweepConfig(devices=2))
 
 
 def flops(depth: int, preset: Preset = "none") -> float:
@@ -87,45 +83,25 @@ def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
     return {f"{tag}-{seed}": flags for tag, flags in runs.items()}
 
 
-def run(tag: str, flags: str) -> None:
-    """Train one model, if it is not there."""
-    folder = base_dir() / "arms" / tag
-    folder.mkdir(parents=True, exist_ok=True)
+def training(tag: str, flags: str) -> Job:
+    """One model."""
     seed = tag.rsplit("-", 1)[1]
-    call(
-        f"scripts.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} "
-        f"--resume=auto --once --report_dir={folder / 'report'}",
-        folder / "log.txt",
-    )
-    print(tag, flush=True)
+    words = f"scripts.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} --resume=auto"
+    return Job(tag, [[*words.split(), "--once"]])
 
 
-def call(words: str, log: Path) -> None:
-    """Run a script with one thread. Raises SystemExit where it fails."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    with log.open("a") as out:
-        command = [sys.executable, "-m", *words.split()]
-        done = subprocess.run(command, cwd=REPOSITORY, env=env, stdout=out, stderr=out)
-    if done.returncode:
-        raise SystemExit(f"{words} failed, see {log}")
-
-
-def judge(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> str:
-    """The section of a preset against the plain runs; returns the criteria."""
-    folder = base_dir() / "judged" / preset
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "log.txt").unlink(missing_ok=True)
+def judging(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> Job:
+    """A preset against the plain runs: the section that says which criteria are met."""
     tags = [tag for runs in plans for tag in runs]
     mine = [tag for tag in tags if tag.startswith(f"{preset}-")]
     steps = mine[0].split("-")[1]
     plain = [tag for tag in tags if tag.startswith(("plain-", "deep"))]
     others = [tag for tag in plain if tag.split("-")[1] in (steps, str(cfg.steps))]
-    call(
+    words = (
         f"scripts.recursion_eval --model_tags={','.join(mine)} --plain_tags={','.join(others)} "
-        f"--eval_tokens=524288 --report_dir={folder}",
-        folder / "log.txt",
+        "--eval_tokens=524288"
     )
-    return (folder / "log.txt").read_text()
+    return Job(f"{preset} judged", [words.split()])
 
 
 def show(plans: list[dict[str, str]]) -> None:
@@ -143,12 +119,12 @@ def show(plans: list[dict[str, str]]) -> None:
 def main(cfg: Arms) -> None:
     presets: list[Preset] = [name.strip() for name in cfg.presets.split(",")]  # type: ignore
     plans = [plan(cfg, presets, seed) for seed in range(cfg.seeds)]
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [(tag, flags) for runs in plans for tag, flags in runs.items()]
-        list(pool.map(lambda job: run(*job), jobs))
+    with Sweep(cfg.sweep, "recursion") as sweep:
+        sweep.run_all([training(*run) for runs in plans for run in runs.items()])
         show(plans)
-        for text in pool.map(lambda preset: judge(cfg, preset, plans), presets):
-            print(text)
+        judged = sweep.run_all([judging(cfg, preset, plans) for preset in presets])
+    for run in judged.values():
+        print((run.folder / "log.txt").read_text())
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from nanochat.mixture import (
 from nanochat.optim import MuonAdamW, rules
 from nanochat.rows import Rows
 from nanochat.runlog import METRICS_FILE
-from nanochat.sentinel_suite import Asked
+from nanochat.sentinel_suite import Asked, Taught
 from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.stopping import PREEMPTED
@@ -73,10 +73,9 @@ class Apart:
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
-class Answers(Conversations, Protocol):
+class Answers(Conversations, Taught, Protocol):
     """Conversations that say what they are; `tasks.base.Task` does."""
 
-    def __len__(self) -> int: ...
     @property
     def identity(self) -> dict[str, Any]:
         """JSON-ready; decides which conversations there are, and in which order."""
@@ -354,10 +353,14 @@ def begin_watch(
     rows: Rows,
     machine: Machine,
 ) -> Watch | None:
-    """What looks at the run on its way: it asks held-out conversations of what is learned."""
+    """What looks at the run on its way: it asks conversations of what is learned."""
     shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    chats = {bucket.name: bucket.val for bucket in talk.learned if shares[bucket.name]}
-    watch = open_watch(plan.watch, parent, stage.model, chats, shares, stage.num_steps, machine)
+    learned = [bucket for bucket in talk.learned if shares[bucket.name]]
+    chats = {bucket.name: bucket.val for bucket in learned}
+    taught = {bucket.name: bucket.train for bucket in learned}
+    watch = open_watch(
+        plan.watch, parent, stage.model, chats, stage.num_steps, machine, taught, shares
+    )
     if watch:
         some = rows.batch(0, min(LOOKED_AT, rows.packed_train_rows), seed=0)
         watch.rows = watch.suite.beside(*stage.split(some))

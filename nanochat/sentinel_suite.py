@@ -1,17 +1,17 @@
 """
-What sentinels ask: a small suite, always the same, of the text that was pretrained on, of held-out
-conversations, and of answers to them.
+What sentinels ask: a small suite, always the same, of the text that was pretrained on, of
+conversations that are learned, and of answers to held-out ones.
 
     checkpoint -> pretraining_text; text, conversations -> Suite.measure -> figures by name
 
-The suite renders its conversations itself, as they are asked of a finished model: whoever trains on
+The suite renders its conversations itself, as a finished model will see them: whoever trains on
 something else can be told by comparing. Knows no task, and judges nothing.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,30 +33,39 @@ from nanochat.tokenizer import Tokenizer
 
 LONGEST = 128  # tokens of an answer
 NGRAM = 4  # tokens whose repetition is counted
-LOSSES = 64  # conversations, of all buckets together, whose loss is measured
+LOSSES = 64  # conversations that are taught, of all buckets together, whose loss is measured
 ROWS = 8  # of them in a forward pass
-COUNTED = 64  # conversations of a bucket that are compared with the rows of a training
+COUNTED = 64  # of each bucket that are compared with the rows of the training
 
 
-class Asked(Protocol):
-    """Held-out conversations of a bucket; `tasks.base.Task` is one."""
+class Taught(Protocol):
+    """Conversations of a bucket; `tasks.base.Task` is one."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> Sequence[Message]: ...
+
+
+class Asked(Taught, Protocol):
+    """Conversations whose answers can be looked at; `tasks.base.Task` is one."""
+
     def letters(self, i: int) -> tuple[str, ...]: ...
     def answered(self, answer: str) -> bool: ...
 
 
 @dataclass
 class Suite:
-    """What is asked, always the same. `shares`: of the training tokens, by bucket."""
+    """What is asked, always the same."""
 
     tokenizer: Tokenizer
     text: Sequence[Batch]
     chats: Mapping[str, Asked]
-    shares: Mapping[str, float]
+    """Held-out conversations by bucket, to answer."""
+    taught: Mapping[str, Taught] = field(default_factory=dict)
+    """Those of the training, by bucket."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Of the training tokens, by bucket."""
     num_answers: int = 16
-    """Conversations, of all buckets together; 0 = none."""
+    """Answers, to all buckets together; 0 = none."""
 
     def measure_parent(self, model: GPT) -> dict[str, float]:
         """Before a run: as `measure`, and what does not change."""
@@ -79,56 +88,48 @@ class Suite:
         lengths = np.concatenate([sizes[targets].ravel() for _, targets in self.text])
         return math.log2(len(sizes)) * int((lengths > 0).sum()) / int(lengths.sum())
 
-    def asked(self, num: int) -> list[tuple[str, int]]:
-        """Bucket and number of so many conversations; at least two of each that is learned."""
-        learned = [name for name, share in self.shares.items() if share and len(self.chats[name])]
-        if not (num and learned):
-            return []
-        each = max(2, num // len(learned))
-        return [(name, i) for name in learned for i in range(min(each, len(self.chats[name])))]
-
     @torch.no_grad()
     def conversations(self, model: GPT) -> dict[str, float]:
-        """Nats per counted token, as the mixture weighs its buckets."""
+        """Nats per counted token of what is taught, as the mixture weighs its buckets."""
         nats: dict[str, float] = defaultdict(float)
         counted: Counter = Counter()
         tokens: Counter = Counter()
-        asked = self.asked(LOSSES if self.num_answers else 0)
-        for first in range(0, len(asked), ROWS):
-            names = [name for name, _ in asked[first : first + ROWS]]
-            pairs = [
-                self.rendered(name, i, model.cfg.max_seq_len)
-                for name, i in asked[first : first + ROWS]
-            ]
-            x = padded([ids for ids, _ in pairs], self.tokenizer.bos_id, model.device)
-            y = padded([said for _, said in pairs], IGNORE, model.device)
+        some = [
+            (name, self.rendered(name, i, model.cfg.max_seq_len))
+            for name, i in picked(self.taught, LOSSES)
+        ]
+        for first in range(0, len(some), ROWS):
+            group = some[first : first + ROWS]
+            x = padded([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
+            y = padded([said for _, (_, said) in group], IGNORE, model.device)
             sums = model.token_losses(x, y).double().sum(1).tolist()
-            for name, (ids, said), loss in zip(names, pairs, sums, strict=True):
+            for (name, (ids, said)), loss in zip(group, sums, strict=True):
                 nats[name] += loss
                 counted[name] += sum(target != IGNORE for target in said)
                 tokens[name] += len(ids)
         weights = {n: self.shares[n] * counted[n] / tokens[n] for n in nats if counted[n]}
         total = math.fsum(weights.values())
         loss = math.fsum(w * nats[n] / counted[n] for n, w in weights.items())
-        return {"answer_loss": loss / total} if total else {}
+        return {"taught_loss": loss / total} if total else {}
 
     def beside(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """
-        Rows of a training, both (n, T), beside what its buckets hold as they are asked: the ratio
-        of the shares of tokens that carry loss, from 1 up, and how much the tokens after which
-        answers begin differ, from 0 to 1 (total variation). Empty where nothing is held out.
+        Rows of a training, both (n, T), beside what is taught, rendered apart: the ratio of the
+        shares of tokens that carry loss, from 1 up, and how much the tokens after which answers
+        begin differ, from 0 to 1 (total variation). Empty where nothing is taught.
         """
         size = counted = 0.0
         leads: dict[int, float] = defaultdict(float)
-        for name, weight in self.shares.items():
-            some = range(min(COUNTED, len(self.chats[name]))) if weight else ()
-            pairs = [self.rendered(name, i, tokens.shape[1]) for i in some]
+        for name, bucket in self.taught.items():
+            some = picked({name: bucket}, COUNTED)
+            pairs = [self.rendered(name, i, tokens.shape[1]) for name, i in some]
+            weight = self.shares[name]
             length = sum(len(ids) - 1 for ids, _ in pairs)  # rows are filled up with BOS
             for ids, said in pairs:
                 counted += weight / length * sum(target != IGNORE for target in said)
                 for lead in before_answers(np.array(ids), np.array(said)).tolist():
                     leads[lead] += weight / length
-            size += weight if pairs else 0.0
+            size += weight
         if not (size and counted):
             return {}
         said = (targets != IGNORE).sum() / (tokens != self.tokenizer.bos_id).sum()
@@ -140,8 +141,8 @@ class Suite:
         }
 
     def rendered(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
-        """Tokens and targets of a conversation, IGNORE where one does not count."""
-        ids, mask = render(self.tokenizer, self.chats[name][i], max_seq_len + 1)
+        """Tokens and targets of what is taught, IGNORE where one does not count."""
+        ids, mask = render(self.tokenizer, self.taught[name][i], max_seq_len + 1)
         said = [token if own else IGNORE for token, own in zip(ids, mask, strict=True)]
         return ids[:-1], said[1:]
 
@@ -150,7 +151,7 @@ class Suite:
         T = model.cfg.max_seq_len
         longest = min(LONGEST, T // 2)
         asked, prompts, taught = [], [], []  # only what a good answer to has half of that
-        for name, i in self.asked(self.num_answers):
+        for name, i in picked(self.chats, self.num_answers):
             whole, _ = render(self.tokenizer, self.chats[name][i])
             prompt = render_prompt(self.tokenizer, self.chats[name][i])
             if len(whole) - len(prompt) <= longest / 2:
@@ -178,6 +179,15 @@ class Suite:
             "repeated": sum(map(repeated, said)) / len(said),
             "one_letter": most,
         }
+
+
+def picked(buckets: Mapping[str, Taught], num: int) -> list[tuple[str, int]]:
+    """Bucket and place of so many conversations: at least two of each bucket, evenly spread."""
+    found = []
+    for name, bucket in buckets.items() if num else ():
+        each = min(len(bucket), max(2, num // len(buckets)))
+        found += [(name, i * len(bucket) // each) for i in range(each)]
+    return found
 
 
 def padded(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ Is a run broken? A small fixed suite, asked of the parent before and of the mode
 What post-training moves little must not fall far: bits per byte of the text that was pretrained on.
 How little depends on the rates, so the rise is told as a share of the way to knowing nothing, where
 every token is as likely. What it does move must move as the loss says, and rows must hold what is
-asked: the suite renders its conversations itself, so a slip in template, mask or loading shows at
+taught: the suite renders its conversations itself, so a slip in template, mask or loading shows at
 the first step. And answers are looked at as text: how long, whether they end, whether they can be
 read, whether they repeat themselves or name one letter whatever is asked. Knows no task; thresholds
 were set by what known-good runs and planted breakages do (dev/LOG.md).
@@ -21,7 +21,7 @@ from nanochat.checkpoint import Checkpoint
 from nanochat.common import Refused
 from nanochat.gpt import GPT
 from nanochat.machine import Machine
-from nanochat.sentinel_suite import Asked, Suite, pretraining_text
+from nanochat.sentinel_suite import Asked, Suite, Taught, pretraining_text
 from nanochat.stopping import BROKEN
 from nanochat.tokenizer import Tokenizer
 
@@ -58,10 +58,10 @@ BOUNDS = {
 }
 WORDS = {
     "forgotten": "what pretraining taught is forgotten, by the bits of its text",
-    "gap": "the first loss of training is not that of its conversations as they are asked",
-    "apart": "the training loss is not that of its conversations as they are asked",
-    "counted": "another share of tokens carries loss than in conversations as they are asked",
-    "lead": "answers begin after other tokens than in conversations as they are asked",
+    "gap": "the first loss of training is not that of its conversations, rendered apart",
+    "apart": "the training loss is not that of its conversations, rendered apart",
+    "counted": "another share of tokens carries loss than in its conversations, rendered apart",
+    "lead": "answers begin after other tokens than in its conversations, rendered apart",
     "no_end": "more answers do not end",
     "unreadable": "more answers cannot be read",
     "repeated": "answers repeat themselves more",
@@ -79,8 +79,7 @@ class SentinelConfig:
     sentinel_tokens: int = 4096
     """Tokens of pretraining text in the suite."""
     sentinel_answers: int = 16
-    """Conversations in the suite, of all buckets together, that are answered; 0 = no conversations
-    at all."""
+    """Held-out conversations in the suite, of all buckets together, that are answered; 0 = none."""
     on_broken: Literal["stop", "warn"] = "stop"
     """What becomes of a run that is called broken: it ends without a checkpoint (status 78), or is
     told of and goes on."""
@@ -129,8 +128,8 @@ class Watch:
     def first_step(self, loss: float) -> list[Finding]:
         """Judge the first step: its loss is the parent's, and its rows hold what they should."""
         found = dict(self.rows)
-        if "answer_loss" in self.parent:
-            found["gap"] = gap(loss, self.parent["answer_loss"])
+        if "taught_loss" in self.parent:
+            found["gap"] = gap(loss, self.parent["taught_loss"])
         return self.judge(1, found)
 
     def look(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
@@ -144,8 +143,8 @@ class Watch:
         was, most = (self.parent.get(name, math.nan) for name in ("text_bpb", "knowing_nothing"))
         if was < KNOWING * most:
             found["forgotten"] = (self.measured["text_bpb"] - was) / (most - was)
-        if "answer_loss" in self.measured and step < self.first_pass:
-            found["apart"] = gap(self.measured["answer_loss"], smooth_loss)
+        if "taught_loss" in self.measured and step < self.first_pass:
+            found["apart"] = gap(self.measured["taught_loss"], smooth_loss)
         if "length" in self.parent:
             found["length"] = self.measured["length"] / self.parent["length"]
         return self.judge(step, found)
@@ -187,20 +186,23 @@ def open_watch(
     parent: Checkpoint,
     model: GPT,
     chats: Mapping[str, Asked],
-    shares: Mapping[str, float],
     num_steps: int,
     machine: Machine,
+    taught: Mapping[str, Taught] = {},
+    shares: Mapping[str, float] = {},
 ) -> Watch | None:
     """
-    Ask `model`, loaded from `parent`, before anything changes it. `chats`: held-out conversations
-    by bucket; `shares`: of the training tokens. None where the suite is never to be asked.
+    Ask `model`, loaded from `parent`, before anything changes it; None where that is not wanted.
+
+    By bucket, `chats`: held-out conversations to answer; of a training on conversations `taught`:
+    these, and `shares`: of its tokens.
     """
     if cfg.sentinel_every == 0:
         return None
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T = model.cfg.max_seq_len
     text = pretraining_text(parent, tokenizer, T, cfg.sentinel_tokens, machine)
-    suite = Suite(tokenizer, text, chats, shares, cfg.sentinel_answers)
+    suite = Suite(tokenizer, text, chats, taught, shares, cfg.sentinel_answers)
     before = machine.broadcast(suite.measure_parent(model) if machine.is_main else {})
     return Watch(cfg, suite, before, num_steps, machine)
 

@@ -172,8 +172,7 @@ def practise(
     # Practise
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     chats = {task.name: task for task in held_out.tasks}
-    shares = dict.fromkeys(chats, 1 / len(chats))
-    watch = open_watch(cfg.watch, parent, model, chats, shares, num_steps, machine)
+    watch = open_watch(cfg.watch, parent, model, chats, num_steps, machine)
     run, progress, log = open_run(
         cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id, watch
     )

@@ -5,6 +5,7 @@ import pytest
 from nanochat import held_out
 from nanochat.common import Refused
 from scripts import hold_out
+from scripts.chat_eval import ChatEval, chosen
 from scripts.hold_out import HoldOut
 from tasks.base import ChoiceTask, assistant, user
 from tasks.overlap import overlaps
@@ -77,3 +78,16 @@ def test_the_script_declares_shows_and_scans(capsys):
     out = capsys.readouterr().out
     assert "final: KMMLU, made of kmmlu" in out and "final: HumanEval, made of humaneval" in out
     assert "Access to final benchmarks" in out
+
+
+def test_the_chat_evaluation_leaves_final_tasks_out_unless_they_are_asked_for(machine, capsys):
+    every = ["arc_easy", "gsm8k"]
+    assert chosen(ChatEval(), every, machine) == every
+    held_out.declare({"ARC-Easy": "arc"})
+    assert chosen(ChatEval(), every, machine) == ["gsm8k"]
+    assert "left out, being final: arc_easy; --final looks at them" in capsys.readouterr().out
+    assert chosen(ChatEval(final=True), every, machine) == every
+    # by name it is not left out but refused, before anything is asked
+    named = chosen(ChatEval(task_name="ARC-Easy|GSM8K"), every, machine)
+    with pytest.raises(Refused, match="ARC-Easy is final"):
+        held_out.require_access(named, False, {})

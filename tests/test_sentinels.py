@@ -55,11 +55,11 @@ def model():
 def suite_of():
     ids = torch.arange(65).repeat(4, 1).numpy()
     text = [tokens_and_targets(ids)]
-    return Suite(TOKENIZER, text, {"x": Letters()}, {"x": 1.0})
+    return Suite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 
 def watch_of(machine):
-    usual = {"text_bpb": 1.0, "knowing_nothing": 3.0, "answer_loss": 1.0}
+    usual = {"text_bpb": 1.0, "knowing_nothing": 3.0, "taught_loss": 1.0}
     answers = {"no_end": 0.0, "unreadable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
     return Watch(SentinelConfig(), suite_of(), {**usual, **answers}, 100, machine, 50.0)
 
@@ -75,14 +75,14 @@ def test_a_suite_measures_text_conversations_and_answers(model):
     found = suite.measure_parent(model)
     assert found["knowing_nothing"] == pytest.approx(math.log2(265), rel=0.02)  # a byte a token
     assert 0 < found["text_bpb"] < 2 * found["knowing_nothing"]
-    assert found["answer_loss"] == pytest.approx(math.log(265), rel=0.3)
+    assert found["taught_loss"] == pytest.approx(math.log(265), rel=0.3)
     assert found["no_end"] > 0.5 and found["unreadable"] > 0.5 and found["length"] > 3
     assert suite.measure(model) == suite.measure(model)
 
 
 def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
     watch = watch_of(machine)
-    assert not looked(monkeypatch, watch, text_bpb=1.2, answer_loss=0.9, length=1.3, no_end=0.1)
+    assert not looked(monkeypatch, watch, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
     assert [f.level for f in watch.first_step(1.2)] == ["fine"]
     assert capsys.readouterr().out == "" and worst(watch.history) == "fine"
 
@@ -142,14 +142,14 @@ def test_the_first_step_shows_another_loss_than_the_parents(machine):
 
 
 def test_a_suite_without_conversations_compares_no_rows():
-    suite = Suite(TOKENIZER, [], {}, {})
+    suite = Suite(TOKENIZER, [], {})
     assert suite.beside(*rows_of(lambda ids, mask: mask)) == {}
 
 
 def test_a_gap_means_nothing_once_rows_come_again(monkeypatch, machine):
     watch = watch_of(machine)
-    assert "apart" in looked(monkeypatch, watch, step=40, smooth_loss=0.1, answer_loss=3.0)
-    assert not looked(monkeypatch, watch, step=60, smooth_loss=0.1, answer_loss=3.0)
+    assert "apart" in looked(monkeypatch, watch, step=40, smooth_loss=0.1, taught_loss=3.0)
+    assert not looked(monkeypatch, watch, step=60, smooth_loss=0.1, taught_loss=3.0)
 
 
 def test_answers_may_come_nearer_to_the_length_they_should_have(monkeypatch, machine):
@@ -169,9 +169,9 @@ def test_a_long_conversation_is_not_asked():
         def conversation(self, i):
             return [user("tell me"), assistant("a long story " * 10)]
 
-    suite = Suite(TOKENIZER, [], {"x": Long()}, {"x": 1.0})
+    suite = Suite(TOKENIZER, [], {"x": Long()}, {"x": Long()}, {"x": 1.0})
     model = build_model(GPTConfig(265, 2, 32, 4, 2, 8, 64), torch.device("cpu"), torch.float32, 0)
-    assert set(suite.measure(model)) == {"answer_loss"}
+    assert set(suite.measure(model)) == {"taught_loss"}
 
 
 def test_a_broken_run_stops_unless_it_is_only_to_be_told():
