@@ -14,6 +14,7 @@ Writes  sweeps/breakages/ there: verdicts.csv beside the ledger
 import re
 from dataclasses import dataclass, field
 
+from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.report import render_table
@@ -60,7 +61,8 @@ def job(base: str, name: str, source: str, flags: str, plant: str = "") -> Job:
     common = "--log_every=20 --keep=1 --model_tag={tag} --on_broken=stop"
     common += f" --num_iterations={STEPS[source]}"
     before = ["dev.plant", plant] if plant else []
-    return Job(name, [[*before, *words.split(), *common.split()]])
+    start = {source: find_checkpoint(source, base).fingerprint}
+    return Job(name, [[*before, *words.split(), *common.split()]], start)
 
 
 def jobs(base: str) -> dict[str, tuple[str, Job]]:

@@ -10,6 +10,7 @@ Writes  sweeps/soups/ there, merged checkpoints soup-*, and soups.csv beside the
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.report import render_table
@@ -42,7 +43,8 @@ def fine_tuning(cfg: Soups, seed: int) -> Job:
         f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 --log_every=20 "
         "--eval_tokens=16384 --model_tag={tag}"
     )
-    return Job(f"seed {seed}", [words.split()])
+    start = {"mid": find_checkpoint("mid", cfg.base).fingerprint}
+    return Job(f"seed {seed}", [words.split()], start)
 
 
 def merging(cfg: Soups, number: int, parents: list[Done], flags: str) -> Job:

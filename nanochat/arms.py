@@ -30,7 +30,8 @@ def arm_counts(
     What an arm takes of each bucket; the sum stays.
 
     floor: bucket -> the least share of the whole that `only` leaves it, so that the answers keep
-    their form. Raises ValueError naming an arm that is none, or a bucket that is not there.
+    their form. Raises ValueError naming an arm that is none or changes nothing, or a bucket that is
+    not there.
     """
     kind, _, words = arm.partition(":")
     total = sum(counts.values())
@@ -43,6 +44,8 @@ def arm_counts(
             one_of(counts, name, f"the floor {name}")
         wanted = {name: kept.get(name, 0.0) for name in counts}
         wanted[bucket] = total - sum(kept.values())
+        if wanted[bucket] <= 0:
+            raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing of {bucket}")
     elif kind == "drop":
         wanted = changed(counts, {one_of(counts, words, arm): 0.0}, arm)
     elif kind == "swap" and words.count("->") == 1:
@@ -56,7 +59,10 @@ def arm_counts(
         wanted = weighed(counts, tags, found, arm)
     else:
         raise ValueError(f"{arm!r} is no arm; there are {FORMS}")
-    return dict(zip(counts, whole(list(wanted.values())), strict=True))
+    found = dict(zip(counts, whole(list(wanted.values())), strict=True))
+    if found == dict(counts):
+        raise ValueError(f"{arm!r} is the control, {found} rows: what it changes has none there")
+    return found
 
 
 def taken(
@@ -91,13 +97,15 @@ def weighed(
     ]
     weights = [number(left, arm), number(right, arm)]
     for value, group in zip((first, second), groups, strict=True):
-        if not sum(group.values()):
+        if not group:
             raise ValueError(f"{arm!r}: no bucket of the mixture has the {tag} {value!r}")
     both = sum(sum(group.values()) for group in groups)
     wanted: dict[str, float] = {**counts}
     for group, weight in zip(groups, weights, strict=True):
-        for name, n in group.items():
-            wanted[name] = both * weight / sum(weights) * n / sum(group.values())
+        rows = sum(group.values())
+        for name, n in group.items():  # those that the control has none of, alike
+            share = n / rows if rows else 1 / len(group)
+            wanted[name] = both * weight / sum(weights) * share
     return wanted
 
 

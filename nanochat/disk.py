@@ -61,8 +61,9 @@ class RunLock:
     recognised as such, and taken over.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print):
-        self.path, self.say = path, say
+    def __init__(self, path: Path, say: Callable[[str], None] = print, own: str = "--model_tag"):
+        """own: the flag by which another run gets a place of its own."""
+        self.path, self.say, self.own = path, say, own
         self.file: TextIO | None = None
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
@@ -92,7 +93,7 @@ class RunLock:
             file.close()
             raise Refused(
                 f"another run writes there: {owner} holds {self.path}",
-                "wait for it or stop it, or give this run another --model_tag",
+                f"wait for it or stop it, or give this run another {self.own}",
             ) from None
         except OSError as error:  # a file system without locks
             self.say(f"{self.path}: no lock here ({error}); let no two runs write to this folder")

@@ -41,7 +41,7 @@ from nanochat.mixture import (
     resolve,
 )
 from nanochat.optim import MuonAdamW, rules
-from nanochat.rows import Rows
+from nanochat.rows import Rows, require_half
 from nanochat.runlog import METRICS_FILE
 from nanochat.sentinel_suite import Asked, Taught
 from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
@@ -151,8 +151,8 @@ class Plan:
     eval_tokens: int | None = None
     """Validation tokens per evaluation, shared among the buckets; at most all. Default: 10,485,760,
     on a CPU 131,072."""
-    eval_part: int = 0
-    """Which of them: 0 the first, 1 as many others, to measure anew what 0 chose."""
+    eval_half: int = 0
+    """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
     waive_families: str = ""
     """Data sets, with commas between them, that may be trained on although a final benchmark was
     made of them too (scripts.hold_out)."""
@@ -165,6 +165,7 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        require_half(self.eval_half)
 
     def num_eval_tokens(self, machine: Machine) -> int:
         """Validation tokens, where nobody said how many."""
@@ -181,10 +182,10 @@ class AnswerLoss:
         tokenizer: Tokenizer,
         machine: Machine,
         num_rows: int,
-        part: int = 0,
+        half: int = 0,
     ):
-        """num_rows: in all, shared among the buckets; at least one of each. part: see Plan."""
-        self.part = part
+        """num_rows: in all, shared among the buckets; at least one of each. half: see Plan."""
+        self.half = half
         self.model, self.buckets, self.machine = model, buckets, machine
         self.num_rows = max(1, num_rows // len(buckets))
         self.token_bytes = tokenizer.token_bytes()
@@ -198,7 +199,7 @@ class AnswerLoss:
         """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""
         machine, T = self.machine, rows.max_seq_len
         mine = rows.val_batches(
-            rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.part
+            rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.half
         )
         for batch in mine:
             blank = np.full((rows_per_pass - len(batch), T + 1), ~self.bos_id, batch.dtype)
@@ -255,7 +256,8 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     talk = lesson.talk(parent)
     parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
     require_other_families(parents, plan.waive_families.split(","))
-    require_access((bucket.measures for bucket in talk.measured if bucket.measures), False, {})
+    every = [*talk.measured, *talk.learned]  # sentinels ask what is learned
+    require_access((bucket.measures for bucket in every if bucket.measures), False, {})
     eval_tokens = plan.num_eval_tokens(machine)
     asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
@@ -319,7 +321,7 @@ def build_stage(
         optimizer.load_state_dict(parent.optim_tensors())
     apart = Apart(model, tokenizer.bos_id)
     num_rows = plan.num_eval_tokens(machine) // T
-    answers = AnswerLoss(apart, measured, tokenizer, machine, num_rows, plan.eval_part)
+    answers = AnswerLoss(apart, measured, tokenizer, machine, num_rows, plan.eval_half)
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     stage = Stage(
         kind=kind,

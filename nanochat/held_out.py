@@ -11,7 +11,7 @@ data set as a final benchmark is of its family, and not trained on. Knows no tas
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,18 @@ def is_final(name: str) -> bool:
     return plain(name) in map(plain, final_benchmarks())
 
 
+def admitted(
+    named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
+) -> list[str]:
+    """Tasks that were named, with | between them, else those of `default` that may be looked at."""
+    if named:
+        return named.split("|")
+    left_out = [name for name in default if is_final(name) and not final]
+    if left_out:
+        say(f"left out, being final: {', '.join(left_out)}; --final looks at them")
+    return [name for name in default if name not in left_out]
+
+
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
     """
     Raise Refused for a final benchmark that nobody allowed to be looked at; write down the access
@@ -56,7 +68,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     if wanted and not allowed:
         raise Refused(
             f"{', '.join(wanted)} is final: held out until the end, for nothing to be chosen by it",
-            "--final looks at it, and is written down",
+            "leave it out; where there is a flag --final, that looks at it, and is written down",
         )
     folder = base_dir()
     for name in wanted:
@@ -84,7 +96,7 @@ def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = (
             raise Refused(
                 f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
                 "its source and style is not measured by it",
-                f"leave it out of the mixture, or say --waive_families={parent}",
+                f"leave it out; in mid_train and chat_sft --waive_families={parent} allows it",
             )
 
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from nanochat import held_out
 from nanochat.common import base_dir
 from nanochat.records import read_lines
+from nanochat.sweep import purpose
 
 Record = Mapping[str, Any]
 Table = Mapping[str, Any]
 
-MIXTURES = ("Mixture", "Mixture by tag")
+DATA = ("Mixture", "Mixture by tag", "Filters", "Overlap with benchmarks")
 SENTINELS = "Sentinels"
-MOVED = (*MIXTURES, SENTINELS)
-TRAINING = ("tok_train", "base_train", "mid_train", "chat_sft", "chat_rl")
+MOVED = (*DATA, SENTINELS)
 MADE_BY = {  # beginning of a section -> what its device time was for
     "Tokenizer training": "Training",
     "Base model training": "Training",
@@ -53,12 +53,12 @@ def look_around(history: Sequence[Record]) -> Around:
 
 
 def data_mix(records: Sequence[Record], around: Around) -> list[Table]:
-    """The section "Data mix": mixtures by stage, who looked at final benchmarks."""
+    """The section "Data mix": what was learned, left out, shared; who looked at what is final."""
     tables: list[Table] = [
         {**table, "title": f"{table['title']}, {record['section']}"}
         for record in records
         for table in record["tables"]
-        if table.get("title") in MIXTURES
+        if table.get("title") in DATA
     ]
     return [*tables, *([held_out.access_table()] if around.accesses else [])]
 
@@ -99,10 +99,7 @@ def recipe(records: Sequence[Record], around: Around, hourly_rate: float) -> Tab
     whole = by_purpose((r["section"], own_seconds(r["cost"])) for r in around.history)
     for ledger in around.sweeps.values():
         for entry in ledger:
-            script = entry["command"].rpartition(".")[2]
-            kind = "Training" if script in TRAINING else "Evaluation"
-            kind = "Lost to failures" if entry["status"] else kind
-            whole[kind] = whole.get(kind, 0.0) + entry["seconds"]
+            whole[purpose(entry)] = whole.get(purpose(entry), 0.0) + entry["seconds"]
     kinds = [k for k in ("Training", "Evaluation", "Generation", "Lost to failures") if k in whole]
     rows = [
         [kind, *cells(final.get(kind, 0.0), whole[kind], hourly_rate)]

@@ -51,6 +51,10 @@ class MergeConfig:
 
     def shares(self, count: int) -> list[float]:
         """The weights of `count` models, which sum to 1. Raises ValueError for another number."""
+        if self.method == "slerp":
+            if self.weights or count != 2:
+                raise ValueError(f"slerp goes from one model to another by --t; here are {count}")
+            return [1 - self.t, self.t]
         if not self.weights:
             return [1 / count] * count
         try:

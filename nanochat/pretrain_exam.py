@@ -23,7 +23,7 @@ from nanochat.gpt import GPT, for_inference
 from nanochat.machine import Machine
 from nanochat.refine import RecursiveGPT
 from nanochat.refine_figures import bpb_by_loop, loop_figures, state_figures
-from nanochat.rows import Rows
+from nanochat.rows import Rows, require_half
 from nanochat.samples import samples
 from nanochat.stage import Evaluate
 from nanochat.stats import Estimate
@@ -36,8 +36,8 @@ class ExamConfig:
     eval_tokens: int | None = None
     """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
     CPU 131,072."""
-    eval_part: int = 0
-    """Which of them: 0 the first, 1 as many others, to measure anew what 0 chose."""
+    eval_half: int = 0
+    """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
     core_metric_every: int = 0
     """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
     core_metric_max_per_task: int = 500
@@ -52,6 +52,7 @@ class ExamConfig:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {value}")
+        require_half(self.eval_half)
 
     def tokens(self, machine: Machine) -> int:
         """Validation tokens per evaluation, where nobody said how many."""
@@ -121,7 +122,7 @@ class Exam:
 
         def batches(rows: Rows) -> Iterator[Batch]:
             mine = rows.val_batches(
-                device_rows, num_rows, machine.rank, machine.world_size, self.cfg.eval_part
+                device_rows, num_rows, machine.rank, machine.world_size, self.cfg.eval_half
             )
             return row_batches(mine, device_rows)
 

@@ -114,10 +114,7 @@ def ancestors(
     found, waiting = {print_}, [inputs]
     while waiting:
         for name, parent in waiting.pop().items():
-            if (
-                name not in ("data", "rows", "tokenizer", "mixture", "suite")
-                and parent not in found
-            ):
+            if name not in NO_PARENTS and parent not in found:
                 found.add(parent)
                 waiting.append(made.get(parent, {}))
     return found

@@ -157,23 +157,22 @@ class Rows:
         num_rows: int | None = None,
         rank: int = 0,
         world_size: int = 1,
-        part: int = 0,
+        half: int = 0,
     ) -> Iterator[np.ndarray]:
         """
         This rank's share of the first `num_rows` validation rows (None or too many: all of them);
-        of later `part`s the next ones. Raises ValueError where there are none left.
+        of one `half` of these, 1 or 2, where one is given. Raises ValueError for half a row.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
         and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
         """
         total = self.num_val_rows()
-        begin = part * (num_rows or total)
-        order = permutation(0, 0, 0, total)[begin : begin + (num_rows or total)]
-        if part and not len(order):
-            raise ValueError(
-                f"--eval_part={part}: {self.val_shard} has {total} rows, and earlier parts of "
-                f"{num_rows} have them all; lower --eval_tokens from the beginning"
-            )
+        order = permutation(0, 0, 0, total)
+        if half:
+            order = order[half - 1 :: 2]
+            if not len(order):
+                raise ValueError(f"half {half} of the validation: {self.val_shard} has {total} row")
+        order = order[: num_rows or total]
         bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
         mine = order[slice(*bounds)]
         for i in range(0, len(mine), rows_per_batch):
@@ -319,6 +318,12 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
+
+
+def require_half(half: int) -> None:
+    """Raise ValueError for a half of the validation rows that is none."""
+    if half not in (0, 1, 2):
+        raise ValueError(f"--eval_half={half}: 1 or 2, or 0 for all validation rows")
 
 
 def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

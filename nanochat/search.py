@@ -18,6 +18,7 @@ from nanochat.common import Refused
 from nanochat.stats import expected_maximum
 
 DIGITS = 4  # of a value that is tried
+ALIKE = 0.01  # values nearer than this, as a share, are one
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class SearchConfig:
     wide: int = 10
     """Values of the wide grid, evenly on a logarithmic scale."""
     tight: int = 5
-    """Values between the neighbours of the best."""
+    """Values between the neighbours of the best, that one often among them."""
     unit: int | None = None
     """Values are multiples of this, as of --total_batch_size."""
     finalists: int = 2
@@ -76,18 +77,18 @@ class Found:
         """Every value that was tried, in order."""
         rows = []
         for value in sorted({**self.wide, **self.tight}):
-            final = self.finals.get(value)
-            best = final and (min(final) if self.lower_is_better else max(final))
-            rows.append(
-                [
-                    f"{value:g}",
-                    *(f"{s[value]:.4f}" if value in s else "" for s in (self.wide, self.tight)),
-                    f"{fmean(final):.4f}" if final else "",
-                    f"{stdev(final):.4f}" if final else "",
-                    f"{best:.4f}" if final else "",
-                    "chosen" if value == self.chosen else "",
-                ]
-            )
+            final = self.finals.get(value, [])
+            cells = ["", "", ""]
+            if broke := sum(map(math.isnan, final)):
+                note = f"{broke} of {len(final)} broke"
+            else:
+                note = "chosen" if value == self.chosen else ""
+                if final:
+                    best = min(final) if self.lower_is_better else max(final)
+                    cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
+            once = (self.wide, self.tight)
+            tried = [f"{scores[value]:.4f}" if value in scores else "" for scores in once]
+            rows.append([shown(value), *tried, *cells, note])
         columns = [self.cfg.search, "Wide", "Tight", "Mean of seeds", "Std", "Best seed", ""]
         return {"title": "Search", "columns": columns, "rows": rows}
 
@@ -109,7 +110,9 @@ def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -
         return {value: scores[0] for value, scores in tried(values, [0]).items()}
 
     wide = once(spaced(cfg.low, cfg.high, cfg.wide, cfg.unit))
-    tight = once(inside(bracket(wide, lower_is_better, cfg.search), cfg.tight, cfg.unit))
+    ends = bracket(wide, lower_is_better, cfg.search)
+    between = inside(ends, cfg.tight, cfg.unit)
+    tight = once([x for x in between if not any(alike(x, known) for known in wide)])
     best = ranked({**wide, **tight}, lower_is_better)[: cfg.finalists]
     finals = tried(best, range(1, 1 + num_seeds))
     return Found(cfg, lower_is_better, wide, tight, finals)
@@ -129,6 +132,16 @@ def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[flo
     return found
 
 
+def alike(one: float, other: float) -> bool:
+    """Whether two values are so near that one run does for both."""
+    return abs(one - other) <= ALIKE * max(abs(one), abs(other))
+
+
+def shown(value: float) -> str:
+    """A value as a flag has it."""
+    return f"{value:.12g}"
+
+
 def rounded(value: float, unit: int | None) -> float:
     """A value as it is tried."""
     if unit is not None:
@@ -145,7 +158,7 @@ def ranked(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
     """Values from the best to the worst; those that are not finite are none. Raises ValueError."""
     finite = [value for value in scores if math.isfinite(scores[value])]
     if not finite:
-        raise ValueError(f"every run broke: {', '.join(f'{value:g}' for value in scores)}")
+        raise ValueError(f"every run broke: {', '.join(map(shown, scores))}")
     return sorted(finite, key=lambda value: scores[value], reverse=not lower_is_better)
 
 
@@ -159,8 +172,8 @@ def bracket(scores: Mapping[float, float], lower_is_better: bool, flag: str) -> 
     if place in (0, len(values) - 1):
         side, way = ("smallest", "--low") if place == 0 else ("largest", "--high")
         raise Refused(
-            f"the best {flag} of the wide grid is the {side} that was tried, {values[place]:g}: "
-            "the optimum may lie beyond",
+            f"the best {flag} of the wide grid is the {side} that was tried, "
+            f"{shown(values[place])}: the optimum may lie beyond",
             f"extend the grid by {way} and start again; what was run is kept",
         )
     return values[place - 1], values[place + 1]

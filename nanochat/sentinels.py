@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
 # All are rises over the parent, but for the ratios (counted, length) and the gap
 BOUNDS = {
     "forgotten": Bounds(0.2, 0.4, 0.6),
-    "gap": Bounds(0.5, 0.75, 1.0),
+    "gap": Bounds(0.75, 1.5, 2.5),
     "apart": Bounds(1.0, 1.5, math.inf),  # the smoothed loss is that of several models
     "counted": Bounds(1.25, 1.4, 1.6),
     "lead": Bounds(0.2, 0.35, 0.5),

@@ -20,9 +20,10 @@ class StoppedWaiting(RuntimeError):
 
 class StopRequest:
     """
-    Turns SIGTERM and SIGINT into a flag that the loop reads between micro-batches.
+    Turns SIGTERM, SIGINT and a lost terminal's SIGHUP into a flag that the loop reads between
+    micro-batches.
 
-    A second SIGINT ends the process at once.
+    A second SIGINT ends the process at once; under nohup SIGHUP goes on meaning nothing.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,10 @@ class StopRequest:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             self.previous[number] = signal.signal(number, self.handle)
         return self
 

@@ -23,7 +23,7 @@ from nanochat.tokenizer import Tokenizer
 
 CONTROL = "control"
 SEEDS_OF_ARM = 100  # arm number n has seeds from n times this
-FRESH_SEED = 1000  # of the answers that confirm a choice
+FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
 
 
@@ -84,7 +84,8 @@ def of_grid(spec: str) -> list[Arm]:
 class Study:
     """Makes the jobs of a study. Raises MissingInput where a base is not there."""
 
-    def __init__(self, cfg: StudyConfig, mix: MixConfig):
+    def __init__(self, cfg: StudyConfig, mix: MixConfig, data: str = ""):
+        """data: a fingerprint of what is learned and measured, where the flags do not tell."""
         self.cfg, self.mix = cfg, mix
         self.bases = cfg.bases.split("|")
         self.starts: dict[str, dict[str, str]] = {}
@@ -95,7 +96,8 @@ class Study:
                 self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
             else:
                 self.starts[base] = {self.source: find_checkpoint(self.source, base).fingerprint}
-        self.inputs = self.starts[self.bases[0]]
+            self.starts[base] |= {"data": data} if data else {}
+        self.inputs = {n: value for n, value in self.starts[self.bases[0]].items() if n != "data"}
         self.run_id = records.inherited_run_id(self.inputs)
 
     @property
@@ -118,11 +120,18 @@ class Study:
         return found
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
-        """One run: training, and the evaluation on tasks."""
+        """
+        One run: training, and the evaluation on tasks. An arm with another batch has as many tokens
+        in other steps. Raises ValueError for one with another number of steps.
+        """
         cfg, mix = self.cfg, self.mix
+        own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+        if "num_iterations" in own:
+            raise ValueError(f"{arm.name}: runs of a study are of one length, --num_iterations")
+        batch = int(own.get("total_batch_size", cfg.total_batch_size))
         words = [
             SCRIPTS[cfg.stage],
-            f"--num_iterations={cfg.num_iterations}",
+            f"--num_iterations={max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))}",
             f"--total_batch_size={cfg.total_batch_size}",
             *"--eval_every=0 --log_every=50 --keep=1 --resume=auto --once".split(),
             "--model_tag={tag}",
@@ -140,17 +149,14 @@ class Study:
         return Job(f"{base} {arm.name} seed {seed}", commands, self.starts[base])
 
     def confirmation(self, run: Done) -> Job:
-        """The same model measured on validation rows and by answers that did not choose it."""
+        """The same model measured on validation rows that did not choose it."""
         own = f"--model_tag={tag_of(run.folder.name)}"
-        training, *evaluations = (
-            [own if word == "--model_tag={tag}" else word for word in words if word != "--once"]
-            for words in run.job.commands
-        )
-        commands = [
-            [*training, "--eval_part=1"],
-            *([*e, f"--seed={FRESH_SEED}"] for e in evaluations),
+        training = [
+            own if word == "--model_tag={tag}" else word
+            for word in run.job.commands[0]
+            if word not in ("--once", FIRST_HALF)
         ]
-        return Job(f"{run.job.name}, measured anew", commands, run.job.starts_from)
+        return Job(f"{run.job.name}, measured anew", [[*training, OTHER_HALF]], run.job.starts_from)
 
 
 def judge(
@@ -158,9 +164,11 @@ def judge(
 ) -> tuple[list[Contrast], dict[str, Any]]:
     """Every arm against the control of its base in every metric, `first` before the others."""
     whole = {place: run for place, run in runs.items() if not run.is_broken}
+    if not whole:
+        raise ValueError(f"all {len(runs)} runs broke: see the end of their logs for the reason")
     found: list[Contrast] = []
     controls: dict[tuple[str, str], Scores] = {}
-    bases = list(dict.fromkeys(base for base, _, _ in whole))
+    bases = list(dict.fromkeys(base for base, _, _ in runs))
     for metric in metrics(list(whole.values()), first):
         for base in bases:
             arms = {
@@ -191,6 +199,11 @@ def metrics(runs: Sequence[Done], first: str) -> list[str]:
         and all(name in values for values in every)
     ]
     return list(dict.fromkeys([first, *others]))
+
+
+def measured_on_rows(metric: str) -> bool:
+    """Whether a value of a training's record comes from validation rows, not from answers."""
+    return "validation" in metric.lower() or metric.startswith("val_bpb:")
 
 
 def bars(found: Sequence[Contrast], metric: str) -> dict[str, list[list[float]]]:

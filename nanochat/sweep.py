@@ -10,6 +10,7 @@ newest checkpoint. A ledger has what every command took, lost attempts included,
 time ends a sweep between two jobs. Knows nothing of what the commands do.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -42,6 +44,7 @@ from nanochat.summary import plain_value
 
 LEDGER = "ledger.jsonl"
 POLL_SECONDS = 0.2
+PR_SET_PDEATHSIG = 1  # of Linux: which signal a process gets when its parent ends
 GRACE_SECONDS = 120.0  # for a run that was asked to stop to save its state
 
 
@@ -156,12 +159,14 @@ class Sweep:
     def __init__(self, cfg: SweepConfig, name: str):
         self.cfg, self.folder = cfg, sweep_folder() / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = RunLock(self.folder / ".lock.sweep")
+        self.lock = RunLock(self.folder / ".lock.sweep", own="--name")
         self.code = code_print() if cfg.same_code else ""
         self.slots: queue.Queue[dict[str, str]] = queue.Queue()
         for variables in environments(cfg.devices):
             self.slots.put(variables)
         self.stop = StopRequest()
+        self.under_way = 0
+        self.counting = threading.Lock()
 
     def __enter__(self) -> "Sweep":
         """Raises Refused where another process runs the same sweep."""
@@ -218,14 +223,11 @@ class Sweep:
         """Run one job in a slot; None, and a line among the problems, where it does not end."""
         if self.stop.asked or problems:
             return None
-        if self.cfg.cap_hours is not None:
-            spent, each = self.spent_seconds(), self.typical_seconds()
-            if spent + each > 3600 * self.cfg.cap_hours:
-                problems.append(
-                    f"{spent / 3600:.2f} device hours are spent and a run takes about "
-                    f"{each / 3600:.2f}: more than the cap of {self.cfg.cap_hours:g}"
-                )
+        with self.counting:
+            if problem := self.beyond_cap():
+                problems.append(problem)
                 return None
+            self.under_way += 1
         folder = self.run_folder(job)
         folder.mkdir(parents=True, exist_ok=True)
         variables = self.slots.get()
@@ -235,6 +237,8 @@ class Sweep:
                 status = status or self.call(job, words, folder, variables)
         finally:
             self.slots.put(variables)
+            with self.counting:
+                self.under_way -= 1
         if status and (self.stop.asked or status != BROKEN):
             if not self.stop.asked:
                 problems.append(f"{job.name} failed with status {status}, see {folder}/log.txt")
@@ -256,6 +260,7 @@ class Sweep:
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=end_with_parent,
             )  # fmt: skip
             asked = math.inf
             while process.poll() is None:
@@ -264,12 +269,12 @@ class Sweep:
                     asked = time.monotonic()
                     process.send_signal(signal.SIGTERM)
                 if time.monotonic() > asked + GRACE_SECONDS:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
         seconds = time.perf_counter() - started
         entry = {
             "job": job.name,
             "key": folder.name,
-            "command": words[0],
+            "command": next((word for word in words if word.startswith("scripts.")), words[0]),
             "seconds": seconds,
             "status": process.returncode,
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -293,8 +298,27 @@ class Sweep:
         """Of one run: the median over the finished ones; 0 before any is."""
         by_run: dict[str, float] = {}
         for entry in self.ledger():
-            by_run[entry["key"]] = by_run.get(entry["key"], 0.0) + entry["seconds"]
+            if (sweep_folder() / "runs" / entry["key"] / "done.json").exists():
+                by_run[entry["key"]] = by_run.get(entry["key"], 0.0) + entry["seconds"]
         return median(by_run.values()) if by_run else 0.0
+
+    def beyond_cap(self) -> str:
+        """Why no further run fits, those under way taken to need all their time; else nothing."""
+        if self.cfg.cap_hours is None:
+            return ""
+        spent, each = self.spent_seconds(), self.typical_seconds()
+        if spent + (self.under_way + 1) * each <= 3600 * self.cfg.cap_hours:
+            return ""
+        return (
+            f"{spent / 3600:.2f} device hours are spent, {self.under_way} runs are under way and "
+            f"each takes about {each / 3600:.2f}: more than the cap of {self.cfg.cap_hours:g}"
+        )
+
+
+def end_with_parent() -> None:
+    """In a new process: be asked to stop when the sweep is killed, where there is a way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environments(devices: int) -> list[dict[str, str]]:
@@ -305,19 +329,25 @@ def environments(devices: int) -> list[dict[str, str]]:
     if gpus:
         if devices > gpus:
             raise ValueError(f"--devices={devices}, but this machine has {gpus}")
-        return [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(devices)]
+        ours = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        return [{"CUDA_VISIBLE_DEVICES": gpu.strip()} for gpu in ours.split(",")[:devices]]
     threads = max(1, (os.cpu_count() or 1) // devices)
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"} if devices > 1 else {}
     return [{"OMP_NUM_THREADS": str(threads), **quiet} for _ in range(devices)]
 
 
+def purpose(entry: Mapping[str, Any]) -> str:
+    """What the device time of a command in a ledger was for."""
+    if entry["status"] not in (0, BROKEN):
+        return "Lost to failures"
+    return "Training" if entry["command"].rpartition(".")[2] in TRAINING else "Evaluation"
+
+
 def ledger_table(entries: Sequence[Mapping[str, Any]], hourly_rate: float) -> dict[str, Any]:
     """What a sweep took: training, evaluation, and what failed."""
-    kinds = {"Training": 0.0, "Evaluation": 0.0, "Lost": 0.0}
+    kinds = {"Training": 0.0, "Evaluation": 0.0, "Lost to failures": 0.0}
     for entry in entries:
-        trains = entry["command"].rpartition(".")[2] in TRAINING
-        kind = "Lost" if entry["status"] else "Training" if trains else "Evaluation"
-        kinds[kind] += entry["seconds"]
+        kinds[purpose(entry)] += entry["seconds"]
     rows = [
         [name, f"{seconds / 3600:.3f}", f"${seconds / 3600 * hourly_rate:.2f}"]
         for name, seconds in {**kinds, "All": sum(kinds.values())}.items()

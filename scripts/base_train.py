@@ -21,6 +21,7 @@ from nanochat.config import settings, start
 from nanochat.dataset import remembered
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
+from nanochat.held_out import require_other_families
 from nanochat.machine import Machine, init_machine
 from nanochat.mixture import MIXTURE_FILE, MixConfig, Resolution
 from nanochat.optim import MuonAdamW, rules
@@ -237,6 +238,7 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = remembered(cfg.tokenizer_tag)
     texts = machine.broadcast(open_texts(cfg.data, cfg.mix, used) if machine.is_main else None)
+    require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))
 

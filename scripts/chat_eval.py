@@ -21,7 +21,7 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
-from nanochat.held_out import is_final, require_access
+from nanochat.held_out import admitted, require_access
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
@@ -30,7 +30,7 @@ from nanochat.tools import Tools
 from nanochat.variance import default_repeats
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import TASKS, exam, key_of
+from tasks.registry import exam, key_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def main(cfg: ChatEval) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
-    tasks = [exam(name, cfg.unsafe_exec) for name in chosen(cfg, every_task, machine)]
+    names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
+    tasks = [exam(name, cfg.unsafe_exec) for name in names]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key(asked(cfg), inputs)
     if cfg.once and machine.broadcast(
@@ -140,16 +141,6 @@ def main(cfg: ChatEval) -> None:
         whole = {key_of(task.name) for task in tasks} >= {key_of(name) for name in every_task}
         write_section(cfg, checkpoint, tasks, found, whole, machine, started)
     machine.close()
-
-
-def chosen(cfg: ChatEval, every_task: Sequence[str], machine: Machine) -> Sequence[str]:
-    """The tasks asked for, else all of the model's world that may be looked at."""
-    if cfg.task_name:
-        return cfg.task_name.split("|")
-    left_out = [name for name in every_task if is_final(TASKS[name].task.name) and not cfg.final]
-    if left_out:
-        machine.print0(f"left out, being final: {', '.join(left_out)}; --final looks at them")
-    return [name for name in every_task if name not in left_out]
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from nanochat.config import settings, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import by_writing
 from nanochat.gpt import for_inference
+from nanochat.held_out import admitted, require_access
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
@@ -36,6 +37,9 @@ class EvalVariance:
     """Models, as stage[:tag[:step]] with | between them: the more, the surer the figures."""
     task_name: str | None = None
     """Tasks by name, with | between them. Default: those of the model's world that are written."""
+    final: bool = False
+    """Look at benchmarks that scripts.hold_out declared final, and have it written down; without
+    it, they are refused by name and otherwise left out."""
     runs: int = 3
     """Answers to each question."""
     temperature: float = 1.0
@@ -72,11 +76,15 @@ def main(cfg: EvalVariance) -> None:
     machine = init_machine(cfg.machine, cfg.seed)
     names = cfg.checkpoints.split("|")
     models = [referred(name, machine.print0) for name in names]
-    listed = cfg.task_name.split("|") if cfg.task_name else None
-    wanted = listed or defaults(models[0].state["source"]).evaluated
+    evaluated = defaults(models[0].state["source"]).evaluated
+    wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
     tasks = [task for task in (exam(n, cfg.unsafe_exec) for n in wanted) if task.kind == "generate"]
     if not tasks:
         raise ValueError(f"none of {', '.join(wanted)} is scored by what the model writes")
+    if machine.is_main:
+        who = {"checkpoint": cfg.checkpoints, "section": SECTION}
+        require_access([task.name for task in tasks], cfg.final, who)
+    machine.barrier()
     scores = [answers(cfg, model, tasks, machine) for model in models]
     found = [
         variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import records, report
-from nanochat.common import sha256_file, write_atomic
+from nanochat.common import fingerprint, sha256_file, write_atomic
 from nanochat.config import settings, start
-from nanochat.mixture import read_buckets
+from nanochat.mixture import parse_mixture, read_buckets
 from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
 from tasks.buckets import buckets as buckets_of
@@ -36,7 +36,7 @@ class Filter:
     """File to write, a conversation a line."""
     filters: str = "no_image,not_degenerate,no_duplicate,no_overlap"
     """Rules in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
-    script=hangul:30%, not_degenerate, verified, no_duplicate, no_overlap."""
+    script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
     bucket: str = ""
     """Training conversations to filter, as a mixture names them: smoltalk=1000."""
     rows: str = ""
@@ -73,7 +73,7 @@ def main(cfg: Filter) -> None:
         f"Filters {out.stem}",
         settings(cfg),
         {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)},
-        records.Provenance(records.new_run_id(), 0, {"before": sha256_file(out)[:16]}),
+        records.Provenance(records.new_run_id(), 0, {"before": source_print(cfg)}),
         records.Cost(time.perf_counter() - started),
         cfg.report_dir,
         tables=[table],
@@ -94,6 +94,11 @@ def counter(tag: str):
 def rows_of(cfg: Filter) -> Iterator[Row]:
     """What is to be filtered. Raises ValueError naming a line that is no conversation."""
     if cfg.bucket:
+        parts = parse_mixture(cfg.bucket)
+        if len(parts) > 1 or parts[0].share or parts[0].tokens or parts[0].repeats:
+            raise ValueError(
+                f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without"
+            )
         [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
         yield from ({"messages": conversation} for conversation in bucket.train)
         return
@@ -102,6 +107,14 @@ def rows_of(cfg: Filter) -> Iterator[Row]:
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")
         yield line
+
+
+def source_print(cfg: Filter) -> str:
+    """Names what was filtered."""
+    if cfg.rows:
+        return sha256_file(Path(cfg.rows).expanduser())[:16]
+    [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
+    return fingerprint(bucket.train.identity)
 
 
 if __name__ == "__main__":

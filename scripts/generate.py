@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import Refused, fingerprint, write_json
+from nanochat.common import Refused, fingerprint, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.records import append_line, read_lines
 from tasks.hub import lines
@@ -81,9 +81,17 @@ def main(cfg: Generate) -> None:
     client, model = connect(cfg)
     there = len(todo) - len(left)
     print(f"{len(todo):,} prompts: {there:,} are answered, {len(left):,} to go, by {model}")
+    if not cfg.pilot and read_json(note)["model"] != model:
+        raise Refused(
+            f"the pilot was answered by {read_json(note)['model']}, not by {model}",
+            "--pilot=2000 for this teacher first, with another --out",
+        )
     counts = answer_all(cfg, client, model, left, out)
+    answered = there + counts["Answered"]
+    if not answered:
+        raise Refused(f"none of {len(left):,} prompts was answered", "see the first failure above")
     if cfg.pilot:
-        write_json(note, {"answered": len(todo), "model": model, "settings": settings(cfg)})
+        write_json(note, {"answered": answered, "model": model, "settings": settings(cfg)})
     of = fingerprint([row["key"] for row in todo])
     records.write_record(
         f"Generation {out.stem}",
@@ -129,20 +137,28 @@ def answer_all(
     out.parent.mkdir(parents=True, exist_ok=True)
     guard = threading.Lock()
     tokens = cut = failed = 0
-    with ThreadPoolExecutor(cfg.parallel) as pool:
-        waiting = [pool.submit(ask, cfg, client, model, row) for row in rows]
+
+    def answer(row: Mapping[str, Any]) -> tuple[str, int]:
+        made, used = ask(cfg, client, model, row)
+        with guard:  # here: what is paid for is kept, whatever becomes of the others
+            append_line(out, json.dumps(made, ensure_ascii=False))
+        return made["finish"], used
+
+    pool = ThreadPoolExecutor(cfg.parallel)
+    try:
+        waiting = [pool.submit(answer, row) for row in rows]
         for number, future in enumerate(as_completed(waiting), 1):
             try:
-                row, used = future.result()
+                finish, used = future.result()
             except Exception as error:  # one prompt that fails does not cost the others
                 failed += 1
                 print(f"failed: {type(error).__name__}: {error}", flush=True)
                 continue
-            tokens, cut = tokens + used, cut + (row["finish"] != "stop")
-            with guard:
-                append_line(out, json.dumps(row, ensure_ascii=False))
+            tokens, cut = tokens + used, cut + (finish != "stop")
             if number % 100 == 0:
                 print(f"{number:,} of {len(rows):,}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # interrupted: nothing more is asked
     if failed:
         print(f"{failed:,} prompts are not answered; the same command tries them again")
     return {
@@ -156,7 +172,10 @@ def answer_all(
 def ask(
     cfg: Generate, client: Any, model: str, row: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """A row with the teacher's answer, and how many tokens it wrote."""
+    """
+    A row with the teacher's answer, and how many tokens it wrote. Raises ValueError for an answer
+    that says nothing.
+    """
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
     reply = client.chat.completions.create(
         model=model,
@@ -166,7 +185,9 @@ def ask(
         max_tokens=cfg.max_tokens,
     )
     choice = reply.choices[0]
-    said = {"role": "assistant", "content": choice.message.content or ""}
+    if not (choice.message.content or "").strip():
+        raise ValueError(f"an empty answer, ended by {choice.finish_reason!r}")
+    said = {"role": "assistant", "content": choice.message.content}
     made = {**row, "messages": [*row["messages"], said], "finish": choice.finish_reason}
     return {**made, "teacher": model}, reply.usage.completion_tokens if reply.usage else 0
 

@@ -21,7 +21,7 @@ from nanochat.mixture import MixConfig, read_buckets
 from tasks.base import Task
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import Overlap, overlaps
-from tasks.registry import TASKS, every_benchmark, exam, key_of
+from tasks.registry import TASKS, every_benchmark, exam, key_of, same_questions
 
 SECTION = "Overlap"
 
@@ -29,7 +29,7 @@ SECTION = "Overlap"
 @dataclass(frozen=True)
 class HoldOut:
     final: str = ""
-    """Tasks to declare final, with | between them."""
+    """Tasks to declare final, with | between them, and all others that ask their questions."""
     benchmarks: str = ""
     """Tasks that a mixture is compared with, with | between them. Default: all that can be scored
     and whose data set is not the embedded world."""
@@ -40,13 +40,21 @@ class HoldOut:
 
 def main(cfg: HoldOut) -> None:
     if cfg.final:
-        keys = [key_of(name) for name in cfg.final.split("|")]
+        keys = [k for name in cfg.final.split("|") for k in same_questions(scored(name))]
         print(f"wrote {held_out.declare({TASKS[k].task.name: TAGS[k].parent for k in keys})}")
     if cfg.mix.mixture:
         return scan(cfg)
     for name, parent in held_out.final_benchmarks().items():
         print(f"final: {name}, made of {parent or '?'}")
     print(report.render_table(held_out.access_table()))
+
+
+def scored(name: str) -> str:
+    """The key of a task that has right answers. Raises ValueError for another one."""
+    key = key_of(name)
+    if TASKS[key].task.kind == "talk" or key not in TAGS:
+        raise ValueError(f"--final: {name!r} scores nobody; {', '.join(every_benchmark())} do")
+    return key
 
 
 def scan(cfg: HoldOut) -> None:

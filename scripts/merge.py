@@ -33,6 +33,7 @@ from nanochat.common import Refused
 from nanochat.config import settings, start
 from nanochat.eval_bpb import ByRow, bits_by_row
 from nanochat.finetune import Apart, val_rows
+from nanochat.held_out import require_access
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.merge import NEEDS_BASE, MergeConfig, merge
@@ -63,12 +64,20 @@ class MergeScript:
     """Of the checkpoint that is written."""
     val_mixture: str | None = None
     """Buckets whose held-out conversations judge. Default: those the first model was judged by."""
+    buckets: str | None = None
+    """A JSON file that names own buckets. Default: that of the first model's training."""
     eval_tokens: int = 131_072
     """Validation tokens for each judgement."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     merging: MergeConfig = field(default_factory=MergeConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        if self.greedy and self.merging != MergeConfig():
+            raise ValueError(
+                "--greedy takes plain means: no --method, --weights or --scale with it"
+            )
 
 
 class Judge:
@@ -105,7 +114,8 @@ def judged_by(
     spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")
     if not spec:
         raise ValueError(f"nothing says what judges a model of the stage {stage}: --val_mixture")
-    measured = buckets(spec, read_buckets(asked.get("buckets") or None))
+    measured = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
+    require_access((bucket.measures for bucket in measured if bucket.measures), False, {})
     return val_rows(measured, tokenizer, T, machine)
 
 
@@ -122,7 +132,7 @@ def main(cfg: MergeScript) -> None:
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
     parents = [referred(name, machine.print0) for name in names]
     base = referred(cfg.base, machine.print0) if cfg.base else None
-    require_kin([*parents, *([base] if base else [])], cfg)
+    require_kin(parents, base, cfg)
 
     # Every parent, then the merge
     judge = Judge(cfg, parents[0], machine)
@@ -150,10 +160,13 @@ def main(cfg: MergeScript) -> None:
     machine.close()
 
 
-def require_kin(checkpoints: Sequence[Checkpoint], cfg: MergeScript) -> None:
-    """Raise Refused for models of another shape or tokenizer, or without a common ancestor."""
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
+def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
+    """
+    Raise Refused for models of another shape or tokenizer, without a common ancestor, or that do
+    not come from the base.
+    """
+    first, *others = [*parents, *([base] if base else [])]
+    for other in others:
         for what in ("model", "tokenizer"):
             sides = [
                 c.state["model"]
@@ -167,12 +180,13 @@ def require_kin(checkpoints: Sequence[Checkpoint], cfg: MergeScript) -> None:
                     "merge models of one shape and tokenizer",
                 )
     lines = [
-        ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir)
-        for c in checkpoints
+        ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
     ]
-    if not set.intersection(*lines) and not cfg.unrelated:
+    common = set.intersection(*lines)
+    if not (base.fingerprint in common if base else common) and not cfg.unrelated:
+        origin = base.folder if base else "one checkpoint"
         raise Refused(
-            "nothing says that these models come from one checkpoint: the mean of others is noise",
+            f"nothing says that these models come from {origin}: the mean of others is noise",
             "--unrelated merges them all the same",
         )
 
@@ -190,9 +204,9 @@ def save(
     state = {
         **carried(first.state),
         "stage": first.state["stage"],
-        "settings": {**first.state["settings"], **settings(cfg)},
         "provenance": {**origin, "inputs": {**origin["inputs"], **read_by(parents, base)}},
         "merge": {
+            **settings(cfg.merging),
             "method": "greedy soup" if cfg.greedy else cfg.merging.method,
             "base": base.fingerprint if base else None,
             "parents": [

@@ -1,7 +1,7 @@
 """
 Train many variants with the ordinary scripts and say which differ by more than noise.
 
-    python -m scripts.sweep --bases=d4,d6 --num_iterations=200 --total_batch_size=4096 \
+    python -m scripts.sweep --bases="d4|d6" --num_iterations=200 --total_batch_size=4096 \
         --mixture="smoltalk=60%,gsm8k=40%" --arms="only:gsm8k|drop:gsm8k"       # a data ablation
     python -m scripts.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # every combination
     python -m scripts.sweep --search=init_lr_frac --low=0.01 --high=3 ...       # the best value
@@ -20,15 +20,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import records, report, search
-from nanochat.common import write_atomic
+from nanochat.common import fingerprint, write_atomic
 from nanochat.config import settings, start
 from nanochat.contrast import lower_is_better
 from nanochat.environment import default_rate, hardware
-from nanochat.mixture import MixConfig
+from nanochat.mixture import MixConfig, read_buckets
 from nanochat.records import over_seeds
 from nanochat.search import SearchConfig
-from nanochat.study import Arm, Study, StudyConfig, as_csv, bars, judge, of_arms, of_grid
+from nanochat.study import (
+    FIRST_HALF,
+    Arm,
+    Study,
+    StudyConfig,
+    as_csv,
+    bars,
+    judge,
+    measured_on_rows,
+    of_arms,
+    of_grid,
+)
 from nanochat.sweep import Done, Sweep, SweepConfig, ledger_table
+from tasks.buckets import buckets
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def main(cfg: SweepScript) -> None:
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
         raise ValueError("give one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
-    study = Study(cfg.study, cfg.mix)
+    study = Study(cfg.study, cfg.mix, data_of(cfg))
     with sweep:
         if cfg.searching.search:
             values, tables, series = seek(cfg, cfg.searching.search, study, sweep)
@@ -91,6 +103,19 @@ def main(cfg: SweepScript) -> None:
         series=series,
     )
     report.update(cfg.report_dir)
+
+
+def data_of(cfg: SweepScript) -> str:
+    """Names the conversations or texts that runs learn and are measured by, where flags do not."""
+    declared = read_buckets(cfg.mix.buckets)
+    named = [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
+    if cfg.study.stage == "base" or not (cfg.mix.mixture or named):
+        return fingerprint(declared) if declared else ""
+    found = {}
+    for spec in filter(None, [cfg.mix.mixture, *named]):
+        for bucket in buckets(spec, declared):
+            found[bucket.name] = [bucket.train.identity, bucket.val.identity]
+    return fingerprint(found)
 
 
 Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float]]]]
@@ -121,11 +146,13 @@ def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:
     """The best value of a flag on the first base, and how its best run does when measured anew."""
     runs: dict[tuple[float, int], Done] = {}
 
+    def at(value: float) -> Arm:
+        setting = f"{flag}={search.shown(value)}"
+        return Arm(setting, (f"--{setting}", FIRST_HALF))
+
     def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
         jobs = {
-            (value, seed): study.job(
-                study.bases[0], Arm(f"{flag}={value:g}", (f"--{flag}={value:g}",)), seed
-            )
+            (value, seed): study.job(study.bases[0], at(value), seed)
             for value in values
             for seed in seeds
         }
@@ -138,14 +165,17 @@ def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:
 
     found = search.seek(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
     best = runs[found.chosen, 1 + found.lucky]
-    again = sweep.run_all([study.confirmation(best)])
+    anew: float | str = "not possible: only validation rows have others of their kind"
+    if measured_on_rows(cfg.metric):
+        [again] = sweep.run_all([study.confirmation(best)]).values()
+        anew = again.metric(cfg.metric)
     scores = found.finals[found.chosen]
     values = {
         f"Chosen {flag}": found.chosen,
         f"{cfg.metric}, mean of {len(scores)} seeds": over_seeds(scores),
         "Best seed, as it was chosen": scores[found.lucky],
         "Expected inflation of the best": found.inflation,
-        "The same model, measured anew": next(iter(again.values())).metric(cfg.metric),
+        "The same model, measured anew": anew,
     }
     return values, [found.table()], found.series()
 

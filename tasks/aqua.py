@@ -56,6 +56,9 @@ class AQuA(HubTask):
     def material(self, i: int) -> str:
         return "\n".join([self.row(i)["question"], *self.options(i)])
 
+    def asked(self, i: int) -> str:
+        return self.row(i)["question"]
+
     def score(self, conversation: Conversation, answer: str) -> float:
         right, given = (
             MARKER.findall(text)[-1:] for text in (answer_text(conversation[-1]), spoken(answer))

@@ -205,6 +205,10 @@ class Task(ABC):
         """What conversation i is made of, without instructions: what overlap.py compares."""
         return "\n".join(answer_text(message) for message in self.conversation(i))
 
+    def asked(self, i: int) -> str:
+        """The question of conversation i without its options, where it has some; else nothing."""
+        return ""
+
     def score(self, conversation: Conversation, answer: str) -> float:
         """
         1.0 where `answer` is right, else 0.0: the measure of evaluation and the reward of RL.
@@ -258,6 +262,9 @@ class QuestionTask(ChoiceTask):
         asked = self.question(i)
         return "\n".join([asked.text, *asked.options])
 
+    def asked(self, i: int) -> str:
+        return self.question(i).text
+
 
 class NumberTask(Task):
     """A task whose answers end in `####` and a number, after whatever leads to it."""
@@ -306,6 +313,9 @@ class Subset(Task):
 
     def material(self, i: int) -> str:
         return self.task.material(self.start + i)
+
+    def asked(self, i: int) -> str:
+        return self.task.asked(self.start + i)
 
     def score(self, conversation: Conversation, answer: str) -> float:
         return self.task.score(conversation, answer)
@@ -367,6 +377,10 @@ class Mixture(Task):
     def material(self, i: int) -> str:
         task, number = self.locate(i)
         return task.material(number)
+
+    def asked(self, i: int) -> str:
+        task, number = self.locate(i)
+        return task.asked(number)
 
 
 def shuffled(n: int, seed: int) -> list[int]:

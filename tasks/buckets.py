@@ -122,8 +122,10 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
     entry = declared.get(part.name)
     if entry is None:
         return Tags() if part.source else TAGS.get(part.name, Tags())
-    default = Tags() if entry.get("source") else TAGS.get(entry["task"], Tags())
-    return tags_of(entry, replace(default, augmented=entry.get("augment", "")))
+    default = Tags() if entry.get("source") else TAGS.get(key_of(entry["task"]), Tags())
+    kind = entry.get("augment", "")
+    form = "several" if kind == "styles" else default.answer_format
+    return tags_of(entry, replace(default, augmented=kind, answer_format=form))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import Task, answer_text, final_number
-from tasks.overlap import LEAST, RUN, WORD, grams_by_length, wanted
+from tasks.base import Task, answer_text
+from tasks.overlap import BATCH, LEAST, RUN, WORD, grams, grams_by_length, wanted
 
 Row = Mapping[str, Any]
 Rule = Callable[[Sequence[Row]], "list[bool | None]"]
@@ -32,6 +32,8 @@ MAD_SIGMA = 1.4826  # a median absolute deviation in standard deviations, of nor
 MOST_SHIFT = 3.0  # such deviations: our rule, nobody published one
 NGRAM = 4  # words whose repetition is counted
 MOST_REPEATED = 0.5  # share of repeated runs from which an answer is degenerate
+NEAR = 0.8  # Jaccard index from which two rows say the same
+HASHES, BANDS = 128, 16  # of MinHash: rows that agree in one of 16 bands of 8 are compared
 LEAST_RUNS = 20  # runs of words below which nothing is called repetitive
 IMAGE = re.compile(
     r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
@@ -39,6 +41,7 @@ IMAGE = re.compile(
     r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)",
     re.IGNORECASE,
 )
+NUMBER = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\.?")
 LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
 
 
@@ -186,17 +189,30 @@ def not_degenerate(rows: Sequence[Row]) -> list[bool | None]:
 
 
 def verified(rows: Sequence[Row]) -> list[bool | None]:
-    """The final answer is the gold one: the number after ####, else the same text."""
+    """The final answer, after #### or else all of it, is the gold one: as a number or as text."""
     found: list[bool | None] = []
     for row in rows:
         gold = row.get("gold")
         if gold is None:
             found.append(None)
             continue
-        said, right = final_number(answer(row)), final_number(f"#### {gold}")
-        same = answer(row).strip().lower() == str(gold).strip().lower()
-        found.append(same or (right is not None and said == right))
+        said, right = final_answer(answer(row)), str(gold).strip()
+        if NUMBER.fullmatch(right):
+            number = NUMBER.fullmatch(said)
+            found.append(number is not None and value(said) == value(right))
+        else:
+            found.append(said.lower() == right.lower())
     return found
+
+
+def final_answer(text: str) -> str:
+    """What stands after the last ####, else the whole."""
+    return text.rpartition("####")[2].strip()
+
+
+def value(number: str) -> float:
+    """Of a number with separators."""
+    return float(NUMBER.fullmatch(number)[1].replace(",", ""))  # type: ignore[index]
 
 
 def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
@@ -211,18 +227,53 @@ def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
     return found
 
 
+def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
+    """
+    None whose runs of words are nearly those of an earlier row: a Jaccard index of NEAR or more, by
+    MinHash (Broder, "On the resemblance and containment of documents", 1997).
+    """
+    rng = np.random.default_rng(0)
+    odd, plus = (rng.integers(1 << 63, size=HASHES, dtype=np.uint64) for _ in range(2))
+    buckets: dict[tuple[int, bytes], list[int]] = {}
+    signatures: list[np.ndarray | None] = []
+    found: list[bool | None] = []
+    for number, row in enumerate(rows):
+        runs = grams([f"{prompt(row)}\n{answer(row)}"], NGRAM).hashes
+        if not len(runs):
+            signatures.append(None)
+            found.append(True)
+            continue
+        mine = (np.unique(runs)[:, None] * (2 * odd + 1) + plus).min(axis=0)
+        keys = [(band, part.tobytes()) for band, part in enumerate(np.split(mine, BANDS))]
+        others = {other for key in keys for other in buckets.get(key, ())}
+        near = any((signatures[other] == mine).mean() >= NEAR for other in others)
+        signatures.append(mine)
+        found.append(not near)
+        for key in keys if not near else ():
+            buckets.setdefault(key, []).append(number)
+    return found
+
+
 def no_overlap(benchmarks: Sequence[Task]) -> Rule:
-    """No run of 13 words from an item of a benchmark, and no shorter item as a whole."""
+    """
+    No run of 13 words from an item of a benchmark, and no shorter item or question as a whole.
+    """
     lengths = range(LEAST, RUN + 1)
 
     def rule(rows: Sequence[Row]) -> list[bool | None]:
-        ours = grams_by_length((f"{prompt(row)}\n{answer(row)}" for row in rows), lengths)
-        hit: set[int] = set()
-        for sought in (wanted(task, lengths) for task in benchmarks):
-            for n in lengths:
-                found = np.isin(ours[n].hashes, sought[n].hashes)
-                hit.update(ours[n].items[found].tolist())
-        return [number not in hit for number in range(len(rows))]
+        sought = [wanted(task, lengths) for task in benchmarks]
+        every = {n: np.concatenate([each[n].hashes for each in sought]) for n in lengths}
+        found: list[bool | None] = []
+        for first in range(0, len(rows), BATCH):
+            some = rows[first : first + BATCH]
+            ours = grams_by_length((f"{prompt(row)}\n{answer(row)}" for row in some), lengths)
+            hit = {
+                i
+                for n in lengths
+                for i in ours[n].items[np.isin(ours[n].hashes, every[n])].tolist()
+            }
+            found += [number not in hit for number in range(len(some))]
+        return found
 
     return rule
 
@@ -232,7 +283,7 @@ def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) ->
     Rules from words with commas between them, in the order they are applied:
 
     length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
-    verified, no_duplicate, no_overlap. Raises ValueError naming a word that is none.
+    verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError naming what is none.
     """
     plain: dict[str, Rule] = {
         "length_shift": length_shift,
@@ -240,6 +291,7 @@ def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) ->
         "not_degenerate": not_degenerate,
         "verified": verified,
         "no_duplicate": no_duplicate,
+        "no_near_duplicate": no_near_duplicate,
         "no_overlap": no_overlap(benchmarks),
     }
     rules: dict[str, Rule] = {}
@@ -252,10 +304,10 @@ def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) ->
                 least, most = map(int, value.split(":"))
                 rules[words] = length_between(least, most, count)
             elif name == "longest":
-                rules[words] = length_below_quantile(float(value.rstrip("%")) / 100, count)
+                rules[words] = length_below_quantile(percent(value), count)
             elif name == "script":
                 script, least_share = value.split(":")
-                rules[words] = script_share(script, float(least_share.rstrip("%")) / 100)
+                rules[words] = script_share(script, percent(least_share))
             else:
                 raise ValueError("no such rule")
         except ValueError as error:
@@ -264,3 +316,10 @@ def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) ->
                 "longest=99%, script=hangul:30%"
             ) from error
     return rules
+
+
+def percent(words: str) -> float:
+    """A share, written with its sign. Raises ValueError without it, or outside 0 to 100%."""
+    if not words.endswith("%") or not 0 <= float(words[:-1]) <= 100:
+        raise ValueError(f"{words!r} is no share like 30%")
+    return float(words[:-1]) / 100

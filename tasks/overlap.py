@@ -3,9 +3,10 @@ Contamination: which evaluation items share a run of 13 words with something tra
 
     held-out tasks -> Grams; training tasks, streamed -> overlaps: for each pair the items shared
 
-Words are runs of letters and digits, case aside; runs never cross from one item to the next. Of an
-item of 6 to 12 words all of them in a row are looked for; a shorter one is not checked. A question
-asked in other words is not found: no overlap here is no proof of there being none.
+Words are runs of letters and digits, case aside, without the letters of options; runs never cross
+from one item to the next. Of an item of 6 to 12 words all of them in a row are looked for, and of a
+question with options also its 8 to 12 words alone; a shorter one is not checked. A question asked
+in other words is not found: no overlap here is no proof of there being none.
 
 Source: the criterion of Brown et al., "Language Models are Few-Shot Learners", arXiv:2005.14165.
 """
@@ -23,8 +24,10 @@ from tasks.base import Task
 
 RUN = 13  # words
 LEAST = 6  # words of a shorter item that is looked for as a whole
+LEAST_ASKED = 8  # words of a question that is looked for without its options
 BATCH = 4096  # training items compared at a time
 WORD = re.compile(r"[^\W_]+")
+LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # of an option, as `base.choice_question` writes it
 
 
 class Overlap(NamedTuple):
@@ -65,7 +68,7 @@ def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Gram
     words: list[int] = []
     ends = []
     for text in texts:
-        words += map(word_hash, WORD.findall(text.lower()))
+        words += map(word_hash, WORD.findall(LABEL.sub("", text).lower()))
         ends.append(len(words))
     most = max(runs)
     ids, bounds = np.array(words, np.uint64), np.array(ends, np.int64)
@@ -112,11 +115,18 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
 def wanted(task: Task, lengths: Sequence[int]) -> dict[int, Grams]:
     """What is looked for of a task: all its longest runs, and of shorter lengths whole items."""
     found = grams_by_length(materials(task), lengths)
-    for n in lengths[:-1]:  # an item with one run of n words and none of n + 1 has n words
-        once, counts = np.unique(found[n].items, return_counts=True)
-        whole = np.isin(found[n].items, np.setdiff1d(once[counts == 1], found[n + 1].items))
-        found[n] = Grams(found[n].hashes[whole], found[n].items[whole])
+    alone = grams_by_length(map(task.asked, range(len(task))), lengths)
+    for n in lengths[:-1]:
+        pieces = [whole(found, n), *([whole(alone, n)] if n >= LEAST_ASKED else [])]
+        found[n] = Grams(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
     return found
+
+
+def whole(grams: dict[int, Grams], n: int) -> Grams:
+    """The runs of n words that are all their item has: it has one of these and none of n + 1."""
+    once, counts = np.unique(grams[n].items, return_counts=True)
+    all_of_it = np.isin(grams[n].items, np.setdiff1d(once[counts == 1], grams[n + 1].items))
+    return Grams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])
 
 
 class Table:

@@ -94,6 +94,17 @@ def held_out(name: str) -> str:
     return "val" if "val" in TASKS[name].task.splits else "test"
 
 
+def same_questions(key: str) -> list[str]:
+    """Keys of the tasks that ask the questions of a task, itself among them, in whichever form."""
+    first = origin(key)
+    return [other for other in TASKS if origin(other) == first]
+
+
+def origin(key: str) -> str:
+    """The task whose questions a task asks."""
+    return key.removesuffix("_10").removesuffix("_letter")
+
+
 def every_benchmark() -> list[str]:
     """Tasks that can be scored: none of the embedded world, none that is made of another one."""
     return [
@@ -103,5 +114,5 @@ def every_benchmark() -> list[str]:
         and "test" in entry.task.splits
         and entry.source is None
         and not key.startswith("world_")
-        and not key.endswith(("_10", "_letter"))
+        and origin(key) == key
     ]

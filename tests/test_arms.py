@@ -46,11 +46,23 @@ def test_every_arm_has_the_tokens_of_the_control():
         ("scale:chat*3", "leaves nothing for the other buckets"),
         ("ratio:language ko:fr=1:1", "no bucket of the mixture has the language 'fr'"),
         ("ratio:colour ko:en=1:1", "there is no tag colour"),
+        ("scale:spare*2", "is the control(.|\n)*what it changes has none there"),
+        ("drop:spare", "is the control"),
+        ("swap:spare->chat", "is the control"),
     ],
 )
 def test_an_arm_that_is_none_is_refused_with_the_way_out(words, message):
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+    with pytest.raises(ValueError, match=message):
         arm(words)
+
+
+def test_buckets_that_the_control_has_none_of_share_a_ratio_alike():
+    assert arm("ratio:language de:ko=1:2") == [500, 200, 150, 50, 100]
+
+
+def test_a_floor_leaves_something():
+    with pytest.raises(ValueError, match="leaves nothing of chat"):
+        arm("only:chat", "arc=60%,gsm8k=40%")
 
 
 def test_a_floor_is_made_of_shares():

@@ -1,6 +1,7 @@
 """Making buckets: conversations filtered into files, prompts answered by a teacher."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,7 @@ class Teacher:
 
     def __init__(self):
         self.asked = []
+        self.interrupted_at = -1
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
 
     def create(self, *, model, messages, **settings):
@@ -73,7 +75,10 @@ class Teacher:
         words = messages[-1]["content"]
         if "fail" in words:
             raise RuntimeError("no answer")
-        message = SimpleNamespace(content=f"{model}: {words}")
+        if len(self.asked) == self.interrupted_at:
+            raise KeyboardInterrupt
+        time.sleep(0.005)
+        message = SimpleNamespace(content=None if "empty" in words else f"{model}: {words}")
         choice = SimpleNamespace(
             message=message, finish_reason="length" if "7" in words else "stop"
         )
@@ -115,3 +120,36 @@ def test_a_prompt_that_fails_costs_only_itself_and_is_tried_again(tmp_path, teac
         generate.main(Generate(**files, pilot=9))
     assert [row["messages"][-1]["content"] for row in read(files["out"])] == ["sage: fine"]
     assert len(teacher.asked) == 3  # the good one once, the other twice
+
+
+def test_an_empty_answer_is_none(tmp_path, teacher, capsys):
+    rows = [{"prompt": "empty"}, {"prompt": "fine"}]
+    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
+    generate.main(Generate(**files, pilot=9))
+    assert len(read(files["out"])) == 1
+    assert "an empty answer, ended by 'stop'" in capsys.readouterr().out
+
+
+def test_a_pilot_without_answers_or_of_another_teacher_opens_nothing(
+    tmp_path, teacher, monkeypatch
+):
+    files = {"prompts": "", "out": str(tmp_path / "made.jsonl")}
+    files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fail {i}"} for i in range(3)])
+    with pytest.raises(Refused, match="none of 2 prompts was answered"):
+        generate.main(Generate(**files, pilot=2))
+    with pytest.raises(Refused, match="--pilot=2000 first"):
+        generate.main(Generate(**files))
+    files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fine {i}"} for i in range(3)])
+    generate.main(Generate(**files, pilot=2))
+    monkeypatch.setattr(generate, "connect", lambda cfg: (teacher, "fool"))
+    with pytest.raises(Refused, match="answered by sage, not by fool"):
+        generate.main(Generate(**files))
+
+
+def test_what_was_answered_before_an_interrupt_is_kept_and_nothing_more_is_asked(tmp_path, teacher):
+    rows = [{"prompt": f"Question {i}"} for i in range(40)]
+    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
+    teacher.interrupted_at = 6
+    with pytest.raises(KeyboardInterrupt):
+        generate.main(Generate(**files, pilot=40, parallel=1))
+    assert 5 <= len(read(files["out"])) == len(teacher.asked) - 1 < 20

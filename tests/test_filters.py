@@ -80,6 +80,30 @@ def test_answers_are_verified_where_there_is_a_gold_one():
     assert found == [True, True, False, True, False, True] and done.not_judged == 1
 
 
+@pytest.mark.parametrize(
+    "said, gold, right",
+    [
+        ("#### 1/2", "1/3", False),
+        ("#### 1/3", "1/3", True),
+        ("#### 3", "3x+5", False),
+        ("#### 10:30", "10:45", False),
+        ("that is $1,200.", "1200", False),  # not all of it is the answer
+        ("#### $1,200.00", "1200", True),
+        ("-3", "3", False),
+    ],
+)
+def test_gold_answers_that_are_no_plain_numbers_are_compared_whole(said, gold, right):
+    assert kept("verified", row(said=said, gold=gold))[0] == [right]
+
+
+def test_rows_that_say_nearly_the_same_are_dropped():
+    words = [f"word{i}" for i in range(200)]
+    nearly = [*words[:90], "other", *words[91:]]
+    half = [*words[:100], *(f"new{i}" for i in range(100))]
+    rows = [row(" ".join(text)) for text in (words, nearly, half, words)] + [row("", "")] * 2
+    assert kept("no_near_duplicate", *rows)[0] == [True, False, True, False, True, True]
+
+
 def test_the_first_of_equal_rows_is_kept():
     rows = [row("Hi there!"), row("hi, THERE"), row("Hi there!", "other")]
     assert kept("no_duplicate", *rows)[0] == [True, False, True]
@@ -103,7 +127,16 @@ def test_filters_see_what_those_before_them_kept_and_are_shown_in_order():
 
 
 @pytest.mark.parametrize(
-    "spec", ["nothing", "length", "length=5", "script=klingon:3%", "longest=x"]
+    "spec",
+    [
+        "nothing",
+        "length",
+        "length=5",
+        "script=klingon:3%",
+        "longest=x",
+        "longest=0.99",
+        "script=hangul:0.3",
+    ],
 )
 def test_words_that_are_no_filter_are_refused(spec):
     with pytest.raises(ValueError, match="is no filter"):

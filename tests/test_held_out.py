@@ -5,9 +5,8 @@ import pytest
 from nanochat import held_out
 from nanochat.common import Refused
 from scripts import hold_out
-from scripts.chat_eval import ChatEval, chosen
 from scripts.hold_out import HoldOut
-from tasks.base import ChoiceTask, assistant, user
+from tasks.base import ChoiceTask, Question, QuestionTask, assistant, user
 from tasks.overlap import overlaps
 
 
@@ -16,7 +15,7 @@ def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_w
     held_out.declare({"ARC-Easy": "arc", "HumanEval": "humaneval"})
     held_out.require_access(["MMLU"], False, {})
     for name in ("ARC-Easy", "arc_easy"):  # under any spelling
-        with pytest.raises(Refused, match=f"{name} is final(.|\n)*--final looks at it"):
+        with pytest.raises(Refused, match=f"{name} is final(.|\n)*there is a flag --final"):
             held_out.require_access(["MMLU", name], False, {})
     assert held_out.accesses() == []
     held_out.require_access(["MMLU", "ARC-Easy"], True, {"checkpoint": "x", "section": "y"})
@@ -80,14 +79,50 @@ def test_the_script_declares_shows_and_scans(capsys):
     assert "Access to final benchmarks" in out
 
 
-def test_the_chat_evaluation_leaves_final_tasks_out_unless_they_are_asked_for(machine, capsys):
-    every = ["arc_easy", "gsm8k"]
-    assert chosen(ChatEval(), every, machine) == every
+def test_an_evaluation_leaves_final_tasks_out_unless_they_are_asked_for():
+    every, said = ["arc_easy", "gsm8k"], []
+    assert held_out.admitted(None, every, False, said.append) == every
     held_out.declare({"ARC-Easy": "arc"})
-    assert chosen(ChatEval(), every, machine) == ["gsm8k"]
-    assert "left out, being final: arc_easy; --final looks at them" in capsys.readouterr().out
-    assert chosen(ChatEval(final=True), every, machine) == every
+    assert held_out.admitted(None, every, False, said.append) == ["gsm8k"]
+    assert said == ["left out, being final: arc_easy; --final looks at them"]
+    assert held_out.admitted(None, every, True, said.append) == every
     # by name it is not left out but refused, before anything is asked
-    named = chosen(ChatEval(task_name="ARC-Easy|GSM8K"), every, machine)
+    named = held_out.admitted("ARC-Easy|GSM8K", every, False, said.append)
     with pytest.raises(Refused, match="ARC-Easy is final"):
         held_out.require_access(named, False, {})
+
+
+def test_whoever_asks_the_same_questions_in_another_form_is_final_too(capsys):
+    hold_out.main(HoldOut(final="arc_easy|AQUA-Letter"))
+    for name in ("ARC-Easy-10", "arc_easy", "AQUA", "aqua_letter"):
+        assert held_out.is_final(name), name
+    assert not held_out.is_final("ARC-Challenge-10")
+
+
+@pytest.mark.parametrize("name", ["smoltalk", "jsonl"])
+def test_what_scores_nobody_cannot_be_final(name):
+    with pytest.raises(ValueError, match=f"'{name}' scores nobody"):
+        hold_out.main(HoldOut(final=name))
+
+
+def test_a_question_is_found_in_our_own_rendering_and_without_its_options():
+    class Choice(QuestionTask):
+        name, splits, baseline = "Choice", ("test",), 0.25
+        texts = ("Which sort of tree is it that grows?", "Which tree is it now?")
+
+        def __init__(self):
+            super().__init__("test")
+
+        def __len__(self):
+            return len(self.texts)
+
+        def question(self, i):
+            return Question(self.texts[i], ("oak", "elm", "ash", "fir"), 0)
+
+    held = Choice()
+    rendered = Asked(*(message["content"] for message in (held[0][0], held[1][0])))
+    [found] = overlaps([rendered], [held])
+    assert found.shared == () and set(found.whole) == {0, 1}
+    alone = Asked(*Choice.texts)
+    [found] = overlaps([alone], [held])
+    assert found.whole == (0,)  # the other one is too short to be told from chance

@@ -18,7 +18,7 @@ from nanochat import disk, row_writer, rows, text_files
 from nanochat.common import REPOSITORY, MissingInput, Refused, read_json, sha256_file
 from nanochat.dataset import open_source
 from nanochat.row_writer import ensure, open_rows, start_packing
-from nanochat.rows import Rows, differences
+from nanochat.rows import Rows, differences, require_half
 from nanochat.source import DataConfig
 from nanochat.tokenizer import Tokenizer
 
@@ -187,6 +187,19 @@ def test_all_validation_rows_come_once_when_more_are_asked_for(folder, tokenizer
     assert sorted(map(bytes, got)) == sorted(map(bytes, stored))
     assert len(got) == found.num_val_rows()
     assert not (got[: len(got) // 4] == stored[: len(got) // 4]).all()  # a sample, not the front
+
+
+def test_the_halves_of_the_validation_share_no_row_and_are_all_of_it(folder, tokenizer):
+    found = packed(folder, tokenizer)
+    every, *halves = (
+        np.concatenate(list(found.val_batches(8, 10**9, half=half))) for half in (0, 1, 2)
+    )
+    assert sorted(map(bytes, np.concatenate(halves))) == sorted(map(bytes, every))
+    assert abs(len(halves[0]) - len(halves[1])) <= 1
+    few = np.concatenate(list(found.val_batches(8, 5, half=2)))
+    assert (few == halves[1][:5]).all()
+    with pytest.raises(ValueError, match="--eval_half=3"):
+        require_half(3)
 
 
 # ------------------------------------------------------------------------------------------------

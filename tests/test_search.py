@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from nanochat.common import Refused
-from nanochat.search import SearchConfig, inside, seek, spaced
+from nanochat.search import SearchConfig, inside, seek, shown, spaced
 from nanochat.stats import expected_maximum
 
 CFG = SearchConfig("lr", low=0.01, high=3.0)
@@ -36,7 +36,7 @@ def test_the_best_value_is_found_and_judged_by_seeds_that_did_not_choose_it():
     found = seek(CFG, tried, True, 3)
     assert 0.15 < found.chosen < 0.27
     (wide, first), (tight, second), (finals, seeds) = calls
-    assert len(wide) == 10 and len(tight) == 5 and len(finals) == 2
+    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # the middle one is known
     assert first == second == [0] and seeds == [1, 2, 3]
     assert min(wide) == 0.01 and max(wide) == 3.0
     assert all(sorted(wide)[3] < value < sorted(wide)[6] for value in tight)
@@ -66,6 +66,24 @@ def test_a_run_that_broke_is_the_worst():
     assert 0.15 < seek(CFG, breaking, True, 3).chosen < 0.27
     with pytest.raises(ValueError, match="every run broke"):
         seek(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
+
+
+def test_a_finalist_of_which_a_seed_broke_is_not_chosen_and_the_table_says_so():
+    tried, _ = valley(0.2)
+
+    def breaking(values, seeds):
+        found = tried(values, seeds)
+        best = min(found, key=lambda v: found[v][0])
+        return {v: [math.nan, *s[1:]] if v == best and seeds[0] else s for v, s in found.items()}
+
+    found = seek(CFG, breaking, True, 3)
+    notes = [row[-1] for row in found.table()["rows"]]
+    assert notes.count("chosen") == 1 and notes.count("1 of 3 broke") == 1
+    assert len(found.series()["mean of seeds"]) == 1
+
+
+def test_values_are_shown_as_flags_take_them():
+    assert [shown(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 
 
 def test_the_best_seed_looks_too_good_by_about_what_is_told():

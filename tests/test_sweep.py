@@ -1,17 +1,33 @@
 """Sweeps: every run once, whatever happens; what it took; what it says."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nanochat import study as study_module
 from nanochat import sweep
 from nanochat.common import REPOSITORY, Refused
-from nanochat.study import Arm, as_csv, bars, judge, of_arms, of_grid
-from nanochat.sweep import Job, Sweep, SweepConfig, gathered, ledger_table
+from nanochat.mixture import MixConfig
+from nanochat.study import (
+    FIRST_HALF,
+    Arm,
+    Study,
+    StudyConfig,
+    as_csv,
+    bars,
+    judge,
+    of_arms,
+    of_grid,
+)
+from nanochat.sweep import Done, Job, Sweep, SweepConfig, gathered, ledger_table
+from scripts.sweep import SweepScript, data_of
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +77,16 @@ def test_several_runs_at_a_time_share_the_cores(monkeypatch):
     assert {calls(run)[0].split()[0] for run in done.values()} == {"2"}
 
 
+def test_every_run_has_one_of_the_gpus_that_are_ours(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["2", "3"]
+    with pytest.raises(ValueError, match="--devices=3, but this machine has 2"):
+        sweep.environments(3)
+
+
 def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
     bad = job("bad", status=3)
     with Sweep(SweepConfig(), "one") as runner:
@@ -70,7 +96,12 @@ def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
             runner.run_all([job("good"), bad])
         assert [entry["status"] for entry in runner.ledger()] == [0, 3, 3]
         table = ledger_table(runner.ledger(), 2.0)
-    assert [row[0] for row in table["rows"]] == ["Training", "Evaluation", "Lost", "All"]
+    assert [row[0] for row in table["rows"]] == [
+        "Training",
+        "Evaluation",
+        "Lost to failures",
+        "All",
+    ]
     lost = sum(entry["seconds"] for entry in runner.ledger() if entry["status"])
     assert table["rows"][2][1] == f"{lost / 3600:.3f}"
 
@@ -94,6 +125,11 @@ def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
     ):
         runner.run_all(jobs)
     assert 1 <= len(runner.ledger()) <= 3
+    with (
+        Sweep(SweepConfig(devices=2, cap_hours=1.5 * each), "one") as runner,
+        pytest.raises(Refused, match="more than the cap"),
+    ):
+        runner.run_all(jobs)  # what is under way counts too
     with Sweep(SweepConfig(), "one") as runner:
         assert len(runner.run_all(jobs)) == 4
         assert len(runner.ledger()) == 4
@@ -102,7 +138,7 @@ def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
 def test_two_sweeps_of_a_name_do_not_run_at_once():
     with (
         Sweep(SweepConfig(), "one"),
-        pytest.raises(Refused, match="another run writes there"),
+        pytest.raises(Refused, match=r"another run writes there(.|\n)*another --name"),
         Sweep(SweepConfig(), "one"),
     ):
         pass
@@ -130,11 +166,23 @@ def test_a_sweep_that_is_stopped_loses_no_run_that_is_done(how, status):
         time.sleep(0.1)
     process.send_signal(how)
     assert process.wait(30) == status
+    assert not still_running("tests.fake_run")
     assert len(list(folder.glob("*/done.json"))) == 1
     with Sweep(SweepConfig(), "one") as runner:
         assert len(runner.run_all([job_of_slow()])) == 1
         stopped = [entry["status"] for entry in runner.ledger()]
     assert stopped == ([0, 75] if how == signal.SIGTERM else [0])
+
+
+def still_running(words, seconds=20.0):
+    """Whether a command of these words outlives what began it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        if not any(words in line and "--sleep=60" in line for line in found.stdout.splitlines()):
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def job_of_slow():
@@ -161,6 +209,53 @@ def test_arms_and_grids_are_read_from_words():
             of_grid(wrong)
     with pytest.raises(ValueError, match="names an arm twice"):
         of_arms("only:a|only:a")
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """A study of a base that is not there; `steps` of 10 on 64 tokens."""
+    found = SimpleNamespace(fingerprint="0")
+    monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
+    return Study(StudyConfig(num_iterations=10, total_batch_size=64), MixConfig("world_chat"))
+
+
+def flags_of(job):
+    return dict(word.removeprefix("--").split("=", 1) for word in job.commands[0] if "=" in word)
+
+
+def test_an_arm_with_another_batch_has_as_many_tokens(study):
+    flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
+    assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
+    with pytest.raises(ValueError, match="runs of a study are of one length"):
+        study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
+
+
+def test_a_key_changes_with_what_is_learned_and_measured(tmp_path):
+    rows = tmp_path / "own.jsonl"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prints = []
+    for count in (2, 3):
+        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(count)))
+        mixture, flags = MixConfig(f"jsonl:{rows}"), f"--val_mixture=jsonl:{rows}"
+        for study in (StudyConfig(), StudyConfig(flags=flags)):
+            prints.append(data_of(SweepScript(study=study, mix=mixture)))
+        prints.append(data_of(SweepScript(study=StudyConfig(flags=flags))))
+    assert prints[:3] == [prints[0]] * 3 and prints[3:] == [prints[3]] * 3
+    assert prints[0] != prints[3] and data_of(SweepScript()) == ""
+
+
+def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path):
+    job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
+    again = study.confirmation(Done(job, tmp_path / "key"))
+    assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
+    assert flags_of(again)["model_tag"] == "sweep-key"  # its own checkpoint
+    assert "--once" in job.commands[0] and "--once" not in again.commands[0]
+
+
+def test_a_study_of_which_all_runs_broke_says_so(tmp_path):
+    runs = {("d4", "control", i): Done(Job("x", []), tmp_path, True) for i in range(3)}
+    with pytest.raises(ValueError, match="all 3 runs broke"):
+        judge(runs, 1.0, "Final validation bpb")
 
 
 def test_a_study_is_judged_metric_by_metric_and_base_by_base():
