@@ -27,6 +27,7 @@ from nanochat.tokenizer import Tokenizer
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
+CAN_ANSWER = 2.0  # times longer or shorter than they should be: the answers of a parent that can
 KNOWING = 0.9  # of the bits of knowing nothing: a parent that needs more has nothing to forget
 
 
@@ -136,17 +137,16 @@ class Watch:
         """Ask the suite and judge; every rank calls this, the main one measures."""
         now = self.suite.measure(model) if self.machine.is_main else {}
         self.measured = self.machine.broadcast(now)
-        rises = ("no_end", "unreadable", "repeated", "one_letter")
-        found = {
-            name: self.measured[name] - self.parent[name] for name in rises if name in self.parent
-        }
+        found = {}
+        if self.parent.get("length", math.inf) <= CAN_ANSWER:
+            rises = ("no_end", "unreadable", "repeated", "one_letter")
+            found = {name: self.measured[name] - self.parent[name] for name in rises}
+            found["length"] = self.measured["length"] / self.parent["length"]
         was, most = (self.parent.get(name, math.nan) for name in ("text_bpb", "knowing_nothing"))
         if was < KNOWING * most:
             found["forgotten"] = (self.measured["text_bpb"] - was) / (most - was)
         if "taught_loss" in self.measured and step < self.first_pass:
             found["apart"] = gap(self.measured["taught_loss"], smooth_loss)
-        if "length" in self.parent:
-            found["length"] = self.measured["length"] / self.parent["length"]
         return self.judge(step, found)
 
     def practised(self, step: int, without_signal: float) -> list[Finding]:

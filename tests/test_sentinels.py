@@ -152,10 +152,10 @@ def test_a_gap_means_nothing_once_rows_come_again(monkeypatch, machine):
     assert not looked(monkeypatch, watch, step=60, smooth_loss=0.1, taught_loss=3.0)
 
 
-def test_answers_may_come_nearer_to_the_length_they_should_have(monkeypatch, machine):
+def test_how_answers_look_says_nothing_of_a_run_whose_parent_could_not_answer(monkeypatch, machine):
     watch = watch_of(machine)
-    watch.parent = {**watch.parent, "no_end": 1.0, "length": 30.0}
-    assert not looked(monkeypatch, watch, length=1.0, no_end=0.0)
+    watch.parent = {**watch.parent, "no_end": 0.0, "length": 20.0}
+    assert not looked(monkeypatch, watch, length=200.0, no_end=1.0, repeated=1.0, unreadable=1.0)
 
 
 def test_a_parent_that_knows_nothing_has_nothing_to_forget(monkeypatch, machine):
