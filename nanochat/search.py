@@ -87,7 +87,7 @@ class Found:
                     best = min(final) if self.lower_is_better else max(final)
                     cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
             once = (self.wide, self.tight)
-            tried = [f"{scores[value]:.4f}" if value in scores else "" for scores in once]
+            tried = [told(scores[value]) if value in scores else "" for scores in once]
             rows.append([shown(value), *tried, *cells, note])
         columns = [self.cfg.search, "Wide", "Tight", "Mean of seeds", "Std", "Best seed", ""]
         return {"title": "Search", "columns": columns, "rows": rows}
@@ -135,6 +135,11 @@ def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[flo
 def alike(one: float, other: float) -> bool:
     """Whether two values are so near that one run does for both."""
     return abs(one - other) <= ALIKE * max(abs(one), abs(other))
+
+
+def told(score: float) -> str:
+    """A score as the table has it."""
+    return "broke" if math.isnan(score) else f"{score:.4f}"
 
 
 def shown(value: float) -> str:

@@ -42,7 +42,7 @@ from nanochat.records import append_line, locked, read_lines, read_records, read
 from nanochat.stopping import BROKEN, PREEMPTED, StopRequest
 from nanochat.summary import plain_value
 
-LEDGER = "ledger.jsonl"
+LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux: which signal a process gets when its parent ends
 GRACE_SECONDS = 120.0  # for a run that was asked to stop to save its state
@@ -56,7 +56,7 @@ class SweepConfig:
     """Device hours that all runs of this sweep may take, those of earlier calls included; a run
     that would go beyond is not begun. Default: no limit."""
     same_code: bool = True
-    """Repeat runs whose code has changed since; --no-same_code takes them as they are."""
+    """Repeat runs whose code has changed since; --no-same_code takes the newest as they are."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -160,7 +160,7 @@ class Sweep:
         self.cfg, self.folder = cfg, sweep_folder() / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = RunLock(self.folder / ".lock.sweep", own="--name")
-        self.code = code_print() if cfg.same_code else ""
+        self.code = code_print()
         self.slots: queue.Queue[dict[str, str]] = queue.Queue()
         for variables in environments(cfg.devices):
             self.slots.put(variables)
@@ -211,9 +211,15 @@ class Sweep:
 
     def finished(self, job: Job) -> Done | None:
         """The outcome of a job that was run before."""
-        folder = self.run_folder(job)
-        note = folder / "done.json"
-        return Done(job, folder, read_json(note)["is_broken"]) if note.exists() else None
+        notes = [self.run_folder(job) / DONE]
+        if not self.cfg.same_code:
+            every = (sweep_folder() / "runs").glob(f"*/{DONE}")
+            notes += sorted(every, key=lambda path: path.stat().st_mtime, reverse=True)
+        for note in notes:
+            found = read_json(note) if note.exists() else {}
+            if found and (note == notes[0] or found["job"] == job.key("")):
+                return Done(job, note.parent, found["is_broken"])
+        return None
 
     def run_folder(self, job: Job) -> Path:
         """Where a job is run."""
@@ -243,9 +249,8 @@ class Sweep:
             if not self.stop.asked:
                 problems.append(f"{job.name} failed with status {status}, see {folder}/log.txt")
             return None
-        commands = [list(words) for words in job.commands]
-        done = {"name": job.name, "commands": commands, "is_broken": status == BROKEN}
-        write_json(folder / "done.json", done)
+        done = {"name": job.name, "job": job.key(""), "is_broken": status == BROKEN}
+        write_json(folder / DONE, done)
         return Done(job, folder, status == BROKEN)
 
     def call(
@@ -298,7 +303,7 @@ class Sweep:
         """Of one run: the median over the finished ones; 0 before any is."""
         by_run: dict[str, float] = {}
         for entry in self.ledger():
-            if (sweep_folder() / "runs" / entry["key"] / "done.json").exists():
+            if (sweep_folder() / "runs" / entry["key"] / DONE).exists():
                 by_run[entry["key"]] = by_run.get(entry["key"], 0.0) + entry["seconds"]
         return median(by_run.values()) if by_run else 0.0
 

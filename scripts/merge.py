@@ -204,6 +204,7 @@ def save(
     state = {
         **carried(first.state),
         "stage": first.state["stage"],
+        "settings": first.state["settings"],  # of a training, as whoever judges it reads them
         "provenance": {**origin, "inputs": {**origin["inputs"], **read_by(parents, base)}},
         "merge": {
             **settings(cfg.merging),

@@ -63,7 +63,9 @@ def test_a_run_that_broke_is_the_worst():
     def breaking(values, seeds):
         return {v: [math.nan] if v > 1 else s for v, s in tried(values, seeds).items()}
 
-    assert 0.15 < seek(CFG, breaking, True, 3).chosen < 0.27
+    found = seek(CFG, breaking, True, 3)
+    assert 0.15 < found.chosen < 0.27
+    assert ["broke" in row for row in found.table()["rows"]][-2:] == [True, True]
     with pytest.raises(ValueError, match="every run broke"):
         seek(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
 

@@ -69,6 +69,7 @@ def test_a_merge_is_an_ordinary_checkpoint_that_names_its_parents(two):
         torch.testing.assert_close(
             tensors[2][name], 0.75 * tensors[0][name] + 0.25 * tensors[1][name]
         )
+    assert merged.state["settings"] == parents[0].state["settings"]
     record = read_json(two / "report" / "merge.json")
     assert record["provenance"]["outputs"] == {"base": merged.fingerprint}
     assert record["values"]["Verdict"] in ("better", "worse", "within noise")
@@ -82,6 +83,32 @@ def test_a_model_merged_with_itself_scores_the_same(two):
     assert values["Verdict"] == "within noise"
     one, merged = find_checkpoint("base", "one"), find_checkpoint("base", "merged")
     assert all(torch.equal(merged.model_tensors()[n], t) for n, t in one.model_tensors().items())
+
+
+def test_a_merge_can_be_merged_and_a_base_must_be_where_all_come_from(two):
+    words = dict(eval_tokens=2048, unrelated=True)
+    merge_script.main(MergeScript(models="base:one|base:two", tag="first", **words))
+    merge_script.main(MergeScript(models="base:first|base:one", tag="again", eval_tokens=2048))
+    assert find_checkpoint("base", "again").state["merge"]["parents"][0]["weight"] == 0.5
+    towards = MergeConfig(method="task_arithmetic")
+    merge_script.main(
+        MergeScript(models="base:first", base="base:two", merging=towards, eval_tokens=2048)
+    )
+    with pytest.raises(Refused, match="nothing says that these models come from .*first"):
+        merge_script.main(MergeScript(models="base:one", base="base:first", merging=towards))
+
+
+def test_slerp_keeps_where_it_went_and_soups_take_no_method(two):
+    arc = MergeConfig(method="slerp", t=0.25)
+    merge_script.main(
+        MergeScript(models="base:one|base:two", merging=arc, unrelated=True, eval_tokens=2048)
+    )
+    said = find_checkpoint("base", "merged").state["merge"]
+    assert [p["weight"] for p in said["parents"]] == [0.75, 0.25] and said["t"] == 0.25
+    with pytest.raises(ValueError, match="slerp goes from one model to another by --t; here are 3"):
+        arc.shares(3)
+    with pytest.raises(ValueError, match="--greedy takes plain means"):
+        MergeScript(models="base:one|base:two", greedy=True, merging=arc)
 
 
 def test_what_cannot_be_merged_is_refused(two):

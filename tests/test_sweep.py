@@ -70,6 +70,20 @@ def test_a_key_changes_with_the_commands_their_inputs_and_the_code():
     assert len(keys) == 4
 
 
+def test_runs_of_other_code_are_repeated_unless_they_are_good_enough(monkeypatch):
+    jobs = [job("a", 1.0), job("b", 2.0)]
+    with Sweep(SweepConfig(), "one") as runner:
+        first = runner.run_all(jobs)
+    monkeypatch.setattr(sweep, "code_print", lambda: "other code")
+    with Sweep(SweepConfig(same_code=False), "one") as runner:
+        again = runner.run_all([*jobs, job("c", 3.0)])
+        assert len(runner.ledger()) == 3
+    assert [again[name].folder for name in "ab"] == [first[name].folder for name in "ab"]
+    with Sweep(SweepConfig(), "one") as runner:
+        assert runner.run_all(jobs)["a"].folder != first["a"].folder
+        assert len(runner.ledger()) == 5
+
+
 def test_several_runs_at_a_time_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     with Sweep(SweepConfig(devices=3), "one") as runner:
