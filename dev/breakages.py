@@ -51,6 +51,8 @@ LINE = re.compile(r"sentinel (\w+) at step (\d+): .* \((\w+) ")
 class Breakages:
     base: str = "d4"
     """Tag of the checkpoints to start from."""
+    only: str = ""
+    """Only the runs whose names hold this."""
     sweep: SweepConfig = field(default_factory=lambda: SweepConfig(devices=2))
 
 
@@ -84,7 +86,7 @@ def findings(run: Done) -> list[tuple[str, int, str]]:
 
 
 def main(cfg: Breakages) -> None:
-    todo = jobs(cfg.base)
+    todo = {name: run for name, run in jobs(cfg.base).items() if cfg.only in name}
     with Sweep(cfg.sweep, "breakages") as sweep:
         done = sweep.run_all([each for _, each in todo.values()])
     rows, wrong = [], []

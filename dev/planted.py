@@ -1,5 +1,5 @@
 """
-Does a sweep find what was planted, and nothing else? On the embedded world, from a base there is.
+Does a sweep find what was planted, and nothing else? On the embedded world, midtrained before.
 
     python -m dev.planted --base=d4
 
@@ -7,7 +7,7 @@ The control learns multiple choice and word problems; one arm learns choices hal
 are shuffled, which must come out worse; ten arms are the control under other names, of which at
 most one may be called better or worse.
 
-Reads   base_checkpoints/<base>/ under the base directory
+Reads   mid_checkpoints/<base>/ under the base directory
 Writes  planted/*.jsonl there, and the section "Sweep planted"
 """
 
@@ -32,7 +32,7 @@ class Planted:
     """Checkpoint to start from."""
     conversations: int = 1500
     """Of multiple choice, in the clean file and in the shuffled one."""
-    num_iterations: int = 60
+    num_iterations: int = 30
     """Steps of every run."""
     devices: int = 2
     """Runs at a time."""
@@ -51,11 +51,11 @@ def main(cfg: Planted) -> None:
     (folder / "buckets.json").write_text(json.dumps(declared))
     arms = ["swap:clean->shuffled", *(f"copy:{n}" for n in range(COPIES))]
     words = [
-        *("scripts.sweep", "--name=planted", f"--bases={cfg.base}", "--source=base"),
+        *("scripts.sweep", "--name=planted", f"--bases={cfg.base}"),
         *(f"--num_iterations={cfg.num_iterations}", "--total_batch_size=2048"),
         *(f"--devices={cfg.devices}", f"--buckets={folder / 'buckets.json'}"),
         *("--mixture=clean=70%,world_problems=30%,shuffled=0%", f"--arms={'|'.join(arms)}"),
-        "--flags=--val_mixture=world_choice,world_problems --eval_tokens=32768 --init_lr_frac=0.7",
+        "--flags=--val_mixture=world_choice,world_problems --eval_tokens=32768",
     ]
     subprocess.run([sys.executable, "-m", *words], cwd=REPOSITORY, check=True)
     table = read_json(base_dir() / "report" / "sweep-planted.json")["tables"][0]["rows"]

@@ -8,12 +8,13 @@ How little depends on the rates, so the rise is told as a share of the way to kn
 every token is as likely. What it does move must move as the loss says, and rows must hold what is
 taught: the suite renders its conversations itself, so a slip in template, mask or loading shows at
 the first step. And answers are looked at as text: how long, whether they end, whether they can be
-read, whether they repeat themselves or name one letter whatever is asked. Knows no task; thresholds
-were set by what known-good runs and planted breakages do (dev/LOG.md).
+read, whether they repeat themselves or name one letter whatever is asked. After the first step only
+what two looks in a row see is broken. Knows no task; thresholds were set by what known-good runs
+and planted breakages do (dev/LOG.md).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -45,7 +46,7 @@ class Bounds(NamedTuple):
 
 # All are rises over the parent, but for the ratios (counted, length) and the gap
 BOUNDS = {
-    "forgotten": Bounds(0.2, 0.4, 0.6),
+    "forgotten": Bounds(0.25, 0.5, 0.75),
     "gap": Bounds(0.75, 1.5, 2.5),
     "apart": Bounds(1.0, 1.5, math.inf),  # the smoothed loss is that of several models
     "counted": Bounds(1.25, 1.4, 1.6),
@@ -125,6 +126,8 @@ class Watch:
     history: list[Finding] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     """The latest."""
+    spiked: set[str] = field(default_factory=set)
+    """Sentinels beyond what is broken at the latest look."""
 
     def first_step(self, loss: float) -> list[Finding]:
         """Judge the first step: its loss is the parent's, and its rows hold what they should."""
@@ -147,17 +150,27 @@ class Watch:
             found["forgotten"] = (self.measured["text_bpb"] - was) / (most - was)
         if "taught_loss" in self.measured and step < self.first_pass:
             found["apart"] = gap(self.measured["taught_loss"], smooth_loss)
-        return self.judge(step, found)
+        findings = self.judge(step, found, self.spiked)
+        self.spiked = {name for name, value in found.items() if value >= BOUNDS[name].broken}
+        return findings
 
     def practised(self, step: int, without_signal: float) -> list[Finding]:
         """Judge a step of RL by the share of its groups whose answers all earned the same."""
         return self.judge(step, {"no_signal": without_signal})
 
-    def judge(self, step: int, found: Mapping[str, float]) -> list[Finding]:
-        """Levels of values; what is more than fine is printed."""
-        findings = [
-            Finding(step, name, value, BOUNDS[name].level(value)) for name, value in found.items()
-        ]
+    def judge(
+        self, step: int, found: Mapping[str, float], seen: Collection[str] | None = None
+    ) -> list[Finding]:
+        """
+        Levels of values; what is more than fine is printed. Where names that were broken at the
+        look before are given, others are warned of: a large step may spike and recover.
+        """
+        findings = []
+        for name, value in found.items():
+            level = BOUNDS[name].level(value)
+            if level == "broken" and seen is not None and name not in seen:
+                level = "warn"
+            findings.append(Finding(step, name, value, level))
         self.history += findings
         for finding in findings:
             if finding.level != "fine":

@@ -65,8 +65,10 @@ def watch_of(machine):
 
 
 def looked(monkeypatch, watch, step=10, smooth_loss=1.0, **changes):
+    """What the second of two looks says that see the same."""
     now = {**watch.parent, **changes}
     monkeypatch.setattr(Suite, "measure", lambda self, model: now)
+    watch.look(step - 1, None, smooth_loss)
     return {f.name: f.level for f in watch.look(step, None, smooth_loss) if f.level != "fine"}
 
 
@@ -90,7 +92,7 @@ def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
 @pytest.mark.parametrize(
     "changes, name",
     [
-        ({"text_bpb": 2.5}, "forgotten"),
+        ({"text_bpb": 2.6}, "forgotten"),
         ({"no_end": 0.7}, "no_end"),
         ({"unreadable": 0.8}, "unreadable"),
         ({"repeated": 0.6}, "repeated"),
@@ -103,6 +105,17 @@ def test_each_sentinel_calls_a_run_broken(monkeypatch, machine, capsys, changes,
     assert looked(monkeypatch, watch, **changes)[name] == "broken"
     assert f"sentinel broken at step 10: {sentinels.WORDS[name]}" in capsys.readouterr().out
     assert watch.table()["rows"][0][0] in BOUNDS and worst(watch.history) == "broken"
+
+
+def test_what_one_look_sees_is_warned_of_and_forgotten_when_the_next_one_does_not(
+    monkeypatch, machine
+):
+    watch = watch_of(machine)
+    for value, level in ((2.7, "warn"), (1.1, "fine"), (2.7, "warn"), (2.7, "broken")):
+        now = {**watch.parent, "text_bpb": value}
+        monkeypatch.setattr(Suite, "measure", lambda self, model, now=now: now)
+        [found] = [f for f in watch.look(5, None, 1.0) if f.name == "forgotten"]
+        assert found.level == level
 
 
 def rows_of(count):
