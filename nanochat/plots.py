@@ -17,7 +17,7 @@ from typing import Any, Literal
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 Points = Sequence[tuple[float, float]]  # (x, y), in order of x
 Format = Literal["svg", "png"]
@@ -174,7 +174,9 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS))
     if panel.log_x:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS, integer=True))
     for axis in (axes.yaxis,) if panel.log_x else (axes.xaxis, axes.yaxis):

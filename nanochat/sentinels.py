@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
     broken: float
 
     def level(self, value: float) -> Level:
-        """NaN, where nothing could be measured, is fine."""
+        """Of a value that is a number."""
         return LEVELS[sum(value >= bound for bound in self)]
 
 
@@ -167,6 +167,8 @@ class Watch:
         """
         findings = []
         for name, value in found.items():
+            if math.isnan(value):  # nothing could be measured
+                continue
             level = BOUNDS[name].level(value)
             if level == "broken" and seen is not None and name not in seen:
                 level = "warn"
@@ -240,7 +242,7 @@ def stop_if_broken(findings: Sequence[Finding], cfg: SentinelConfig) -> None:
     if broken and cfg.on_broken == "stop":
         raise Broken(
             f"the run is broken: {', '.join(WORDS[f.name] for f in broken)}",
-            "look at template, mask, rates and what is loaded; --on_broken=warn goes on",
+            "look at template, mask, --init_lr_frac and what is loaded; --on_broken=warn goes on",
         )
 
 
