@@ -328,14 +328,13 @@ def end_with_parent() -> None:
 
 def environments(devices: int) -> list[dict[str, str]]:
     """The variables of each slot: a GPU of its own, or its share of the cores."""
-    import torch  # here: whoever only reads a sweep needs none
+    from nanochat.machine import visible_gpus  # here: whoever only reads a sweep needs no torch
 
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus()
     if gpus:
-        if devices > gpus:
-            raise ValueError(f"--devices={devices}, but this machine has {gpus}")
-        ours = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        return [{"CUDA_VISIBLE_DEVICES": gpu.strip()} for gpu in ours.split(",")[:devices]]
+        if devices > len(gpus):
+            raise ValueError(f"--devices={devices}, but this machine has {len(gpus)}")
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:devices]]
     threads = max(1, (os.cpu_count() or 1) // devices)
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"} if devices > 1 else {}
     return [{"OMP_NUM_THREADS": str(threads), **quiet} for _ in range(devices)]

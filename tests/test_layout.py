@@ -21,10 +21,10 @@ FLOORS = """
     attention kv_cache loss gpt refine presets quantize optim schedule scaling sampling
     engine engine_bench
     record_shape records held_out variance runlog kernels preflight train_bench
-    eval_bpb merge soup refine_figures refine_verdict guard train sentinels
-    checkpoint run_checkpoints stage samples
-    plots sections summary lab figures report contrast search sweep study
-    artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl
+    eval_bpb merge soup refine_figures refine_verdict guard train
+    checkpoint sentinel_suite sentinels run_checkpoints stage samples
+    plots sections summary contrast search sweep lab figures report study
+    artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl rl_verdict
     serving hf_tokenizer hf hf_modeling hf_model lm_eval_model
     model_library openai_api respond server_metrics desk gate server
 """.split()
