@@ -45,6 +45,7 @@ from nanochat.summary import plain_value
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # of Linux: which signal a process gets when its parent ends
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened before anything forks
 GRACE_SECONDS = 120.0  # for a run that was asked to stop to save its state
 
 
@@ -322,8 +323,8 @@ class Sweep:
 
 def end_with_parent() -> None:
     """In a new process: be asked to stop when the sweep is killed, where there is a way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if LIBC:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environments(devices: int) -> list[dict[str, str]]:

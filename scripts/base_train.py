@@ -241,7 +241,6 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))
-
     if machine.is_main:
         open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()

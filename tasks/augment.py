@@ -31,10 +31,7 @@ from tasks.base import (
 )
 from tasks.overlap import WORD
 
-K1, B = (
-    1.2,
-    0.75,
-)  # of BM25, as Robertson and Zaragoza have it: "The Probabilistic Relevance ...", 2009
+K1, B = 1.2, 0.75  # of BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 NEIGHBOURS = 40  # questions whose options are candidates
 ALIKE = 0.85  # share of characters in common from which two options say the same
 MOST_OPTIONS = 10
