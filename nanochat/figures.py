@@ -30,6 +30,7 @@ from nanochat.sections import SECTIONS
 from nanochat.summary import Record, plain_value, standard_error
 
 Drawing = tuple[str, Callable[[], bytes]]  # its title, and what makes the SVG
+TIMES = {"1": "once", "2": "twice"}
 
 
 def drawings(record: Record) -> dict[str, Drawing]:
@@ -82,9 +83,7 @@ def of_run(metrics_file: Path) -> dict[str, Drawing]:
             norms["spikes"] = curve("norm_spike")
         panels = [Panel("Gradient norm", norms, y_from_zero=True, points=("spikes",))]
         if curve("loss_seen_1"):
-            panels.append(
-                Panel("Training loss by how often rows came before", by_times_seen(entries))
-            )
+            panels.append(Panel("Loss by how often rows came before", by_times_seen(entries)))
         figures["gradient"] = ("Gradient norm", partial(line_figure, panels))
     if curve("bpb_loop_1"):
         names = sorted(
@@ -122,7 +121,7 @@ def by_times_seen(entries: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     }
     return {
         "never": ema(first),
-        **{f"{times} times": ema(points) for times, points in later.items()},
+        **{TIMES.get(times, f"{times} times"): ema(points) for times, points in later.items()},
     }
 
 

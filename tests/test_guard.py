@@ -89,6 +89,17 @@ def test_R14_a_new_level_is_accepted_after_a_while(machine):
     assert found == list(range(20, 28))
 
 
+def test_a_gradient_far_larger_than_those_before_is_counted_whatever_the_loss(machine):
+    guard = guard_of(machine)
+    norms = [9.0, 2.0, 1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 3.9, 4.5, 1.0, math.nan, 4.6]
+    found = []
+    for step, norm in enumerate(norms):
+        found.append(guard.is_norm_spike(norm))
+        guard.note(step, 1.0, norm, lambda: "x")
+    assert [norms[i] for i, spike in enumerate(found) if spike] == [4.5, 4.6]
+    assert guard.health.norm_spikes == 2
+
+
 def test_a_loss_near_zero_may_double(machine):
     assert not alarms(machine, [0.001, 0.001, 0.001, 0.01, 0.2, 0.4])
 

@@ -1,5 +1,6 @@
 """Figures: the same numbers give the same bytes, and what is drawn is what was measured."""
 
+import json
 import math
 import re
 import subprocess
@@ -8,7 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nanochat import plots
+from nanochat import figures, plots
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
@@ -71,3 +72,20 @@ def test_gaps_and_single_points_are_drawn_without_complaint():
 def test_the_largest_figures_stay_small_enough_for_a_repository():
     long = [(x, 3 + math.sin(x)) for x in range(50_000)]
     assert len(plots.loss_figure(long, long)) < 120_000
+
+
+def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own(tmp_path):
+    lines = [{"step": s, "loss": 3.0, "grad_norm": 1.0} for s in range(5)]
+    lines.append({"step": 5, "loss": 2.0, "loss_seen_0": 3.0, "loss_seen_1": 1.0, "grad_norm": 1.0})
+    lines += [{"step": s, "loss": 1.0, "loss_seen_1": 1.0, "grad_norm": 1.0} for s in range(6, 9)]
+    curves = figures.by_times_seen(lines)
+    assert {name: [step for step, _ in points] for name, points in curves.items()} == {
+        "never": [0, 1, 2, 3, 4, 5],
+        "once": [5, 6, 7, 8],
+    }
+    assert [y for _, y in curves["never"]] == pytest.approx([3.0] * 6)
+    assert [y for _, y in curves["once"]] == pytest.approx([1.0] * 4)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, draw = figures.of_run(file)["gradient"]
+    assert b"came before" in draw()

@@ -97,6 +97,24 @@ def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
     assert train_step(run, 0)[0] == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("device_rows", [1, 4])
+def test_the_loss_is_told_by_how_often_rows_came_before(machine, device_rows):
+    seen = np.array([1, 0, 0, 1, 9, 0, 1, 9])
+    plain = train_step(make_run(machine, masked=True, device_rows=device_rows)[0], 0)
+    run, *_ = make_run(machine, masked=True, device_rows=device_rows, times_seen=lambda step: seen)
+    tokens, targets = (torch.from_numpy(x) for x in rows_of(0, masked=True))
+    want = {}
+    for times in (0, 1, 9) if device_rows == 1 else ():  # of four rows not all came as often
+        mine = torch.from_numpy(seen == times)
+        nats = run.model.loss(tokens[mine], targets[mine]).item()
+        want[f"loss_seen_{min(times, 7)}"] = nats / int((targets[mine] != IGNORE).sum())
+    found = train_step(run, 0)
+    assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert found.norm == pytest.approx(plain.norm, rel=1e-4)
+    assert found.figures == pytest.approx(want, rel=1e-5)
+    assert not plain.figures
+
+
 def test_B1_a_step_in_which_nothing_counts_changes_nothing_but_the_decay(machine):
     run, *_ = make_run(machine, rows=lambda s: (rows_of(s)[0], np.full((ROWS, T), IGNORE)))
     before = run.model.embed.weight.detach().clone()
