@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["sdpa", "flex", "fa3", "plain"]
+from nanochat.block_attention import attend_blocks
+
+Backend = Literal["sdpa", "blocks", "flex", "fa3", "plain"]
 
 
 def attend(
@@ -39,13 +41,16 @@ def attend(
         scale = float(q.size(-1) ** -0.5)
     if backend == "sdpa":
         return attend_sdpa(q, k, v, window, scale)
+    if backend == "blocks":
+        mask = visible(q.size(1), window, q.device)[None, None]
+        return attend_blocks(q, k, v, mask, window, scale)
     if backend == "flex":
         return attend_flex(q, k, v, window, scale)
     if backend == "fa3":
         return attend_fa3(q, k, v, window, scale)
     if backend == "plain":
         return attend_plain(q, k, v, window, scale)
-    raise ValueError(f"attention backend {backend!r} is not one of sdpa, flex, fa3, plain")
+    raise ValueError(f"attention backend {backend!r} is not one of sdpa, blocks, flex, fa3, plain")
 
 
 def visible(T: int, window: int | None, device: torch.device) -> Tensor:

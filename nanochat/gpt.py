@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_masked, attend_stored, visible
+from nanochat.block_attention import attend_blocks
 from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
@@ -268,6 +269,8 @@ class Attention(nn.Module):
             y = attend_stored(q, *cache.read(visit), mask, self.scale)
         elif mask is None:
             y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
+        elif self.backend == "blocks":
+            y = attend_blocks(q, k, v, mask, self.window, self.scale)
         else:
             y = attend_masked(q, k, v, mask, self.scale)
         if self.exclusive:
@@ -485,8 +488,13 @@ class GPT(nn.Module):
         cos, sin = cos.to(self.dtype), sin.to(self.dtype)
         masks: dict[int | None, Tensor | None] = {}
         for window in {cfg.window(i) for i in range(cfg.n_layer)}:
-            own = None if segments is None else segment_mask(segments, window)
-            masks[window] = own if cache is None else cache.mask(window)
+            if cache is not None:
+                masks[window] = cache.mask(window)
+            elif segments is not None:
+                masks[window] = segment_mask(segments, window)
+            else:
+                by_blocks = self.blocks[0].attention.backend == "blocks"
+                masks[window] = visible(T, window, tokens.device)[None, None] if by_blocks else None
         x0 = norm(self.embed(tokens).to(self.dtype))
         return Pass(tokens, x0, cos, sin, masks, cache)
 
@@ -588,5 +596,6 @@ def for_inference(model: GPT) -> GPT:
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        ours.attention.backend = theirs.attention.backend
+        kernel = theirs.attention.backend
+        ours.attention.backend = "sdpa" if kernel == "blocks" else kernel  # it is not compiled
     return twin.requires_grad_(False)

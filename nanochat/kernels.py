@@ -24,7 +24,7 @@ COMPILE_GAIN = 0.25  # share of the time that it saves there
 
 @dataclass(frozen=True)
 class KernelConfig:
-    attention: Literal["sdpa", "flex", "fa3", "plain"] | None = None
+    attention: Literal["sdpa", "blocks", "flex", "fa3", "plain"] | None = None
     """Attention kernel. Default: the fastest that passes its probe here."""
     compile: bool | None = None
     """Fuse the model with torch.compile. Default: on a GPU, and on a CPU where the run is long
@@ -59,9 +59,12 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str |
     return None
 
 
-def choose_attention(cfg: KernelConfig, model: GPTConfig, machine: Machine) -> Backend:
+def choose_attention(
+    cfg: KernelConfig, model: GPTConfig, machine: Machine, compiled: bool = False
+) -> Backend:
     """
-    The kernel asked for, or the first that works: on CUDA fa3, then flex with windows; sdpa, plain.
+    The kernel asked for, or the first that works: on CUDA fa3, then flex with windows; on a CPU
+    blocks where the model is compiled; sdpa, plain.
 
     Raises ValueError where the one asked for does not.
     """
@@ -74,6 +77,8 @@ def choose_attention(cfg: KernelConfig, model: GPTConfig, machine: Machine) -> B
         wanted.append("fa3")
         if "S" in model.window_pattern:
             wanted.append("flex")
+    if machine.device.type == "cpu" and compiled:
+        wanted.append("blocks")
     for backend in (*wanted, "sdpa"):
         why = probe_attention(backend, model, machine)
         if why is None:
@@ -105,10 +110,10 @@ def set_kernels(
     cfg: KernelConfig, model: GPT, machine: Machine, seconds: float, optimizer: Any = None
 ) -> bool:
     """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
-    backend = choose_attention(cfg, model.cfg, machine)
+    compiled = choose_compile(cfg, machine, seconds)
+    backend = choose_attention(cfg, model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend
-    compiled = choose_compile(cfg, machine, seconds)
     if compiled:
         model.compile()
     if compiled and optimizer is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 IGNORE = -1  # a target that does not count
 MAX_SOFTCAP = 40.0  # exp(-2 * 40) is still a normal float32
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
 
 
 class Trainable(Protocol):
@@ -49,11 +49,17 @@ def softmax_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     return total.log() + softcap, slope.to(logits.dtype)
 
 
+def accumulate(total: Tensor, part: Tensor) -> None:
+    """total += part, of another dtype. Compiled it needs no copy of the part."""
+    total += part
+
+
 class LossKernels(NamedTuple):
-    """The two functions that touch every logit, compiled or not."""
+    """The functions that touch every logit or weight of the head, compiled or not."""
 
     log_total: Callable[[Tensor, float], Tensor] = log_total
     softmax_slope: Callable[[Tensor, float], tuple[Tensor, Tensor]] = softmax_slope
+    accumulate: Callable[[Tensor, Tensor], None] = accumulate
 
 
 EAGER = LossKernels()
@@ -79,7 +85,8 @@ def chunk_loss(
     total, slope = kernels.softmax_slope(logits, softcap)
     capped = target_logits(logits, targets, softcap)  # (n, 1)
     at_target = (torch.exp(capped - total) - 1.0) * (1.0 - (capped / softcap) ** 2)
-    slope.scatter_(1, targets.clamp(min=0)[:, None], at_target.to(slope.dtype))
+    here = torch.arange(len(slope), device=slope.device)
+    slope[here, targets.clamp(min=0)] = at_target.squeeze(1).to(slope.dtype)
     nats = (total - capped) * counted
     if weights is not None:
         nats = nats * weights[:, None]
@@ -109,7 +116,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             total += nats.sum()
             each[part] = nats
             torch.mm(slope, weight, out=d_hidden[i : i + rows])
-            d_head += slope.mT @ h
+            kernels.accumulate(d_head, slope.mT @ h)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(each)
         return total, each

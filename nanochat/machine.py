@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.config import short
-from nanochat.hardware import device_name
+from nanochat.hardware import device_name, keep_freed_memory
 from nanochat.meeting import name_attempt
 from nanochat.watch import Watch
 
@@ -166,6 +166,8 @@ def init_machine(cfg: MachineConfig = MachineConfig(), seed: int = 0) -> Machine
     if kind == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
+    if kind == "cpu":
+        keep_freed_memory()
     watch = None
     if world_size > 1 and not dist.is_initialized():
         watch = join(kind, device, rank, world_size, 60 * cfg.collective_timeout_minutes)

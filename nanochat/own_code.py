@@ -1,7 +1,7 @@
 """
 Our own modules as text: which ones a module needs, and what they say.
 
-    "gpt" -> gpt, attention, kv_cache, loss -> their sources
+    "gpt" -> gpt, attention, block_attention, kv_cache, loss -> their sources
 
 For what carries its code along or is charged for it: an export, an artifact.
 """

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanochat.attention import attend
+from nanochat.attention import attend, attend_plain, visible
+from nanochat.block_attention import attend_blocks
 
 
 def loop_attention(q, k, v, window, scale):
@@ -23,7 +24,7 @@ def loop_attention(q, k, v, window, scale):
     return out
 
 
-@pytest.mark.parametrize("backend", ["plain", "sdpa"])
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_every_backend_computes_the_definition(backend, window, groups):
@@ -33,6 +34,39 @@ def test_every_backend_computes_the_definition(backend, window, groups):
     v = torch.randn(2, 9, groups, 8, generator=generator)
     got = attend(q, k, v, window, scale=0.7, backend=backend)
     torch.testing.assert_close(got, loop_attention(q, k, v, window, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [100, 128, 300])
+@pytest.mark.parametrize("window", [None, 40, 200])
+def test_blocks_have_the_gradients_of_the_definition(T, window):
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(2, T, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    (q, k, v), grad = (x.requires_grad_() for x in draw[:3]), draw[3]
+    found, want = (
+        torch.autograd.grad(attend(q, k, v, window, 0.7, backend), (q, k, v), grad)
+        for backend in ("blocks", "plain")
+    )
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_see_what_the_mask_says_and_nothing_else():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 150, 2, 8, generator=generator).unbind(0)
+    segments = torch.tensor([[0] * 90 + [1] * 60, [0] * 140 + [1] * 10])
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = (same & visible(150, None, q.device))[:, None]
+    got = attend_blocks(q, k, v, mask, None, 0.5)
+    for row, cut in ((0, 90), (1, 140)):
+        for part in (slice(0, cut), slice(cut, 150)):
+            alone = attend_plain(*(x[row : row + 1, part] for x in (q, k, v)), None, 0.5)
+            torch.testing.assert_close(got[row : row + 1, part], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_stand_scores_of_any_size():
+    q = torch.full((1, 130, 1, 4), 1e3)
+    assert attend(q, q, q, None, 1.0, "blocks").equal(q)
+    assert attend(-q, q, q, None, 1.0, "blocks").equal(q)
 
 
 def test_the_default_scale_is_one_over_the_root_of_the_head_width():

@@ -88,7 +88,17 @@ def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exp
         assert (
             code
             == {"hf_modeling", *code_of("refine")}
-            == {*("hf_modeling", "refine", "gpt", "attention", "kv_cache", "loss")}
+            == {
+                *(
+                    "hf_modeling",
+                    "refine",
+                    "gpt",
+                    "attention",
+                    "block_attention",
+                    "kv_cache",
+                    "loss",
+                )
+            }
         )
         assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
 

@@ -1,9 +1,10 @@
 """Kernels are trusted after they were run, and left out with a reason."""
 
 import pytest
+import torch
 
 from nanochat import attention, kernels
-from nanochat.gpt import build_model
+from nanochat.gpt import build_model, for_inference
 from nanochat.kernels import KernelConfig, choose_attention, choose_compile, probe_attention
 from tests.conftest import TINY
 
@@ -29,6 +30,30 @@ def test_B13_a_kernel_asked_for_by_name_is_refused_with_the_reason(machine, monk
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["raises"])
     with pytest.raises(ValueError, match="no kernel image"):
         choose_attention(KernelConfig(attention="sdpa"), TINY, machine)
+
+
+def test_a_compiled_model_attends_in_blocks_on_a_cpu(machine):
+    assert choose_attention(KernelConfig(), TINY, machine, compiled=True) == "blocks"
+    assert choose_attention(KernelConfig(), TINY, machine) == "sdpa"
+
+
+def test_blocks_change_nothing_but_rounding_and_leave_the_engine_its_kernel(machine):
+    models = [build_model(TINY, machine.device, machine.dtype, 0) for _ in range(2)]
+    tokens = torch.randint(64, (3, TINY.max_seq_len), generator=torch.Generator().manual_seed(0))
+    segments = (tokens % 16 == 0).cumsum(1)
+    for block in models[1].blocks:
+        torch.nn.init.normal_(block.attention.out.weight, std=0.1, generator=seeded())
+        block.attention.backend = "blocks"
+    for block in models[0].blocks:
+        torch.nn.init.normal_(block.attention.out.weight, std=0.1, generator=seeded())
+    for own in (None, segments):
+        ours, theirs = (model.token_losses(tokens, tokens, own) for model in models)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert for_inference(models[1]).blocks[0].attention.backend == "sdpa"
+
+
+def seeded():
+    return torch.Generator().manual_seed(1)
 
 
 def test_compiling_is_left_out_where_it_does_not_pay(machine):
