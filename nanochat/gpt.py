@@ -26,7 +26,8 @@ from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
 Role = Literal[
-    "matrix", "embedding", "value_embedding", "head", "tied", "residual", "skip", "gate", "gain"
+    "matrix", "embedding", "bigram", "value_embedding", "head", "tied", "residual", "skip", "gate",
+    "gain"
 ]  # fmt: skip
 GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
 TIED_STD = 0.005  # of a table that is also the head
@@ -53,6 +54,9 @@ class GPTConfig:
     """Queries and keys are multiplied by this after their norm: sharper attention."""
     value_embeddings: bool = True
     """Every other layer, the last included, adds a gated embedding of the token to its values."""
+    bigram_rows: int = 0
+    """Rows of a table that adds a vector for each token and the one in front of it, found by hash;
+    0 = none."""
     residual_scalars: bool = True
     """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
     tie_embeddings: bool = False
@@ -79,6 +83,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+        if self.bigram_rows < 0:
+            raise ValueError(f"bigram_rows must not be negative, got {self.bigram_rows}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not 0 < self.softcap <= MAX_SOFTCAP:
@@ -114,6 +120,7 @@ class GPTConfig:
             window_pattern="L",
             qk_gain=1.0,
             value_embeddings=False,
+            bigram_rows=0,
             residual_scalars=False,
             tie_embeddings=False,
             rope_dims=None,
@@ -192,6 +199,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., :R].chunk(2, dim=-1)
     turned = (a * cos + b * sin, b * cos - a * sin)
     return torch.cat(turned if x.size(-1) == R else (*turned, x[..., R:]), dim=-1)
+
+
+def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
+    """The row of each token and the one in front of it, -1 where there is none: all (B, T)."""
+    mixed = tokens * 0x9E3779B1 + (before + 1) * 0x85EBCA77
+    return (mixed ^ (mixed >> 15)) % rows
+
+
+def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The token in front of each (B, T), -1 where a row or a segment begins."""
+    before = F.pad(tokens[:, :-1], (1, 0), value=-1)
+    if segments is None:
+        return before
+    return before.masked_fill(segments != F.pad(segments[:, :-1], (1, 0), value=-1), -1)
 
 
 def exclude_self(y: Tensor, v: Tensor) -> Tensor:
@@ -344,6 +365,7 @@ class GPT(nn.Module):
         self.cfg, self.dtype = cfg, dtype
         kv_width = cfg.n_kv_head * cfg.head_dim
         self.embed = Embedding(cfg.vocab_size, cfg.d_model)
+        self.bigrams = Embedding(cfg.bigram_rows, cfg.d_model) if cfg.bigram_rows else None
         tables = {
             str(i): Embedding(cfg.vocab_size, kv_width)
             for i in range(cfg.n_layer)
@@ -386,6 +408,8 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=std, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.0 if plain else 0.001, generator=generator)
+        if self.bigrams is not None:
+            nn.init.zeros_(self.bigrams.weight)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
         for block in self.blocks:
             attention, mlp = block.attention, block.mlp
@@ -421,6 +445,7 @@ class GPT(nn.Module):
         """The role of every parameter, by name, in the model's order."""
         outside: dict[str, Role] = {
             "embed": "tied" if self.head is None else "embedding",
+            "bigrams": "bigram",
             "value_embeds": "value_embedding",
             "head": "head",
             "residual": "residual",
@@ -495,8 +520,18 @@ class GPT(nn.Module):
             else:
                 by_blocks = self.blocks[0].attention.backend == "blocks"
                 masks[window] = visible(T, window, tokens.device)[None, None] if by_blocks else None
-        x0 = norm(self.embed(tokens).to(self.dtype))
+        x0 = norm(self.embedded(tokens, cache, segments).to(self.dtype))
         return Pass(tokens, x0, cos, sin, masks, cache)
+
+    def embedded(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """tokens (B, T) -> their vectors and those of the bigrams that end there, (B, T, C)."""
+        if self.bigrams is None:
+            return self.embed(tokens)
+        before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
+        index = bigram_index(tokens, before, self.cfg.bigram_rows)
+        return self.embed(tokens) + self.bigrams(index)
 
     def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
         """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""

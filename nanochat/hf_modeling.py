@@ -34,7 +34,8 @@ class NanochatConfig(PretrainedConfig):
             shape = read_config(self.gpt)
             self.vocab_size = shape.vocab_size
             self.hidden_size = shape.d_model
-            self.num_hidden_layers = len(shape.order)  # of the cache: keys and values by visit
+            # Of the cache: keys and values by visit, then tokens where the one in front counts
+            self.num_hidden_layers = len(shape.order) + bool(shape.bigram_rows)
             self.num_attention_heads = shape.n_head
             self.num_key_value_heads = shape.n_kv_head
             self.head_dim = shape.head_dim
@@ -50,11 +51,22 @@ class StoredTokens:
     real: (B, M) bool, which of the past and new tokens are no padding.
     """
 
-    def __init__(self, cache: DynamicCache, real: Tensor, T: int):
-        self.cache, self.real, self.T = cache, real, T
+    def __init__(self, cache: DynamicCache, real: Tensor, T: int, last_layer: int):
+        self.cache, self.real, self.T, self.last_layer = cache, real, T, last_layer
         places = (real.cumsum(dim=1) - 1).clamp(min=0)  # (B, M)
         self.positions = places[:, -T:]
         self.fresh = real.size(1) == T and bool(real.all())
+
+    def preceding(self, tokens: Tensor) -> Tensor:
+        """
+        Store the new tokens (B, T), as keys of the last layer, so that whoever sorts or shortens
+        the cache does so with them: the one in front of each, -1 where a sequence begins.
+        """
+        stored = tokens[:, None, :, None]  # (B, 1, T, 1)
+        self.cache.update(stored, stored, self.last_layer)
+        layer: Any = self.cache.layers[self.last_layer]
+        before = F.pad(layer.keys[:, 0, :, 0], (1, 0), value=-1)[:, -self.T - 1 : -1]
+        return before.masked_fill(self.positions == 0, -1)
 
     def write(self, visit: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""
@@ -124,7 +136,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         view: Any = None
         if use_cache or past or not real.all():
             cache = past_key_values if past_key_values is not None else DynamicCache()
-            view = StoredTokens(cache, real, T)
+            view = StoredTokens(cache, real, T, self.config.num_hidden_layers - 1)
             past_key_values = cache if use_cache else None
         hidden = self.gpt.hidden(input_ids, view)  # (B, T, C)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

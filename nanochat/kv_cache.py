@@ -4,8 +4,8 @@ The memory of a model that generates: keys and values of the tokens each sequenc
     KVCache(slots x capacity) -> view(slots, T) -> one forward pass writes and reads it
 
 A slot holds one sequence. Slots are independent, so sequences of different lengths share a batch;
-a view says at which positions the T new tokens of each lie, and what they may see. Knows nothing
-of tokens or sampling.
+a view says at which positions the T new tokens of each lie, what they may see, and which token is
+in front of each, for models that look at that too. Knows nothing of sampling.
 """
 
 from collections.abc import Sequence
@@ -37,6 +37,7 @@ class KVCache:
         # step over 64 slots takes 1.1 ms instead of 7.6 a layer (bf16, one core, 2026-11)
         self.keys = torch.zeros((*heads, head_dim, capacity), device=device, dtype=dtype)
         self.values = torch.zeros((*heads, capacity, head_dim), device=device, dtype=dtype)
+        self.tokens = torch.zeros((slots, capacity), device=device, dtype=torch.long)
         self.capacity = capacity
         self.lengths = [0] * slots
 
@@ -56,6 +57,7 @@ class KVCache:
         """Make `target` begin with the first `length` tokens of `source`."""
         self.keys[:, target, ..., :length] = self.keys[:, source, ..., :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.tokens[target, :length] = self.tokens[source, :length]
         self.lengths[target] = length
 
 
@@ -78,6 +80,13 @@ class CacheView:
         self.slots = torch.tensor(slots, device=device)
         self.positions = torch.tensor(past, device=device)[:, None] + torch.arange(T, device=device)
         """(B, T), the place of each new token in its sequence."""
+
+    def preceding(self, tokens: Tensor) -> Tensor:
+        """Store the new tokens (B, T): the one in front of each, -1 where a sequence begins."""
+        rows = self.slots[:, None]
+        self.cache.tokens[rows, self.positions] = tokens
+        before = self.cache.tokens[rows, (self.positions - 1).clamp(min=0)]
+        return before.masked_fill(self.positions == 0, -1)
 
     def write(self, visit: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""

@@ -76,6 +76,7 @@ def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rul
     found = {
         "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
+        "bigram": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
         "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),

@@ -37,6 +37,9 @@ class ShapeConfig:
     value_embeddings: bool | None = None
     """Add a gated embedding of the token to the values of every other layer. Default: yes, in
     classic no."""
+    bigram_rows: int | None = None
+    """Rows of a table that adds a vector for each token and the one in front of it; 0 = none.
+    Default: four per token of the vocabulary, in classic none."""
     rope_dims: int | None = None
     """Channels of each head that positions turn; the others pass as they are. Default: all."""
     xsa_last_n: int | None = None

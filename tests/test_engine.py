@@ -20,6 +20,7 @@ OPTIONS = {
     "one key head": {"n_kv_head": 1},
     "no value embeddings": {"value_embeddings": False},
     "no residual scalars": {"residual_scalars": False},
+    "bigrams": {"bigram_rows": 97},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
     "repeated": {"repeat_layers": "0-1"},

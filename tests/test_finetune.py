@@ -40,7 +40,7 @@ def gradient(model, batches):
     return total, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
+@pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}, {"bigram_rows": 97}])
 def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)
     pack_encoded(rows, "train", encode({"name": "x"}, CHATS, TOKENIZER, 63), TOKENIZER)

@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
 from nanochat.common import REPOSITORY
-from nanochat.gpt import GPT, GPTConfig, build_model, exclude_self, rotary, rotate
+from nanochat.gpt import (
+    GPT,
+    GPTConfig,
+    bigram_index,
+    build_model,
+    exclude_self,
+    preceding,
+    rotary,
+    rotate,
+)
 from nanochat.loss import IGNORE
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
@@ -25,6 +34,7 @@ VARIANTS = {
     "windows": replace(TINY, window_pattern="SSL", max_seq_len=600),
     "one layer": replace(TINY, n_layer=1),
     "no groups": replace(TINY, n_kv_head=4),
+    "bigrams": replace(TINY, bigram_rows=97),
     "golf": GOLF,
     "tied and plain": replace(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
@@ -222,6 +232,39 @@ def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
     for projection in (drawn.attention.out.weight, drawn.mlp.down.weight):
         want = projection.size(1) ** -0.5 / math.sqrt(2 * 3)
         assert projection.std().item() == pytest.approx(want, rel=0.05)
+
+
+def test_a_bigram_is_found_by_both_of_its_tokens_and_rows_are_used_alike():
+    tokens = torch.arange(64).repeat_interleave(64)[None]
+    before = torch.arange(64).repeat(64)[None]
+    found = bigram_index(tokens, before, 256)
+    counts = torch.bincount(found.flatten(), minlength=256)  # 4096 bigrams, 16 a row
+    assert counts.min() > 4 and counts.max() < 40
+    assert bigram_index(tokens, before, 1).max() == 0
+    assert (bigram_index(tokens, before - 1, 256) != found).float().mean() > 0.9
+    largest = bigram_index(torch.tensor([[2**18]]), torch.tensor([[2**18]]), 2**18)
+    assert 0 <= int(largest) < 2**18
+
+
+def test_no_token_stands_in_front_of_the_first_of_a_row_or_segment():
+    tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    assert preceding(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
+    segments = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
+    assert preceding(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
+
+
+def test_bigrams_begin_as_nothing_and_are_learned():
+    cfg = replace(TINY, bigram_rows=50)
+    model, plain = (build_model(each, CPU, torch.float32, 0) for each in (cfg, TINY))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(tokens), plain(tokens))
+    model = lively(model)
+    model.loss(tokens, tokens).backward()
+    assert model.bigrams is not None and model.bigrams.weight.grad is not None
+    met = bigram_index(tokens, preceding(tokens), 50).unique()
+    assert set(model.bigrams.weight.grad.any(dim=1).nonzero().flatten().tolist()) == set(
+        met.tolist()
+    )
 
 
 def test_parameters_of_the_golf_shape_are_those_of_its_record():

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "classic": {},
     "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
     "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
+    "bigrams": {"bigram_rows": 97},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
 }
