@@ -42,7 +42,7 @@ def bench_engine(cfg: GPTConfig, machine: Machine, repeats: int) -> None:
         f"prompts of {PROMPT_TOKENS}, answers of {NEW_TOKENS} tokens, top_k 50"
     )
     for batch in BATCHES:
-        engine = Engine(model, tokenizer, slots=batch, capacity=PROMPT_TOKENS + NEW_TOKENS)
+        engine = Engine(model, tokenizer, slots=batch, capacity=PROMPT_TOKENS + NEW_TOKENS, compiled=True)
         engine.ends = set()  # every answer has its full length
         times = [time_batch(engine, batch) for _ in range(repeats + 1)][1:]
         prefill = sorted(batch * PROMPT_TOKENS / t.first for t in times)

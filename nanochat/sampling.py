@@ -57,37 +57,50 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     """
     The next token of every row. logits (B, V) float32; `uniform` numbers in [0, 1).
 
-    The filters apply in the order top-k, min-p, top-p, to the probabilities at the temperature;
-    tokens as likely as the last one kept are kept too.
+    The filters apply in the order top-k, min-p, top-p, to the probabilities at the temperature.
+    Of equally likely tokens top-k keeps as many as fit, top-p all.
     """
-    likeliest = logits.argmax(dim=-1)
-    if all(s.temperature == 0 for s in settings):
-        return likeliest.tolist()
+    V = logits.size(1)
+    groups: dict[int, list[int]] = {}  # rows by how many tokens they choose from
+    for row, s in enumerate(settings):
+        groups.setdefault(1 if s.temperature == 0 else min(s.top_k or V, V), []).append(row)
+    picked = [0] * len(settings)
+    for k, rows in groups.items():
+        of_group = logits if len(rows) == len(settings) else logits[rows]
+        if k == 1:
+            found = of_group.argmax(dim=-1)
+        else:
+            found = draw(of_group, k, [settings[r] for r in rows], [uniform[r] for r in rows])
+        for row, token in zip(rows, found.tolist(), strict=True):
+            picked[row] = token
+    return picked
+
+
+def draw(
+    logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]
+) -> Tensor:
+    """A token of each row (B,), from the `k` likeliest: logits (B, V), temperatures above 0."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
 
-    scaled = logits / column(s.temperature or 1.0 for s in settings)
-    V = logits.size(1)
-    kept = [min(s.top_k or V, V) for s in settings]
-    if most := max((k for k in kept if k < V), default=0):
-        best = scaled.topk(most, dim=-1).values  # (B, most), falling
-        last = best.gather(1, column(min(k, most) - 1 for k in kept).long())
-        open_end = column(k == V for k in kept) > 0
-        scaled = scaled.masked_fill((scaled < last) & ~open_end, -torch.inf)
-    probs = scaled.softmax(dim=-1)  # (B, V)
-    probs = probs * (probs >= column(s.min_p for s in settings) * probs.amax(dim=-1, keepdim=True))
+    ids, falling = None, k < logits.size(1)
+    if falling:
+        logits, ids = logits.topk(k, dim=-1)  # (B, k), falling
+    scaled = logits / column(s.temperature for s in settings)
+    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()  # shares of the likeliest one's
+    if any(s.min_p > 0 for s in settings):
+        weights = weights * (weights >= column(s.min_p for s in settings))
     if any(s.top_p < 1 for s in settings):
-        falling = (probs / probs.sum(dim=-1, keepdim=True)).sort(dim=-1, descending=True).values
-        mass = column(s.top_p for s in settings)
-        inside = (falling.cumsum(dim=-1) - falling < mass) | (mass == 1)
-        last = torch.where(inside, falling, 1.0).amin(dim=-1, keepdim=True)
-        probs = probs * (probs / probs.sum(dim=-1, keepdim=True) >= last)
-    total = probs.cumsum(dim=-1)
+        ordered = weights if falling else weights.sort(dim=-1, descending=True).values
+        mass = column(s.top_p for s in settings) * ordered.sum(dim=-1, keepdim=True)
+        inside = ordered.cumsum(dim=-1) - ordered < mass
+        last = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
+        weights = weights * ((weights >= last) | (column(s.top_p for s in settings) == 1))
+    total = weights.cumsum(dim=-1)
     mark = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below the total in float32 too
-    picked = (total <= mark).sum(dim=-1)
-    greedy = column(s.temperature == 0 for s in settings).squeeze(1) > 0
-    return torch.where(greedy, likeliest, picked).tolist()
+    place = (total <= mark).sum(dim=-1)
+    return place if ids is None else ids.gather(1, place[:, None])[:, 0]
 
 
 class TokenLogprob(NamedTuple):

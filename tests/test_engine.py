@@ -256,7 +256,7 @@ def test_B14_the_cache_has_the_compute_dtype(tokenizer):
     model = model_of(tokenizer)
     model.dtype = torch.bfloat16
     engine = Engine(for_inference(model), tokenizer)
-    assert engine.cache.keys.dtype == torch.bfloat16
+    assert engine.cache.keys[0].dtype == torch.bfloat16
     (row,) = engine.generate([[1, 2, 3]], Sampling(max_new_tokens=4))[0]
     assert row.finish
 

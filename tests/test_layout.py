@@ -19,7 +19,7 @@ FLOORS = """
     disk hub text_files hub_repo source local_source hub_source dataset
     mixture arms packing rows interleaving mixed_rows row_writer texts chat_rows chat_mix
     block_attention attention kv_cache loss gpt refine presets quantize optim schedule scaling
-    sampling engine engine_bench
+    sampling decode engine engine_bench
     record_shape records held_out variance runlog kernels preflight train_bench
     eval_bpb merge soup refine_figures refine_verdict guard train
     checkpoint sentinel_suite sentinels run_checkpoints stage samples
