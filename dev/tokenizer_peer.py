@@ -1,13 +1,14 @@
 """
 One measurement of one tokenizer library, in a process of its own.
 
-    python dev/tokenizer_peer.py job.json    # prints {"seconds", "version", "digest"} as JSON
+    python dev/tokenizer_peer.py job.json    # prints what it measured as JSON
 
 Run by scripts/bench.py, for our own crate and, in environments of their own, for its peers: two of
 them share the import name rustbpe. So this file imports nothing but the library it measures. Each
 measurement is a first pass: nothing was trained or encoded before, and the clock starts when the
 texts are in memory and the vocabulary is loaded. `digest` names the result (the tokens of a
-vocabulary, the ids of all texts), so that equal results can be seen to be equal.
+vocabulary, the ids of all texts), so that equal results can be seen to be equal; `megabytes` what
+the work added to the peak of the process.
 """
 
 import base64
@@ -15,6 +16,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import resource
 import sys
 import time
 from array import array
@@ -109,15 +111,18 @@ def main(job: Job) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(job["threads"])  # all but tiktoken go by this
     texts = json.loads(Path(job["texts"]).read_text())
     work, pieces = WORK[job["what"], job["library"]](job, texts)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - start
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     digest = None
     if pieces is not None:
         digest = hashlib.sha256(b"".join(pieces(result))).hexdigest()
     package = "rustbpe" if job["library"] == "ours" else job["library"]
     version = importlib.metadata.version(package)
-    print(json.dumps({"seconds": seconds, "version": version, "digest": digest}))
+    measured = {"seconds": seconds, "megabytes": kilobytes / 1e3}
+    print(json.dumps({**measured, "version": version, "digest": digest}))
 
 
 if __name__ == "__main__":

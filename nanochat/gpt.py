@@ -253,6 +253,7 @@ class Attention(nn.Module):
         self.k = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
         self.v = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
         self.out = Linear(cfg.n_head * cfg.head_dim, cfg.d_model)
+        self.together: Tensor | None = None
         self.gate = None
         if cfg.has_value_embedding(layer):
             self.gate = Linear(min(GATE_CHANNELS, cfg.d_model), cfg.n_kv_head)
@@ -275,9 +276,11 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         H, G, D = self.shape
-        q = self.q(x).view(B, T, H, D)
-        k = self.k(x).view(B, T, G, D)
-        v = self.v(x).view(B, T, G, D)
+        if self.together is None:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+        else:
+            q, k, v = F.linear(x, self.together).split((H * D, G * D, G * D), dim=-1)
+        q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
         if self.gate is not None and extra is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
             v = v + gate[..., None] * extra.view(B, T, G, D)
@@ -297,6 +300,18 @@ class Attention(nn.Module):
         if self.exclusive:
             y = exclude_self(y, v)
         return self.out(y.flatten(2))
+
+
+    def join(self) -> None:
+        """
+        Compute queries, keys and values by one product from now on: of few tokens it takes the time
+        of one of the three. The weights stay where they are known, as parts of one matrix.
+        """
+        layers = (self.q, self.k, self.v)
+        self.together = torch.cat([layer.weight.detach() for layer in layers])
+        sizes = [layer.out_features for layer in layers]
+        for layer, rows in zip(layers, self.together.split(sizes), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)
 
 
 class MLP(nn.Module):
@@ -624,7 +639,7 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
 def for_inference(model: GPT) -> GPT:
     """
     The same model with its weights stored in the compute dtype: equal results, fewer bytes to read
-    for every token. Weights that have that dtype already are shared, others copied.
+    for every token. Weights that have that dtype already are shared, but for those of attention.
     """
     with torch.device("meta"):
         twin = model.cfg.new(model.dtype)
@@ -633,4 +648,5 @@ def for_inference(model: GPT) -> GPT:
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
         kernel = theirs.attention.backend
         ours.attention.backend = "sdpa" if kernel == "blocks" else kernel  # it is not compiled
+        ours.attention.join()
     return twin.requires_grad_(False)

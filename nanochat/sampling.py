@@ -76,9 +76,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     return picked
 
 
-def draw(
-    logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]
-) -> Tensor:
+def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
     """A token of each row (B,), from the `k` likeliest: logits (B, V), temperatures above 0."""
 
     def column(values: Iterable[float]) -> Tensor:

@@ -1,7 +1,7 @@
 """
 The speed of our tokenizer beside that of others, on the same text and machine.
 
-    texts -> one process per measurement, libraries in turn -> median, range and ratio of each
+    texts -> one process per measurement, libraries in turn -> rate, range and ratio of each
 
 Each library runs in a process of its own (dev/tokenizer_peer.py), the peers in environments that
 `uv` makes for them: the PyPI package rustbpe shares its import name with our crate. A peer that
@@ -16,11 +16,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from nanochat.bench_table import Findings, Rate
 from nanochat.common import REPOSITORY
+from nanochat.packing import Packer, pack
 from nanochat.tokenizer import PATTERN, Tokenizer
 
 PEER = REPOSITORY / "dev" / "tokenizer_peer.py"
@@ -29,6 +34,7 @@ PEER_PACKAGES = {
     "tokenizers": "tokenizers==0.23.3",
     "gigatoken": "gigatoken==0.10.0",
 }
+PATH = "Tokenizer"
 # Encoding is compared with GPT-4's own three digits: gigatoken knows patterns by name only.
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
 
@@ -43,30 +49,84 @@ class Bench(NamedTuple):
 
 
 def bench_tokenizer(
-    texts: list[str], vocab_sizes: Sequence[int], threads: Sequence[int], repeats: int
+    texts: list[str],
+    vocab_sizes: Sequence[int],
+    threads: Sequence[int],
+    repeats: int,
+    found: Findings,
 ) -> None:
     """
-    Print the tables: training to each of `vocab_sizes` with the last number of `threads`, and
-    encoding with the last vocabulary and each number of threads, first pass over the texts.
+    Training to each of `vocab_sizes` with the last number of `threads`; encoding with the last
+    vocabulary and each number of threads, first pass over the texts; packing; growth.
     """
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pythons: dict[str, list[str] | None] = dict.fromkeys(("ours", "tiktoken"), [sys.executable])
         pythons |= {library: peer_python(library, folder) for library in PEER_PACKAGES}
         bench = Bench(folder, megabytes, repeats, pythons)
         (folder / "texts.json").write_text(json.dumps(texts))
-        write_ranks(Tokenizer.train(texts, vocab_sizes[-1]), folder / "ranks.tiktoken")
+        write_ranks(tokenizer, folder / "ranks.tiktoken")
 
-        print(f"\nTraining on {megabytes:.1f} MB, threads: {threads[-1]}", flush=True)
+        found.note(f"Tokenizer: {megabytes:.1f} MB of text, {len(texts):,} documents")
         for size in vocab_sizes:
             job = {"what": "train", "pattern": PATTERN, "vocab_size": size, "threads": threads[-1]}
-            compare(bench, f"{size:,} ids", job, ["ours", "rustbpe", "tokenizers"])
-
-        print(f"\nEncoding {megabytes:.1f} MB with {vocab_sizes[-1]:,} ids", flush=True)
+            label = f"trained, {size:,} ids, {threads[-1]} threads"
+            compare(bench, label, job, ["ours", "rustbpe", "tokenizers"], found)
         for num in threads:
             job = {"what": "encode", "pattern": GPT4_PATTERN, "threads": num}
-            compare(bench, f"threads: {num}", job, ["ours", "gigatoken", "tiktoken"])
+            label = f"encoded, {vocab_sizes[-1]:,} ids, {num} threads"
+            compare(bench, label, job, ["ours", "gigatoken", "tiktoken"], found)
+        grow(bench, texts, vocab_sizes, threads, found)
+    rates = [pack_rate(texts, tokenizer) for _ in range(repeats)]
+    found.line(PATH, "packed into rows of 513 tokens", "MB/s", Rate.of(rates))
+
+
+def grow(
+    bench: Bench,
+    texts: list[str],
+    vocab_sizes: Sequence[int],
+    threads: Sequence[int],
+    found: Findings,
+) -> None:
+    """Time and memory of our training against the text, the vocabulary and the threads."""
+    job = {
+        "what": "train",
+        "pattern": PATTERN,
+        "vocab_size": vocab_sizes[0],
+        "threads": threads[-1],
+    }
+
+    def median(job: dict[str, Any]) -> tuple[float, float]:
+        measured = [measure(bench, "ours", job) for _ in range(bench.repeats)]
+        seconds = statistics.median(result["seconds"] for result in measured)
+        return seconds, statistics.median(result["megabytes"] for result in measured)
+
+    for vocab_size in (vocab_sizes[0], *vocab_sizes[0] * np.array([2, 4])):
+        seconds, _ = median(job | {"vocab_size": int(vocab_size)})
+        found.point("ids: training the tokenizer", int(vocab_size), seconds)
+    for num in threads:
+        found.point("threads: training the tokenizer", num, median(job | {"threads": num})[0])
+    for part in (8, 4, 2, 1):
+        (bench.folder / "texts.json").write_text(json.dumps(texts[: len(texts) // part]))
+        size = bench.megabytes / part
+        found.point("MB of text: training the tokenizer", size, *median(job))
+    encoding = {"what": "encode", "pattern": GPT4_PATTERN, "threads": threads[-1]}
+    for part in (8, 4, 2, 1):
+        (bench.folder / "texts.json").write_text(json.dumps(texts[: len(texts) // part]))
+        found.point("MB of text: encoding", bench.megabytes / part, *median(encoding))
+
+
+def pack_rate(texts: list[str], tokenizer: Tokenizer) -> float:
+    """MB of text a second that are packed once they are encoded."""
+    batches = [texts[i : i + 1024] for i in range(0, len(texts), 1024)]
+    encoded = [tokenizer.encode_flat(batch) for batch in batches]
+    started = time.perf_counter()
+    for _ in pack(iter(encoded), Packer(513, tokenizer.bos_id, np.uint16)):
+        pass
+    seconds = time.perf_counter() - started
+    return sum(len(text.encode()) for text in texts) / 1e6 / seconds
 
 
 def write_ranks(tokenizer: Tokenizer, path: Path) -> None:
@@ -111,22 +171,24 @@ def measure(bench: Bench, library: str, job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(ended.stdout)
 
 
-def compare(bench: Bench, label: str, job: dict[str, Any], libraries: Sequence[str]) -> None:
-    """Measure those of the libraries that are there in turn, and print a line for each."""
+def compare(
+    bench: Bench, label: str, job: dict[str, Any], libraries: Sequence[str], found: Findings
+) -> None:
+    """Measure those of the libraries that are there in turn: a line for each peer."""
     present = [library for library in libraries if bench.pythons[library] is not None]
     results: dict[str, list[dict[str, Any]]] = {library: [] for library in present}
     for _ in range(bench.repeats):
         for library in present:
             results[library].append(measure(bench, library, job))
-    ours = statistics.median(result["seconds"] for result in results["ours"])
-    for library, measured in results.items():
-        seconds = [result["seconds"] for result in measured]
-        median = statistics.median(seconds)
-        digests = {result["digest"] for result in measured + results["ours"]}
-        agreement = "" if None in digests else ", same result" if len(digests) == 1 else ", DIFFERS"
-        print(
-            f"{label:>12}  {library + ' ' + measured[0]['version']:<18}"
-            f"{median:8.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
-            f"{bench.megabytes / median:8.1f} MB/s{median / ours:8.2f} x our time{agreement}",
-            flush=True,
-        )
+    rates = {
+        library: Rate.of(bench.megabytes / result["seconds"] for result in measured)
+        for library, measured in results.items()
+    }
+    for library in libraries:
+        if library == "ours":
+            continue
+        agreement = ""
+        if library in results:
+            digests = {result["digest"] for result in (*results["ours"], *results[library])}
+            agreement = "" if None in digests else " (same)" if len(digests) == 1 else " (DIFFERS)"
+        found.line(PATH, label, "MB/s", rates["ours"], library + agreement, rates.get(library))

@@ -10,62 +10,93 @@ the bandwidth of a copy. Noise costs as much as text, so this needs neither data
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.bench_table import Findings, Rate
+from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import matrix_rate
+from nanochat.tokenizer import Tokenizer
 
 COPY_BYTES = 256 << 20  # larger than any cache
+WARMUP_STEPS = 2
+PATH = "Training"
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Medians over the timed steps, in seconds; `first` is the first step, compilation included."""
+class StepTimes(NamedTuple):
+    """Seconds of one step."""
 
-    first: float
     forward: float
     backward: float
     update: float
 
-    @property
-    def step(self) -> float:
-        return self.forward + self.backward + self.update
+
+class Work(NamedTuple):
+    """A model with rows of noise, and the two calls of a training step around the backward pass."""
+
+    model: GPT
+    tokens: Tensor
+    targets: Tensor
+    forward: Callable[[], Tensor]
+    update: Callable[[], None]
+    compiled: bool
 
 
-def bench_training(
-    cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig, steps: int
-) -> None:
-    """Time `steps` optimizer steps of `rows` rows each and print a table."""
+def prepared(cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig) -> Work:
+    """A model of this shape with its optimizer and kernels."""
     model = build_model(cfg, machine.device, machine.dtype, seed=0)
     table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine)
-    ceiling = matrix_rate(machine, cfg.d_model, seconds=1.0)
-    bandwidth = copy_bandwidth(machine)
     compiled = set_kernels(kernels, model, machine, float("inf"), optimizer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
     ids = ids.to(machine.device)
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         return model.loss(tokens, targets) / tokens.numel()
 
     def update() -> None:
         optimizer.reduce_gradients()
         optimizer.step(1.0)
 
-    times = time_steps(forward, update, machine, steps)
-    rate = tokens.numel() / times.step
-    flops = rate * model.flops_per_token()
+    return Work(model, tokens, targets, forward, update, compiled)
+
+
+def bench_training(
+    cfg: GPTConfig,
+    rows: int,
+    machine: Machine,
+    kernels: KernelConfig,
+    steps: int,
+    repeats: int,
+    found: Findings,
+) -> None:
+    """Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 tells of it."""
+    rates = [matrix_rate(machine, cfg.d_model, seconds=0.5)]
+    bandwidth = copy_bandwidth(machine)
+    model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
+    times = time_steps(forward, update, machine, WARMUP_STEPS + steps * repeats)
+    first, times = sum(times[0]), times[WARMUP_STEPS:]  # the first one compiles
+    rates.append(matrix_rate(machine, cfg.d_model, seconds=0.5))  # machines are noisy
+    if not machine.is_main:
+        return
+    ceiling = statistics.mean(rates) * machine.world_size
+    medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
+    all_tokens = tokens.numel() * machine.world_size
+    groups = [times[i * steps : (i + 1) * steps] for i in range(repeats)]
+    rate = Rate.of(all_tokens / statistics.median(map(sum, group)) for group in groups)
+    flops = rate.median * model.flops_per_token()
     peak = known_peak(machine.device)
-    machine.print0(
+    memory = peak_memory_bytes(machine.device) / 2**20
+    print(
         f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
         f"attention {model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
@@ -73,22 +104,61 @@ def bench_training(
         f"ceiling     {ceiling / 1e12:.3f} TFLOP/s on products of this width"
         + (f" ({ceiling / peak.flops:.0%} of the data sheet)" if peak else "")
         + f", {bandwidth / 1e9:.1f} GB/s copied\n"
-        f"first step  {times.first:.1f} s\n"
-        f"step        {times.step * 1e3:.1f} ms: forward and loss {times.forward * 1e3:.1f}, "
-        f"backward {times.backward * 1e3:.1f}, update {times.update * 1e3:.1f}\n"
-        f"rate        {rate:,.0f} tokens/s, {flops / 1e12:.3f} TFLOP/s = "
-        f"{flops / ceiling:.0%} of the ceiling"
+        f"first step  {first:.1f} s\n"
+        f"reached     {flops / 1e12:.3f} TFLOP/s"
         + (f", {flops / peak.flops:.1%} of the data sheet" if peak else "")
-        + f"\nmemory      {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB at its peak"
+        + f"\nmemory      {memory:,.0f} MiB at its peak"
     )
+    ranks = "" if machine.world_size == 1 else f", {machine.world_size} processes"
+    label = f"depth {cfg.n_layer}{ranks}"
+    found.line(PATH, label, "tokens/s", rate, ceiling=flops / ceiling)
+    step = sum(medians)
+    found.note(
+        f"Training, {label}: {step * 1e3:.0f} ms a step of {all_tokens:,} tokens: forward and loss "
+        f"{medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
+        f"{medians.update / step:.0%}; first step {first:.0f} s, {memory:,.0f} MiB at the peak; "
+        f"the ceiling is {ceiling / 1e12:.2f} TFLOP/s, copies run at {bandwidth / 1e9:.0f} GB/s"
+    )
+    if machine.world_size == 1 and torch.get_num_threads() > 1:
+        found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+    else:
+        found.point(
+            "processes of one thread: seconds per million tokens",
+            machine.world_size,
+            1e6 / rate.median,
+        )
+
+
+def bench_against(
+    cfg: GPTConfig,
+    rows: int,
+    machine: Machine,
+    kernels: KernelConfig,
+    repeats: int,
+    found: Findings,
+    peer: Callable[[GPT, Tokenizer, Machine, bool], Callable[[Tensor], float]] | None,
+) -> None:
+    """A step of the same model beside that of `peer`: of ids (B, T + 1) it tells the seconds."""
+    work = prepared(cfg, rows, machine, kernels)
+    tokenizer = Tokenizer.train(["noise"], 265)
+    theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
+    ids = torch.cat((work.tokens, work.targets[:, -1:]), dim=1)
+    ours, others = [], []
+    for _ in range(repeats + WARMUP_STEPS):
+        ours.append(work.tokens.numel() / sum(time_steps(work.forward, work.update, machine, 1)[0]))
+        if theirs:
+            others.append(work.tokens.numel() / theirs(ids))
+    other = Rate.of(others[WARMUP_STEPS:]) if others else None
+    label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
+    found.line(PATH, label, "tokens/s", Rate.of(ours[WARMUP_STEPS:]), "transformers", other)
 
 
 def time_steps(
-    forward: Callable[[], torch.Tensor], update: Callable[[], None], machine: Machine, steps: int
-) -> StepTimes:
-    """Run and time the three parts of a step; the first two steps warm up."""
-    parts: list[tuple[float, float, float]] = []
-    for _ in range(steps + 2):
+    forward: Callable[[], Tensor], update: Callable[[], None], machine: Machine, steps: int
+) -> list[StepTimes]:
+    """The seconds of so many training steps, by part."""
+    times: list[StepTimes] = []
+    for _ in range(steps):
         marks = [clock(machine)]
         loss = forward()
         marks.append(clock(machine))
@@ -96,9 +166,8 @@ def time_steps(
         marks.append(clock(machine))
         update()
         marks.append(clock(machine))
-        parts.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
-    medians = [statistics.median(column) for column in zip(*parts[2:], strict=True)]
-    return StepTimes(sum(parts[0]), *medians)
+        times.append(StepTimes(marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
+    return times
 
 
 def clock(machine: Machine) -> float:

@@ -1,59 +1,81 @@
 """
 Measure speed against others and against the machine's own limits, in one run.
 
+    python -m scripts.bench --what=all                  # everything, into dev/bench-<device>.md
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=engine --depth=4
-    python -m scripts.bench --what=tokenizer --dataset=embedded --num_shards=8
 
 train       a training step: forward, backward, update; tokens/s; share of the measured ceiling
 
-engine      generation: tokens/s of reading prompts and of writing, at batch 1, 8 and 64; memory
+peer        a training step of the plain architecture, beside transformers' own model
+
+engine      generation: tokens/s of reading prompts and of writing, at batch 1, 8 and 64, beside
+            transformers' generate with the same weights; memory
+
+evaluation  few-shot items scored per second, beside EleutherAI's harness on the same model
 
 tokenizer   training with our crate against the PyPI package rustbpe and Hugging Face tokenizers;
             encoding with it against tiktoken and gigatoken, one vocabulary for all, first pass
 
+start       importing the package
+
 Reads   for the tokenizer, training shards of the text
-Writes  nothing: it prints tables
+Writes  with --what=all, dev/bench-cpu.md or dev/bench-gpu.md
 """
 
-from collections.abc import Callable
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from nanochat.bench_table import Findings, render
+from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import start
 from nanochat.dataset import open_source, remembered
 from nanochat.engine_bench import bench_engine
+from nanochat.eval_bench import bench_evaluation
 from nanochat.kernels import KernelConfig
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.scaling import shape_for_depth
 from nanochat.source import DataConfig
+from nanochat.start_bench import bench_start
 from nanochat.tokenizer_bench import bench_tokenizer
-from nanochat.train_bench import bench_training
+from nanochat.train_bench import bench_against, bench_training
+
+DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
+HINT = "make it with:  uv sync --inexact --group interop"
 
 
 @dataclass(frozen=True)
 class Bench:
-    what: Literal["train", "engine", "tokenizer"] = "train"
+    what: Literal["all", "train", "peer", "engine", "evaluation", "tokenizer", "start"] = "all"
     """What to measure."""
     depth: int = 4
-    """train, engine: depth of the model."""
+    """Depth of the model; all: of generation and evaluation."""
     max_seq_len: int = 512
-    """train: tokens in a row."""
+    """Tokens in a row."""
     rows: int = 8
-    """train: rows per step on this device."""
+    """train, peer: rows per step on this device."""
     vocab_size: int = 8192
-    """train, engine: size of the vocabulary."""
-    steps: int = 10
-    """train: steps to time."""
+    """Size of the model's vocabulary."""
+    steps: int = 3
+    """train: steps to time in each measurement."""
     repeats: int = 3
-    """engine, tokenizer: measurements of each thing; of tokenizers in turn, so that a slow minute
-    hits all alike."""
+    """Measurements of each thing; of several parties in turn, so that a slow minute hits all
+    alike."""
     max_megabytes: float = 110.0
     """tokenizer: text to measure on, from the first training shards."""
     vocab_sizes: tuple[int, ...] = (8192, 32768)
     """tokenizer: sizes of vocabulary to train. Encoding uses the last."""
     threads: tuple[int, ...] = (1, 2)
     """tokenizer: numbers of threads to encode with. Training uses the last."""
+    findings: Path | None = None
+    """Also write what was found as JSON, for --what=all to collect."""
     data: DataConfig = field(default_factory=DataConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -67,31 +89,72 @@ class Bench:
 
 
 def main(cfg: Bench) -> None:
-    benches: dict[str, Callable[[Bench], None]] = {
+    if cfg.what == "all":
+        return everything(cfg)
+    benches: dict[str, Callable[[Bench, Findings], None]] = {
         "train": train,
+        "peer": peer,
         "engine": engine,
+        "evaluation": evaluation,
         "tokenizer": tokenizer,
+        "start": lambda cfg, found: bench_start(cfg.repeats, found),
     }
-    benches[cfg.what](cfg)
+    found = Findings()
+    benches[cfg.what](cfg, found)
+    if cfg.findings and found.lines:
+        found.write(cfg.findings)
 
 
-def train(cfg: Bench) -> None:
+def train(cfg: Bench, found: Findings) -> None:
     """Steps of one model, on noise."""
     machine = init_machine(cfg.machine)
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len)
-    bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps)
+    bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)
     machine.close()
 
 
-def engine(cfg: Bench) -> None:
-    """Generation by an untrained model."""
+def peer(cfg: Bench, found: Findings) -> None:
+    """Steps of the plain architecture, ours and transformers' in turn."""
     machine = init_machine(cfg.machine)
-    bench_engine(shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len), machine, cfg.repeats)
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
+    theirs = peers().training if peers_are_here() else None
+    bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
 
 
-def tokenizer(cfg: Bench) -> None:
+def engine(cfg: Bench, found: Findings) -> None:
+    """Generation by an untrained model, in the architecture that transformers has too."""
+    machine = init_machine(cfg.machine)
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
+    theirs = peers().generation(machine) if peers_are_here() else None
+    bench_engine(shape, machine, cfg.repeats, found, theirs)
+
+
+def evaluation(cfg: Bench, found: Findings) -> None:
+    """Few-shot scoring by an untrained model."""
+    machine = init_machine(cfg.machine)
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
+    theirs = peers().scoring if peers_are_here() else None
+    bench_evaluation(shape, machine, cfg.repeats, found, theirs)
+
+
+def peers() -> Any:
+    """What needs the packages of the group `interop`."""
+    from nanochat import peer_bench
+
+    return peer_bench
+
+
+def peers_are_here() -> bool:
+    """Whether transformers and lm-eval are installed; says so where they are not."""
+    missing = [name for name in ("transformers", "lm_eval") if not importlib.util.find_spec(name)]
+    if missing:
+        print(f"{', '.join(missing)} missing, so nobody to compare with; {HINT}", flush=True)
+    return not missing
+
+
+def tokenizer(cfg: Bench, found: Findings) -> None:
     """Training and encoding on the first documents of the source."""
-    bench_tokenizer(read_texts(cfg), cfg.vocab_sizes, cfg.threads, cfg.repeats)
+    bench_tokenizer(read_texts(cfg), cfg.vocab_sizes, cfg.threads, cfg.repeats, found)
 
 
 def read_texts(cfg: Bench) -> list[str]:
@@ -106,6 +169,51 @@ def read_texts(cfg: Bench) -> list[str]:
             if left <= 0:
                 return texts
     return texts
+
+
+# ------------------------------------------------------------------------------------------------
+# Everything
+
+
+def everything(cfg: Bench) -> None:
+    """Each benchmark in a process of its own, so that none finds the memory of another in use."""
+    began, machine = time.perf_counter(), init_machine(cfg.machine)
+    kind, name = machine.device.type, machine.device_name
+    given = [word for word in sys.argv[1:] if not word.startswith(("--what", "--findings"))]
+    found = Findings()
+    for job in jobs(cfg, kind):
+        print(f"\n--- {' '.join(job)}", flush=True)
+        found.add(run(job, given))
+    minutes = (time.perf_counter() - began) / 60
+    page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
+    command = " ".join(("python -m scripts.bench --what=all", *given))
+    write_atomic(page, render(found, command, name, minutes))
+    print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
+
+
+def jobs(cfg: Bench, kind: str) -> list[list[str]]:
+    """The flags of each benchmark; the first word may be a number of processes."""
+    training = [["--what=train", f"--depth={depth}"] for depth in DEPTHS.get(kind, (4,))]
+    ranks = [["2", "--what=train"]]
+    if kind == "cpu":  # one thread each, so that one process can be compared with two
+        ranks = [["1", "--what=train"], ["2", "--what=train"]]
+    others = ("peer", "engine", "evaluation", "tokenizer", "start")
+    return [*training, *ranks, *(["--what=" + what] for what in others)]
+
+
+def run(job: Sequence[str], given: Sequence[str]) -> Findings:
+    """One benchmark: what it found, nothing where it failed, which is said."""
+    command = [sys.executable, "-m", "scripts.bench"]
+    if job[0].isdigit():
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job[0]}"]
+        command = [sys.executable, *launcher, "-m", "scripts.bench"]
+        job = job[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "findings.json"
+        ended = subprocess.run([*command, *given, *job, f"--findings={path}"], cwd=REPOSITORY)
+        if ended.returncode or not path.exists():
+            return Findings(notes=[f"Failed: {' '.join(job)}, exit code {ended.returncode}"])
+        return Findings.read(path)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,19 @@ from nanochat.common import REPOSITORY
 FLOORS = """
     common config environment hardware stopping meeting watch machine stats own_code
     sandbox_child sandbox tools
-    tokenizer chat_format transcript stops tokenizer_bench sample_texts
+    tokenizer chat_format transcript stops sample_texts
     world_tables world_facts world_drills world_stories world world_tasks world_talk world_suite
     disk hub text_files hub_repo source local_source hub_source dataset
     mixture arms packing rows interleaving mixed_rows row_writer texts chat_rows chat_mix
     block_attention attention kv_cache loss gpt refine presets quantize optim schedule scaling
-    sampling decode engine engine_bench
-    record_shape records held_out variance runlog kernels preflight train_bench
+    bench_table sampling decode engine
+    record_shape records held_out variance runlog kernels preflight
     eval_bpb merge soup refine_figures refine_verdict guard train
     checkpoint sentinel_suite sentinels run_checkpoints stage samples
     plots sections summary contrast search sweep lab figures report study
     artifact artifact_size eval_core suites pretrain_exam finetune eval_chat rl rl_verdict
     serving hf_tokenizer hf hf_modeling hf_model lm_eval_model
+    train_bench engine_bench eval_bench tokenizer_bench start_bench peer_bench
     model_library openai_api respond server_metrics desk gate server
 """.split()
 # An outside package, and the only modules that import it.
@@ -37,8 +38,8 @@ OWNERS = {
     "huggingface_hub": {"nanochat/hub.py"},
     "tyro": {"nanochat/config.py"},
     "safetensors": {"nanochat/checkpoint.py", "nanochat/hf.py"},
-    "transformers": {"nanochat/hf_model.py", "nanochat/hf_modeling.py"},
-    "lm_eval": {"nanochat/lm_eval_model.py", "scripts/lm_eval.py"},
+    "transformers": {f"nanochat/{name}.py" for name in ("hf_model", "hf_modeling", "peer_bench")},
+    "lm_eval": {"nanochat/lm_eval_model.py", "nanochat/peer_bench.py", "scripts/lm_eval.py"},
     "pooch": {"nanochat/suites.py"},
     "fastapi": {"nanochat/server.py", "nanochat/respond.py"},
     "uvicorn": {"nanochat/server.py", "nanochat/gate.py"},
