@@ -57,8 +57,13 @@ class NextLogits:
         past = self.cache.lengths[: len(newest)]
         if self.untried:
             self.untried = False
-            self.compiled = self.works(newest, past)
-        return self.run(newest, past, self.compiled)
+            self.begin(newest, past)
+        if self.compiled:
+            try:
+                return self.run(newest, past, compiled=True)
+            except Exception as error:  # whatever a compiler raises, it does not work here
+                self.give_up(f"{type(error).__name__}: {error}")
+        return self.run(newest, past, compiled=False)
 
     def run(self, newest: Sequence[int], past: Sequence[int], compiled: bool) -> Tensor:
         """The step, as it is or fused: newest ids and lengths of B sequences -> (B, V)."""
@@ -79,20 +84,25 @@ class NextLogits:
         logits = fused(device.type)(self.model, self.cache, tokens, positions, places)
         return logits[:B].clone() if recorded else logits
 
-    def works(self, newest: Sequence[int], past: Sequence[int]) -> bool:
+    def begin(self, newest: Sequence[int], past: Sequence[int]) -> None:
         """Compile, and compare with the step as it is; both write the same into the cache."""
+        joined = [
+            b.attention.together for b in self.model.blocks if b.attention.together is not None
+        ]
+        for tensor in (*joined, *self.cache.keys, *self.cache.values, self.cache.tokens):
+            torch._dynamo.mark_static_address(tensor)  # a replay finds them where they were
         want = self.run(newest, past, compiled=False)
         try:
-            for tensor in (*self.cache.keys, *self.cache.values, self.cache.tokens):
-                torch._dynamo.mark_static_address(tensor)  # a replay writes where it was recorded
             error = float((self.run(newest, past, compiled=True) - want).abs().max())
-        except Exception as reason:  # whatever a compiler raises, it does not work here
-            print(f"generation is not compiled: {type(reason).__name__}: {reason}", flush=True)
-            return False
+        except Exception as reason:
+            return self.give_up(f"{type(reason).__name__}: {reason}")
         if not error < AGREEMENT[self.model.dtype]:
-            print(f"generation is not compiled: logits differ by {error:.3g}", flush=True)
-            return False
-        return True
+            self.give_up(f"logits differ by {error:.3g}")
+
+    def give_up(self, reason: str) -> None:
+        """Go on with the step as it is."""
+        self.compiled = False
+        print(f"generation is not compiled: {reason}", flush=True)
 
 
 def power_of_two(n: int) -> int:

@@ -301,7 +301,6 @@ class Attention(nn.Module):
             y = exclude_self(y, v)
         return self.out(y.flatten(2))
 
-
     def join(self) -> None:
         """
         Compute queries, keys and values by one product from now on: of few tokens it takes the time

@@ -56,7 +56,7 @@ class ModelLibrary:
     Models by name; `default` is what is asked when a request names none.
 
     slots: answers written at once, per model; None: as many as a share of the free memory holds.
-    most: so many models in memory at most.
+    most: so many models in memory at most. compiled: their engines are fused, when they are loaded.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class ModelLibrary:
         tool: Tool | None = None,
         slots: int | None = None,
         most: int = 4,
+        compiled: bool = False,
     ):
         self.machine, self.default, self.tool = machine, default, tool
+        self.compiled = compiled
         self.slots, self.most = slots, most
         self.loaded: dict[str, ServedModel] = {}  # the one asked last stands last
         self.loading = asyncio.Lock()
@@ -116,8 +118,10 @@ class ModelLibrary:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         model = for_inference(load_model(checkpoint, self.machine))
         slots = self.slots or fitting_slots(model, self.machine.device)
-        engine = Engine(model, tokenizer, slots, tool=self.tool)
-        engine.generate([[tokenizer.bos_id] * 2], Sampling(max_new_tokens=2))
+        engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
+        prompt, settings = [tokenizer.bos_id] * 2, Sampling(max_new_tokens=2)
+        for num in (1, min(2, slots)):  # one sequence and several are compiled apart
+            engine.generate([prompt] * num, settings)
         return ServedModel(name, engine, checkpoint)
 
 

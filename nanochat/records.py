@@ -36,7 +36,8 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 NOT_IN_KEY = frozenset(
     "run wandb_mode log_every once resume keep report_dir allow_data_change device_batch_size "
     "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
-    "max_bad_steps sentinel_every sentinel_tokens sentinel_answers on_broken buckets".split()
+    "max_bad_steps sentinel_every sentinel_tokens sentinel_answers on_broken buckets "
+    "compile_engine".split()
 )
 
 NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models

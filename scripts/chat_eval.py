@@ -22,6 +22,7 @@ from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.held_out import admitted, require_access
+from nanochat.kernels import choose_fused_engine
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.stats import Estimate
@@ -64,6 +65,9 @@ class ChatEval:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run what the model wrote with all your rights where this machine has no sandbox."""
+    compile_engine: bool | None = None
+    """Fuse the step that writes a token. Default: on a GPU, and on a CPU where so much may be
+    written that it pays."""
     final: bool = False
     """Look at benchmarks that scripts.hold_out declared final, and have it written down; without
     it, they are refused by name and otherwise left out."""
@@ -120,7 +124,13 @@ def main(cfg: ChatEval) -> None:
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool)
+    answers = sum(
+        min(len(task), cfg.max_problems or len(task)) * cfg.repeats(task)
+        for task in tasks
+        if task.kind == "generate"
+    )
+    fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.max_new_tokens)
+    engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
     found: dict[str, Graded] = {}
     for task in tasks:
         begun = time.perf_counter()

@@ -23,6 +23,7 @@ from nanochat.eval_chat import by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference
 from nanochat.held_out import require_access, require_other_families
+from nanochat.kernels import choose_fused_engine
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
@@ -65,6 +66,9 @@ class ChatRL:
     """Answers per forward and backward pass on one device; never changes the result."""
     slots: int = 64
     """Answers written at a time on one device; never changes the result."""
+    compile_engine: bool | None = None
+    """Fuse the step that writes a token. Default: on a GPU, and on a CPU where so much may be
+    written that it pays."""
     init_lr_frac: float = 0.05
     """Peak of all rates, as a fraction of those of pretraining; they fall linearly to 0."""
     eval_examples: int = 400
@@ -147,11 +151,15 @@ def practise(
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
+    practised = questions(spec, cfg.split, cfg.seed)
+    answers = (cfg.num_iterations or 0) * cfg.rl.examples_per_step * cfg.rl.num_samples
+    answers = answers or round(cfg.num_epochs * len(practised) * cfg.rl.num_samples)
+    fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
+
     def engine(ready: GPT) -> Engine:
-        return Engine(ready, tokenizer, cfg.slots, tool=tool)
+        return Engine(ready, tokenizer, cfg.slots, tool=tool, compiled=fused)
 
     model = load_model(parent, machine)
-    practised = questions(spec, cfg.split, cfg.seed)
     chosen = unsolved(cfg, practised, engine(for_inference(model)), machine)
     practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, chosen)
     num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)

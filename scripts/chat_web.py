@@ -48,6 +48,8 @@ class ChatWeb:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run what the model wrote with all your rights where this machine has no sandbox."""
+    compile_engine: bool = False
+    """Fuse the step that writes a token: faster answers, a slower start."""
     server: ServerConfig = field(default_factory=ServerConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -65,7 +67,9 @@ def main(cfg: ChatWeb) -> None:
     name += f":{cfg.step}" if cfg.step is not None else ""
 
     tools = BackgroundTools(Tools(cfg.python, unsafe=cfg.unsafe_exec))
-    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models)
+    library = ModelLibrary(
+        machine, name, tools, cfg.server.slots, cfg.server.max_models, cfg.compile_engine
+    )
     model = library.load(name)
     library.loaded[name] = model
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanochat import decode
 from nanochat.engine import Engine
 from nanochat.gpt import build_model, for_inference
 from nanochat.sampling import Sampling, sample
@@ -320,3 +321,65 @@ def test_every_row_has_settings_of_its_own():
 def test_settings_that_make_no_sense_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+# ---- the compiled step -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["bigrams", *(pytest.param(o, marks=pytest.mark.slow) for o in ("windows", "recursive"))],
+)
+def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, option):
+    model = for_inference(model_of(tokenizer, **OPTIONS[option]))
+    prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 20, 3, 11, 7))]
+    said = []
+    for compiled in (False, True):
+        engine = Engine(model, tokenizer, slots=3, compiled=compiled)
+        said.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
+        assert engine.next_logits.compiled == compiled
+    assert said[0] == said[1]
+
+
+@pytest.mark.slow
+def test_models_of_one_shape_share_a_compilation(tokenizer):
+    counters = torch._dynamo.utils.counters["stats"]
+    for seed in (1, 2):
+        model = for_inference(model_of(tokenizer))
+        engine = Engine(model, tokenizer, slots=2, compiled=True)
+        engine.generate([[1, 2], [3]], replace(GREEDY, seed=seed))
+        engine.generate([[4]], GREEDY)
+        if seed == 1:
+            compiled = counters["unique_graphs"]
+    assert counters["unique_graphs"] == compiled > 0
+
+
+def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatch, capsys):
+    def broken(*args):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(decode, "fused", lambda device_type: broken)
+    model = model_of(tokenizer)
+    want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
+    engine = Engine(model, tokenizer, compiled=True)
+    assert engine.generate([[1, 2, 3]], GREEDY)[0][0].ids == want
+    assert "not compiled: RuntimeError: no compiler" in capsys.readouterr().out
+    assert not engine.next_logits.compiled
+
+
+def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "fused", lambda device_type: lambda *a: decode.next_logits(*a) + 1)
+    model = model_of(tokenizer)
+    want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
+    got = Engine(model, tokenizer, compiled=True).generate([[1, 2, 3]], GREEDY)[0][0].ids
+    assert got == want and "logits differ by 1" in capsys.readouterr().out
+
+
+def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):
+    model = model_of(tokenizer, n_kv_head=1)
+    twin = for_inference(model)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(twin(tokens), model(tokens))
+    attention = twin.blocks[0].attention
+    assert attention.together is not None and model.blocks[0].attention.together is None
+    assert attention.k.weight.data_ptr() != model.blocks[0].attention.k.weight.data_ptr()
