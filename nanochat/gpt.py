@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_masked, attend_stored, visible
+from nanochat.bigrams import Bigrams, preceding
 from nanochat.block_attention import attend_blocks
 from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
@@ -55,8 +56,8 @@ class GPTConfig:
     value_embeddings: bool = True
     """Every other layer, the last included, adds a gated embedding of the token to its values."""
     bigram_rows: int = 0
-    """Rows of a table that adds a vector for each token and the one in front of it, found by hash;
-    0 = none."""
+    """Rows of a table that adds a vector for each token and the one in front of it, found by hash
+    (bigrams.py); 0 = none."""
     residual_scalars: bool = True
     """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
     tie_embeddings: bool = False
@@ -199,20 +200,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., :R].chunk(2, dim=-1)
     turned = (a * cos + b * sin, b * cos - a * sin)
     return torch.cat(turned if x.size(-1) == R else (*turned, x[..., R:]), dim=-1)
-
-
-def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
-    """The row of each token and the one in front of it, -1 where there is none: all (B, T)."""
-    mixed = tokens * 0x9E3779B1 + (before + 1) * 0x85EBCA77
-    return (mixed ^ (mixed >> 15)) % rows
-
-
-def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """The token in front of each (B, T), -1 where a row or a segment begins."""
-    before = F.pad(tokens[:, :-1], (1, 0), value=-1)
-    if segments is None:
-        return before
-    return before.masked_fill(segments != F.pad(segments[:, :-1], (1, 0), value=-1), -1)
 
 
 def exclude_self(y: Tensor, v: Tensor) -> Tensor:
@@ -379,7 +366,7 @@ class GPT(nn.Module):
         self.cfg, self.dtype = cfg, dtype
         kv_width = cfg.n_kv_head * cfg.head_dim
         self.embed = Embedding(cfg.vocab_size, cfg.d_model)
-        self.bigrams = Embedding(cfg.bigram_rows, cfg.d_model) if cfg.bigram_rows else None
+        self.bigrams = Bigrams(cfg.bigram_rows, cfg.d_model) if cfg.bigram_rows else None
         tables = {
             str(i): Embedding(cfg.vocab_size, kv_width)
             for i in range(cfg.n_layer)
@@ -544,8 +531,7 @@ class GPT(nn.Module):
         if self.bigrams is None:
             return self.embed(tokens)
         before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
-        index = bigram_index(tokens, before, self.cfg.bigram_rows)
-        return self.embed(tokens) + self.bigrams(index)
+        return self.embed(tokens) + self.bigrams(tokens, before)
 
     def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
         """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""

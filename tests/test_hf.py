@@ -95,6 +95,7 @@ def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exp
                     "refine",
                     "gpt",
                     "attention",
+                    "bigrams",
                     "block_attention",
                     "kv_cache",
                     "loss",

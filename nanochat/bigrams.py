@@ -1,0 +1,55 @@
+"""
+What is known of a token and the one in front of it: a vector for every bigram, found by hash.
+
+    tokens, those in front (B, T) -> Bigrams -> vectors (B, T, C)
+
+There are more bigrams than rows, so several share one. Two hashes look up half a vector each: two
+bigrams that meet in one table part in the other. A token in front that is not there counts as -1.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+HASHES = ((0x9E3779B1, 0x85EBCA77), (0x9E3979B3, 0x85EC18A1))
+"""Odd factors of the token and of the one in front, for each half of the vector."""
+
+
+class Bigrams(nn.Embedding):
+    """
+    `rows` rows of d_model / 2 numbers, from which every bigram takes two.
+
+    Raises ValueError for a width that has no half. It is zero until trained or loaded.
+    """
+
+    def __init__(self, rows: int, d_model: int):
+        if d_model % len(HASHES):
+            raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {d_model}")
+        super().__init__(rows, d_model // len(HASHES))
+
+    def reset_parameters(self) -> None:
+        """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
+
+    def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """tokens and those in front (B, T) -> (B, T, C)."""
+        rows = self.num_embeddings
+        halves = [F.embedding(i, self.weight) for i in bigram_index(tokens, before, rows)]
+        return torch.cat(halves, dim=-1)
+
+
+def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> list[Tensor]:
+    """The row of each token and the one in front of it, -1 where there is none, by every hash."""
+    found = []
+    for factor, factor_before in HASHES:
+        mixed = tokens * factor + (before + 1) * factor_before
+        found.append((mixed ^ (mixed >> 15)) % rows)
+    return found
+
+
+def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The token in front of each (B, T), -1 where a row or a segment begins."""
+    before = F.pad(tokens[:, :-1], (1, 0), value=-1)
+    if segments is None:
+        return before
+    return before.masked_fill(segments != F.pad(segments[:, :-1], (1, 0), value=-1), -1)
