@@ -96,7 +96,7 @@ def bench_engine(
         found.point("sequences: a step of generation", batch, step, engine.cache.nbytes / 2**20)
 
     # 64 requests of all lengths, answers too: a batch that is padded waits for the longest
-    prompts = noise([16 + 7 * n % PROMPT_TOKENS for n in range(64)])
+    prompts = noise([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
     lengths = [16 + 37 * n % (NEW_TOKENS - 16) for n in range(64)]
     engine, ours, others = engine_of(64), [], []
     for _ in range(repeats + 1):

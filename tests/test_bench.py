@@ -1,30 +1,188 @@
 """The benchmark: that it measures ours, says who is missing, and sees equal results as equal."""
 
-from nanochat import tokenizer_bench
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanochat import engine_bench, eval_bench, tokenizer_bench
+from nanochat.bench_table import Findings, Line, Point, Rate, exponent, growth_table, render
+from nanochat.hardware import resident_peak
 from nanochat.kernels import KernelConfig
+from nanochat.machine import MachineConfig, init_machine
+from nanochat.scaling import shape_for_depth
+from nanochat.start_bench import bench_start
+from nanochat.train_bench import products_seconds
+from scripts import bench
 from scripts.bench import Bench, DataConfig, main
 
+CPU = MachineConfig("cpu", "float32")
+interop = pytest.mark.skipif(
+    not importlib.util.find_spec("lm_eval"), reason="the group interop is not installed"
+)
 
-def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys):
+
+def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tokenizer_bench.shutil, "which", lambda _: None)
     data = DataConfig(dataset="embedded", num_shards=1)
+    path = tmp_path / "found.json"
     main(
         Bench(
-            "tokenizer", repeats=1, max_megabytes=0.1, vocab_sizes=(400,), threads=(2,), data=data
+            "tokenizer", repeats=1, max_megabytes=0.3, vocab_sizes=(400,), threads=(1, 2),
+            data=data, findings=path,
         )
-    )
-    lines = capsys.readouterr().out.splitlines()
-    for peer in ("rustbpe", "tokenizers", "gigatoken"):
-        assert f"{peer} is missing: uv is not installed" in lines
-    train, encode, reference = [line for line in lines if "x our time" in line]
-    assert "ours" in train and "400 ids" in train and "1.00 x our time" in train
-    assert "ours" in encode
-    assert "tiktoken" in reference and "same result" in reference
-
-
-def test_the_training_bench_adds_up(capsys):
-    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2,
-               kernels=KernelConfig(compile=False)))  # fmt: skip
+    )  # fmt: skip
     text = capsys.readouterr().out
-    for word in ("ceiling", "first step", "forward and loss", "tokens/s", "MiB"):
-        assert word in text
+    for peer in ("rustbpe", "tokenizers", "gigatoken"):
+        assert f"{peer} is missing: uv is not installed" in text
+    found = Findings.read(path)
+    by_peer = {(line.what, line.peer): line for line in found.lines}
+    assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs is None
+    reference = by_peer["encoded, 400 ids, 1 threads", "tiktoken (same)"]
+    assert reference.ratio is not None and reference.ours.median > 0
+    text = [p for p in found.points if p.axis == "MB of text: encoding"]
+    assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
+
+
+def test_the_training_bench_adds_up(capsys, tmp_path):
+    path = tmp_path / "found.json"
+    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
+               kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
+    assert "TFLOP/s" in capsys.readouterr().out
+    found = Findings.read(path)
+    (line,) = found.lines
+    assert line.unit == "tokens/s" and line.ours.low <= line.ours.median <= line.ours.high
+    assert 0 < (line.ceiling or 0) < 1
+    (point,) = found.points
+    assert point.seconds * line.ours.median == pytest.approx(32, rel=0.5)
+    assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
+    for part in ("forward and loss", "backward", "update"):
+        assert part in found.notes[0]
+
+
+def test_what_the_products_of_a_step_take_grows_with_the_model():
+    machine = init_machine(CPU)
+    small, large = (shape_for_depth(depth, 256, 64).new().requires_grad_(False) for depth in (1, 8))
+    assert products_seconds(large, 4, machine) > 8 * products_seconds(small, 4, machine)
+
+
+@interop
+@pytest.mark.slow
+def test_generation_and_training_are_measured_beside_transformers(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_bench, "BATCHES", (1, 2))
+    monkeypatch.setattr(engine_bench, "USERS", (2, 4))
+    monkeypatch.setattr(engine_bench, "NEW_TOKENS", 20)
+    common = {"depth": 1, "max_seq_len": 192, "vocab_size": 512, "repeats": 1, "machine": CPU}
+    for what in ("engine", "peer"):
+        path = tmp_path / f"{what}.json"
+        kernels = KernelConfig(compile=False)
+        main(Bench(what, rows=1, kernels=kernels, findings=path, **common))
+        lines = Findings.read(path).lines
+        assert lines and all(line.ratio is not None for line in lines)
+
+
+@interop
+def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
+    """Same ids to both: so the same nats, but for rounding."""
+    from nanochat import peer_bench
+
+    monkeypatch.setattr(eval_bench, "ITEMS", 3)
+    machine, seen = init_machine(CPU), []
+
+    def watched(*args):
+        score = peer_bench.scoring(*args)
+
+        def noted(questions):
+            seconds, nats = score(questions)
+            seen.append((questions, nats))
+            return seconds, nats
+
+        return noted
+
+    subjects = []
+    monkeypatch.setattr(
+        eval_bench,
+        "subject_of",
+        lambda *args, plain=eval_bench.subject_of: subjects.append(plain(*args)) or subjects[0],
+    )
+    found = Findings()
+    shape = shape_for_depth(1, 400, 512, "classic")
+    eval_bench.bench_evaluation(shape, machine, 1, found, watched)
+    assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
+    questions, theirs = seen[-1]
+    ours = eval_bench.read_safely(subjects[0], questions, machine.device)
+    for q, readings, nats in zip(questions, ours, theirs, strict=True):
+        lengths = [len(ids) - start for ids, start in zip(q.options, q.starts, strict=True)]
+        sums = [r.nats * n for r, n in zip(readings, lengths, strict=True)]
+        torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
+
+
+def test_the_start_bench_refuses_a_light_module_that_loads_torch(monkeypatch):
+    monkeypatch.setattr("nanochat.start_bench.LIGHT", ("nanochat.engine",))
+    with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
+        bench_start(1, Findings())
+
+
+def test_findings_come_back_from_their_file(tmp_path):
+    found = Findings()
+    found.line("Training", "depth 4", "tokens/s", Rate(3.0, 2.0, 4.0), "peer", Rate(2.0, 1.0, 3.0))
+    found.line("Training", "depth 8", "tokens/s", Rate(1.0, 1.0, 1.0), ceiling=0.5)
+    found.point("layers", 4, 0.5, 100.0)
+    found.note("a noisy machine")
+    found.write(tmp_path / "found.json")
+    again = Findings.read(tmp_path / "found.json")
+    assert again == found and again.lines[0].ratio == 1.5
+    again.add(found)
+    assert len(again.lines) == 4
+
+
+def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
+    lines = [
+        Line("Training", "depth 4", "tokens/s", Rate.of([9000, 12000, 10000]), ceiling=0.615),
+        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "rustbpe", Rate(20, 19, 21)),
+        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "gone", None),
+    ]
+    page = render(Findings(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4)
+    assert "| depth 4 | tokens/s | 10,000 (9,000 to 12,000) |  |  |  | 62% |" in page
+    assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |  |" in page
+    assert "| gone | missing |  |  |" in page
+    assert "- noisy" in page and "12 minutes" in page and "How it grows" not in page
+
+
+def test_growth_is_fitted_by_its_power():
+    assert exponent([(1, 3), (2, 12), (4, 48)]) == pytest.approx(2)
+    with pytest.raises(ValueError, match="two different sizes"):
+        exponent([(4, 1), (4, 2)])
+    points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
+    table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
+    assert (
+        "| layers | 1.00, 4.00, 16.0 | 1.00, 8.00, 64.0 | 1.50 | 10.0, 40.0, 160 | 1.00 |" in table
+    )
+    assert "| ranks | 1.00, 2.00 | 4.00, 2.00 | -1.00 |  |  |" in table
+
+
+def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def fake(command, cwd):
+        asked.append(command)
+        path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
+        if "--what=engine" in command:
+            return type("Ended", (), {"returncode": 3})
+        found = Findings()
+        found.line("Path", " ".join(command[-3:-1]), "per second", Rate(1, 1, 1))
+        found.write(tmp_path.__class__(path))
+        return type("Ended", (), {"returncode": 0})
+
+    monkeypatch.setattr(bench.subprocess, "run", fake)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench.sys, "argv", ["bench", "--what=all", "--repeats=2"])
+    main(replace(Bench(), machine=CPU))
+    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
+    assert "Failed: --what=engine, exit code 3" in page and "--depth=12" in page
+    assert all("--repeats=2" in command for command in asked)
+    assert sum("torch.distributed.run" in command for command in asked) == 2
+    assert "--what=all --repeats=2" in page
+    assert json.dumps(asked).count("--what=") == len(asked)
