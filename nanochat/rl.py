@@ -384,8 +384,10 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
 
 def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
     """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
+    started = time.perf_counter()
     engine = run.engine(for_inference(run.model))
     groups = run.practice.roll_out(engine, step)
+    answering = time.perf_counter() - started
     answers = [answer for group in groups for answer in group.answers]
     dead = sum(not group.has_signal for group in groups)
     totals = run.machine.sum(
@@ -397,7 +399,10 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         float(sum(answer.finish == "length" for answer in answers)),
         sum(statistics.pstdev(group.rewards) for group in groups),
     )
-    learned = examples(run.practice.resampled(engine, step, groups), run.practice.cfg)
+    started = time.perf_counter()
+    groups = run.practice.resampled(engine, step, groups)
+    answering += time.perf_counter() - started
+    learned = examples(groups, run.practice.cfg)
     pad = engine.tokenizer.bos_id
     moved = {}
     if run.start is not None:
@@ -419,5 +424,6 @@ def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
         "cut_off": totals[5] / totals[3],
         "without_signal": totals[1] / totals[0],
         "reward_std": totals[6] / totals[0],
+        "rollout_seconds": answering,
         **moved,
     }

@@ -53,6 +53,9 @@ def figures(
     values |= changed("Mean reward", before.rewards, after.rewards)
     if "kl" in steps[-1]:
         values["KL from the start, nats a token"] = steps[-1]["kl"]
+    if all("rollout_seconds" in entry for entry in steps):
+        share = sum(e["rollout_seconds"] for e in steps) / sum(e["step_seconds"] for e in steps)
+        values["Time in rollouts"] = f"{share:.0%}"
     silent = [entry["without_signal"] for entry in steps]
     values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
     for k in (1, 2, 4, 8, 16):

@@ -160,7 +160,8 @@ def test_reward_rises(machine):
 def test_the_same_seed_practises_the_same(machine):
     a, b = practise(machine, 3), practise(machine, 3)
     for x, y in zip(a, b, strict=True):
-        x.pop("step_seconds"), y.pop("step_seconds")
+        assert 0 < x.pop("rollout_seconds") < x.pop("step_seconds")
+        y.pop("step_seconds"), y.pop("rollout_seconds")
     assert a == b
     assert a != practise(machine, 3, seed=1)
 
