@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# How much is learned from little: depth 4 on 3.9M tokens of real text, by document bpb, three seeds.
+#
+#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/learning.sh              # half an hour on two cores
+#   ... bash dev/learning.sh without --bigram_rows=0                    # flags of base_train: one ablation
+#
+# Safe to stop and start again. The first word names the arm. STEPS=600 trains for less, DEPTH=6 another
+# model, SEEDS="0 1" fewer of them. Reads local/mini-pretrain from the hub; writes below NANOCHAT_BASE_DIR.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source .venv/bin/activate
+arm=${1:-default}
+shift || true
+depth=${DEPTH:-4} steps=${STEPS:-960}
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/learning}"
+
+python -m scripts.tok_train --dataset=local/mini-pretrain --vocab_size=8192 --once
+python -m scripts.data --max_seq_len=512
+for seed in ${SEEDS:-0 1 2}; do
+    tag="$arm-d$depth-$steps-$seed" reports="$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps-$seed"
+    python -m scripts.base_train --depth="$depth" --max_seq_len=512 --num_iterations="$steps" \
+        --total_batch_size=4096 --eval_every=240 --eval_tokens=524288 --log_every=100 --seed="$seed" \
+        --model_tag="$tag" --report_dir="$reports" --resume=auto --once "$@"
+    python -m scripts.base_loss --model_tag="$tag" --sliding_documents=0 --split_tokens=4096 \
+        --report_dir="$reports" --once
+done
+python - "$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps" ${SEEDS:-0 1 2} <<'PYTHON'
+import json, statistics, sys
+folder, *seeds = sys.argv[1:]
+found = [json.load(open(f"{folder}-{s}/base-model-loss.json"))["values"]["document bpb"] for s in seeds]
+spread = statistics.stdev(found) if len(found) > 1 else float("nan")
+print(f"document bpb {statistics.mean(found):.4f}, standard deviation of the seeds {spread:.4f}:", *found)
+PYTHON
