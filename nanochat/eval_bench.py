@@ -44,7 +44,7 @@ def bench_evaluation(
 ) -> None:
     """Score the largest task of each kind of item; `peer` makes another's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
-    tokenizer = Tokenizer.train(texts, cfg.vocab_size)
+    tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     subject = subject_of(for_inference(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None

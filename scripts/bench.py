@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from nanochat.eval_bench import bench_evaluation
 from nanochat.kernels import KernelConfig
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.scaling import shape_for_depth
-from nanochat.source import DataConfig
+from nanochat.source import DataConfig, Source
 from nanochat.start_bench import bench_start
 from nanochat.tokenizer_bench import bench_tokenizer
 from nanochat.train_bench import bench_against, bench_training
@@ -70,8 +70,9 @@ class Bench:
     alike."""
     max_megabytes: float = 110.0
     """tokenizer: text to measure on, from the first training shards."""
-    vocab_sizes: tuple[int, ...] = (8192, 32768)
-    """tokenizer: sizes of vocabulary to train. Encoding uses the last."""
+    vocab_sizes: tuple[int, ...] | None = None
+    """tokenizer: sizes of vocabulary to train. Encoding uses the last. Default: 8,192 and 32,768;
+    of the embedded world, which has no more words, 1,024 and 2,048."""
     threads: tuple[int, ...] = (1, 2)
     """tokenizer: numbers of threads to encode with. Training uses the last."""
     findings: Path | None = None
@@ -84,7 +85,7 @@ class Bench:
         for name in ("repeats", "rows", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is at least 1, not {getattr(self, name)}")
-        if not self.vocab_sizes or not self.threads:
+        if self.vocab_sizes == () or not self.threads:
             raise ValueError("give --vocab_sizes and --threads at least one number each")
 
 
@@ -153,15 +154,19 @@ def peers_are_here() -> bool:
 
 
 def tokenizer(cfg: Bench, found: Findings) -> None:
-    """Training and encoding on the first documents of the source."""
-    bench_tokenizer(read_texts(cfg), cfg.vocab_sizes, cfg.threads, cfg.repeats, found)
+    """Training and encoding on the first documents of the source, by default the embedded world."""
+    data, known = cfg.data, remembered("main")
+    if known is None and data.dataset is None and data.data_dir is None:
+        data = replace(data, dataset="embedded")
+    source = open_source(data, known)
+    sizes = cfg.vocab_sizes or ((1024, 2048) if source.name == "embedded" else (8192, 32768))
+    bench_tokenizer(read_texts(source, cfg.max_megabytes), sizes, cfg.threads, cfg.repeats, found)
 
 
-def read_texts(cfg: Bench) -> list[str]:
-    """About `max_megabytes` of text."""
-    source = open_source(cfg.data, remembered("main"))
+def read_texts(source: Source, max_megabytes: float) -> list[str]:
+    """About so many megabytes of text."""
     texts: list[str] = []
-    left = cfg.max_megabytes * 1e6
+    left = max_megabytes * 1e6
     for shard in source.train_shards:
         for batch in source.documents(shard):
             texts += batch
