@@ -39,6 +39,7 @@ smoke)
     exit 2
     ;;
 esac
+shape+=(--bigram_rows=0 --value_every=2) # as it was measured: no more tables than the layers need
 
 rate=
 want=

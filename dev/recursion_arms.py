@@ -32,6 +32,7 @@ SHAPE = ShapeConfig(d_model=128, head_dim=32, n_kv_head=1, mlp_ratio=3, tie_embe
 COMMON = (
     f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 --log_every=50 "
     "--eval_tokens=65536 --matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 "
+    "--bigram_rows=0 --value_every=2 "
     + " ".join(f"--{name}={value}" for name, value in SHAPE.given().items())
 )
 # Also within the budget: plain repetition, from the start and from the middle, and the rates that

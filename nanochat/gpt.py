@@ -54,7 +54,9 @@ class GPTConfig:
     qk_gain: float = 1.2
     """Queries and keys are multiplied by this after their norm: sharper attention."""
     value_embeddings: bool = True
-    """Every other layer, the last included, adds a gated embedding of the token to its values."""
+    """Layers, the last included, add a gated embedding of the token to its values."""
+    value_every: int = 2
+    """Of so many layers one does, counted back from the last."""
     bigram_rows: int = 0
     """Rows of a table that adds a vector for each token and the one in front of it, found by hash
     (bigrams.py); 0 = none."""
@@ -79,7 +81,8 @@ class GPTConfig:
     counted from 0."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len"):
+        sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
+        for name in (*sizes, "value_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_head % self.n_kv_head:
@@ -158,8 +161,8 @@ class GPTConfig:
         return math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer counted back from the last."""
-        return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
+        """Whether it adds one to its values."""
+        return self.value_embeddings and (self.n_layer - 1 - layer) % self.value_every == 0
 
 
 def norm(x: Tensor) -> Tensor:

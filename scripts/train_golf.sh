@@ -18,7 +18,7 @@ SEEDS=${SEEDS:-0}
 # What is the same everywhere: one table embeds and scores, MLPs of three times the width, the last
 # 15% of the time on the grids of the file. On H100s the shape is that of the known record with
 # 4,096 ids, and decay keeps weights small; on a laptop what the log of experiments measured.
-recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0)
+recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0 --value_every=2)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)
