@@ -33,18 +33,15 @@ class Bigrams(nn.Embedding):
 
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
         """tokens and those in front (B, T) -> (B, T, C)."""
-        rows = self.num_embeddings
-        halves = [F.embedding(i, self.weight) for i in bigram_index(tokens, before, rows)]
-        return torch.cat(halves, dim=-1)
+        index = bigram_index(tokens, before, self.num_embeddings)
+        return F.embedding(index, self.weight).flatten(-2)  # looked up at once: one gradient
 
 
-def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> list[Tensor]:
-    """The row of each token and the one in front of it, -1 where there is none, by every hash."""
-    found = []
-    for factor, factor_before in HASHES:
-        mixed = tokens * factor + (before + 1) * factor_before
-        found.append((mixed ^ (mixed >> 15)) % rows)
-    return found
+def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
+    """Tokens and those in front, -1 where there is none, (B, T) -> their rows (B, T, 2)."""
+    mixed = [tokens * factor + (before + 1) * other for factor, other in HASHES]
+    mixed = torch.stack(mixed, dim=-1)
+    return (mixed ^ (mixed >> 15)) % rows
 
 
 def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:

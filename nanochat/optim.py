@@ -55,7 +55,10 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum."""
+    """
+    How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum, and with 0
+    AdamW keeps no first moment.
+    """
 
     kind: Literal["muon", "adamw"]
     lr: float
@@ -76,7 +79,7 @@ def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rul
     found = {
         "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
-        "bigram": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
+        "bigram": Rule("adamw", cfg.embedding_lr * table / 2, (0.0, 0.995), 0.01),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
         "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
@@ -151,6 +154,21 @@ def adamw_update(
     weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
 
 
+def rmsprop_update(
+    weight: Tensor,
+    grad: Tensor,
+    second: Tensor,
+    lr: Tensor,
+    beta2: Tensor,
+    decay: Tensor,
+    step: Tensor,
+) -> None:
+    """`adamw_update` with a beta1 of 0: rows that a batch does not meet do not drift."""
+    second.lerp_(grad * grad, 1 - beta2)
+    weight.mul_(1 - lr * decay)
+    weight.sub_(lr * (1 - beta2**step).sqrt() * grad / (second.sqrt() + 1e-10))
+
+
 @dataclass
 class Part:
     """The share of one parameter, or of one stack of equal matrices, that this rank updates."""
@@ -166,6 +184,13 @@ class Part:
     @property
     def stacked(self) -> bool:
         return self.rule.kind == "muon"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is remembered from step to step."""
+        if self.stacked:
+            return ("momentum",)
+        return ("first", "second") if self.rule.betas[0] else ("second",)
 
 
 class MuonAdamW:
@@ -189,6 +214,7 @@ class MuonAdamW:
         self.parts: list[Part] = []
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
+        self.rmsprop_kernel: Callable = rmsprop_update
         stacks: dict[tuple, Part] = {}
         for name, param in named_params.items():
             rule = table[roles[name]]
@@ -204,8 +230,7 @@ class MuonAdamW:
         self.parts += stacks.values()
         for part in self.parts:
             local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
-            kinds = ("momentum",) if part.stacked else ("first", "second")
-            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in kinds}
+            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in part.kinds}
             if ema_decay:
                 part.state["average"] = local.clone()
 
@@ -266,7 +291,8 @@ class MuonAdamW:
     def squared_norm(self, spread: bool) -> float:
         """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
         grads = [p.grad for p in self.parts if p.spread is spread and p.grad is not None]
-        return float(torch.stack([g.square().sum() for g in grads]).sum()) if grads else 0.0
+        norms = [torch.linalg.vector_norm(g) for g in grads]  # reads each once, writes nothing
+        return float(torch.stack(norms).square().sum()) if grads else 0.0
 
     @torch.no_grad()
     def gradient_norms(self, group: Callable[[str], str]) -> dict[str, float]:
@@ -346,17 +372,13 @@ class MuonAdamW:
                 rule.cautious,
             )
         else:
-            self.adamw_kernel(
-                weight,
-                grad,
-                part.state["first"],
-                part.state["second"],
-                t(rule.lr * lr_factor),
-                t(rule.betas[0]),
-                t(rule.betas[1]),
-                t(rule.weight_decay),
-                t(float(self.steps_taken)),
-            )
+            lr, decay = t(rule.lr * lr_factor), t(rule.weight_decay)
+            beta1, beta2, steps = t(rule.betas[0]), t(rule.betas[1]), t(float(self.steps_taken))
+            first, second = part.state.get("first"), part.state["second"]
+            if first is None:
+                self.rmsprop_kernel(weight, grad, second, lr, beta2, decay, steps)
+            else:
+                self.adamw_kernel(weight, grad, first, second, lr, beta1, beta2, decay, steps)
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -394,6 +416,7 @@ class MuonAdamW:
         """Fuse the update rules: one pass over weights and state."""
         self.muon_kernel = torch.compile(muon_update, dynamic=False, **options)
         self.adamw_kernel = torch.compile(adamw_update, dynamic=False, **options)
+        self.rmsprop_kernel = torch.compile(rmsprop_update, dynamic=False, **options)
 
     # ---- state -------------------------------------------------------------------------------
 

@@ -236,17 +236,16 @@ def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
 def test_a_bigram_is_found_by_both_of_its_tokens_and_rows_are_used_alike():
     tokens = torch.arange(64).repeat_interleave(64)[None]
     before = torch.arange(64).repeat(64)[None]
-    shifted = bigram_index(tokens, before - 1, 256)
-    for found, other in zip(bigram_index(tokens, before, 256), shifted, strict=True):
+    index, shifted = (bigram_index(tokens, each, 256) for each in (before, before - 1))
+    for found, other in zip(*(x.unbind(-1) for x in (index, shifted)), strict=True):
         counts = torch.bincount(found.flatten(), minlength=256)  # 4096 bigrams, 16 a row
         assert counts.min() > 1 and counts.max() < 45
         assert (other != found).float().mean() > 0.9
-    first, second = (index.flatten() for index in bigram_index(tokens, before, 256))
-    pairs = len({*zip(first.tolist(), second.tolist(), strict=True)})
+    pairs = len(index.flatten(0, 1).unique(dim=0))
     assert pairs > 3800  # few bigrams share both of their rows: 4096 of 65,536 pairs
-    assert all(index.max() == 0 for index in bigram_index(tokens, before, 1))
-    for largest in bigram_index(torch.tensor([[2**18]]), torch.tensor([[2**18]]), 2**18):
-        assert 0 <= int(largest) < 2**18
+    assert bigram_index(tokens, before, 1).max() == 0
+    largest = bigram_index(torch.tensor([[2**18]]), torch.tensor([[2**18]]), 2**18)
+    assert 0 <= int(largest.min()) and int(largest.max()) < 2**18
 
 
 def test_no_token_stands_in_front_of_the_first_of_a_row_or_segment():
@@ -264,7 +263,7 @@ def test_bigrams_begin_as_nothing_and_are_learned():
     model = lively(model)
     model.loss(tokens, tokens).backward()
     assert model.bigrams is not None and model.bigrams.weight.grad is not None
-    met = torch.cat(bigram_index(tokens, preceding(tokens), 50)).unique()
+    met = bigram_index(tokens, preceding(tokens), 50).unique()
     assert set(model.bigrams.weight.grad.any(dim=1).nonzero().flatten().tolist()) == set(
         met.tolist()
     )

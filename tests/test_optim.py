@@ -32,13 +32,14 @@ def test_orthogonalize_refuses_a_vector():
         orthogonalize(torch.ones(5))
 
 
-def test_adamw_equals_pytorch(machine):
+@pytest.mark.parametrize("beta1", [0.8, 0.0])
+def test_adamw_equals_pytorch(machine, beta1):
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
     q = torch.nn.Parameter(p.detach().clone())
-    rule = Rule("adamw", 0.01, (0.8, 0.95), 0.1)
+    rule = Rule("adamw", 0.01, (beta1, 0.95), 0.1)
     ours = make({"p": p}, {"p": "embedding"}, machine, embedding=rule)
-    theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
+    theirs = torch.optim.AdamW([q], lr=0.01, betas=(beta1, 0.95), eps=1e-10, weight_decay=0.1)
     for _ in range(5):
         p.grad = torch.randn(7, 5, generator=generator)
         q.grad = p.grad.clone()
@@ -46,6 +47,7 @@ def test_adamw_equals_pytorch(machine):
         ours.step(1.0)
         theirs.step()
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert set(ours.state_dict()) - {"steps_taken", "p.second"} == ({"p.first"} if beta1 else set())
 
 
 def test_muon_moves_along_the_orthogonalized_nesterov_momentum(machine):
