@@ -20,7 +20,8 @@ class Bigrams(nn.Embedding):
     """
     `rows` rows of d_model / 2 numbers, from which every bigram takes two.
 
-    Raises ValueError for a width that has no half. It is zero until trained or loaded.
+    Raises ValueError for a width that has no half. It is zero until trained or loaded. `sparse`:
+    its gradient is that of the rows it looked up, for small batches and no other rank to add to.
     """
 
     def __init__(self, rows: int, d_model: int):
@@ -34,7 +35,7 @@ class Bigrams(nn.Embedding):
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
         """tokens and those in front (B, T) -> (B, T, C)."""
         index = bigram_index(tokens, before, self.num_embeddings)
-        return F.embedding(index, self.weight).flatten(-2)  # looked up at once: one gradient
+        return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
 
 
 def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:

@@ -126,6 +126,8 @@ def set_kernels(
     backend = choose_attention(cfg, model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend
+    if model.bigrams is not None:
+        model.bigrams.sparse = machine.device.type == "cpu" and machine.world_size == 1
     if compiled:
         model.compile()
     if compiled and optimizer is not None:

@@ -55,12 +55,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class Rule:
-    """
-    How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum, and with 0
-    AdamW keeps no first moment.
-    """
+    """How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum."""
 
-    kind: Literal["muon", "adamw"]
+    kind: Literal["muon", "adamw", "rows"]
     lr: float
     betas: tuple[float, float] = (0.8, 0.95)
     weight_decay: float = 0.0
@@ -79,7 +76,7 @@ def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rul
     found = {
         "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
-        "bigram": Rule("adamw", cfg.embedding_lr * table / 2, (0.0, 0.995), 0.01),
+        "bigram": Rule("rows", cfg.embedding_lr * table / 2, (0.0, 0.995)),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
         "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
@@ -154,19 +151,22 @@ def adamw_update(
     weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
 
 
-def rmsprop_update(
-    weight: Tensor,
-    grad: Tensor,
-    second: Tensor,
-    lr: Tensor,
-    beta2: Tensor,
-    decay: Tensor,
-    step: Tensor,
+def rows_update(
+    weight: Tensor, met: Tensor, grad: Tensor, second: Tensor, lr: float, beta2: float, step: int
 ) -> None:
-    """`adamw_update` with a beta1 of 0: rows that a batch does not meet do not drift."""
-    second.lerp_(grad * grad, 1 - beta2)
-    weight.mul_(1 - lr * decay)
-    weight.sub_(lr * (1 - beta2**step).sqrt() * grad / (second.sqrt() + 1e-10))
+    """
+    RMSprop in place on the rows of a table that the batch met, by number (R,), with their gradients
+    (R, N). The others stay as they are, and so does their second moment: the step of a row shrinks
+    with how often it was met, as in Adagrad, up to 1 / (1 - beta2) times.
+    """
+    moment = second[met].lerp(grad * grad, 1 - beta2)
+    second[met] = moment
+    weight[met] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
+
+
+def values(grad: Tensor) -> Tensor:
+    """The numbers of a gradient, of one that is sparse those that it has."""
+    return grad.values() if grad.is_sparse else grad
 
 
 @dataclass
@@ -188,9 +188,8 @@ class Part:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is remembered from step to step."""
-        if self.stacked:
-            return ("momentum",)
-        return ("first", "second") if self.rule.betas[0] else ("second",)
+        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}
+        return kinds[self.rule.kind]
 
 
 class MuonAdamW:
@@ -214,7 +213,6 @@ class MuonAdamW:
         self.parts: list[Part] = []
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
-        self.rmsprop_kernel: Callable = rmsprop_update
         stacks: dict[tuple, Part] = {}
         for name, param in named_params.items():
             rule = table[roles[name]]
@@ -269,7 +267,7 @@ class MuonAdamW:
         """
         waiting = []
         for part in self.parts:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in part.params]
+            grads = [self.gradient(p) for p in part.params]
             whole = self.whole(part, grads)
             for p in part.params:
                 p.grad = None
@@ -288,10 +286,18 @@ class MuonAdamW:
             spread, common = self.squared_norm(spread=True), self.squared_norm(spread=False)
         return (self.machine.sum(spread)[0] + common) ** 0.5
 
+    def gradient(self, p: Tensor) -> Tensor:
+        """That of a parameter; a sparse one in order, or where ranks are to add theirs, dense."""
+        if p.grad is None:
+            return torch.zeros_like(p)
+        if not p.grad.is_sparse:
+            return p.grad
+        return p.grad.coalesce() if self.machine.world_size == 1 else p.grad.to_dense()
+
     def squared_norm(self, spread: bool) -> float:
         """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
         grads = [p.grad for p in self.parts if p.spread is spread and p.grad is not None]
-        norms = [torch.linalg.vector_norm(g) for g in grads]  # reads each once, writes nothing
+        norms = [torch.linalg.vector_norm(values(g)) for g in grads]
         return float(torch.stack(norms).square().sum()) if grads else 0.0
 
     @torch.no_grad()
@@ -301,7 +307,7 @@ class MuonAdamW:
         squares = dict.fromkeys(sorted({group(name) for name in names}), 0.0)
         for part in self.parts:
             assert part.grad is not None, "gradient_norms without reduce_gradients"
-            rows = part.grad.flatten(1) if part.stacked else part.grad.flatten()[None]
+            rows = part.grad.flatten(1) if part.stacked else values(part.grad).flatten()[None]
             first = self.machine.rank * len(rows) if part.spread and part.stacked else 0
             mine = part.spread or self.machine.is_main  # what all ranks hold counts once
             for name, square in zip(
@@ -328,7 +334,7 @@ class MuonAdamW:
         for part in self.parts:
             assert part.grad is not None, "step without reduce_gradients"
             if scale != 1.0:
-                part.grad *= scale
+                values(part.grad).mul_(scale)
             weight = self.local(part, self.whole(part, [p.detach() for p in part.params]))
             if part.spread:
                 weight = weight.clone()
@@ -371,14 +377,23 @@ class MuonAdamW:
                 self.machine.dtype,
                 rule.cautious,
             )
+        elif rule.kind == "rows" and grad is not None:
+            met = grad.indices()[0] if grad.is_sparse else grad.any(dim=1).nonzero()[:, 0]
+            found = grad.values() if grad.is_sparse else grad[met]
+            lr, second = rule.lr * lr_factor, part.state["second"]
+            rows_update(weight, met, found, second, lr, rule.betas[1], self.steps_taken)
         else:
-            lr, decay = t(rule.lr * lr_factor), t(rule.weight_decay)
-            beta1, beta2, steps = t(rule.betas[0]), t(rule.betas[1]), t(float(self.steps_taken))
-            first, second = part.state.get("first"), part.state["second"]
-            if first is None:
-                self.rmsprop_kernel(weight, grad, second, lr, beta2, decay, steps)
-            else:
-                self.adamw_kernel(weight, grad, first, second, lr, beta1, beta2, decay, steps)
+            self.adamw_kernel(
+                weight,
+                grad,
+                part.state["first"],
+                part.state["second"],
+                t(rule.lr * lr_factor),
+                t(rule.betas[0]),
+                t(rule.betas[1]),
+                t(rule.weight_decay),
+                t(float(self.steps_taken)),
+            )
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -416,7 +431,6 @@ class MuonAdamW:
         """Fuse the update rules: one pass over weights and state."""
         self.muon_kernel = torch.compile(muon_update, dynamic=False, **options)
         self.adamw_kernel = torch.compile(adamw_update, dynamic=False, **options)
-        self.rmsprop_kernel = torch.compile(rmsprop_update, dynamic=False, **options)
 
     # ---- state -------------------------------------------------------------------------------
 
