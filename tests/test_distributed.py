@@ -138,7 +138,8 @@ def test_one_and_two_processes_play_golf_alike(base):
     words = (
         "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--num_iterations=20 --eval_tokens=1024 --dtype=float32 --tie_embeddings=1 --ema_decay=0.8 "
-        "--decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5"
+        "--decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5 "
+        "--bigram_rows=0"
     ).split()
     by_one_and_two(base, words, "base_checkpoints")
     one, two = losses(base, "1"), losses(base, "2")

@@ -97,7 +97,7 @@ def test_cached_logits_are_those_of_a_full_pass(n_loops):
     model, (tokens, _) = model_of(recursive(n_loops=n_loops)), rows(2)
     whole = model(tokens)
     cache = model.new_cache(2)
-    assert cache.keys.size(0) == 2 + 2 * n_loops
+    assert len(cache.keys) == 2 + 2 * n_loops
     found = []
     for first, last in ((0, 5), (5, 6), (6, 11), (11, 16)):
         view = cache.view([0, 1], last - first)
