@@ -152,16 +152,28 @@ def adamw_update(
 
 
 def rows_update(
-    weight: Tensor, met: Tensor, grad: Tensor, second: Tensor, lr: float, beta2: float, step: int
+    weight: Tensor,
+    met: Tensor,
+    grad: Tensor,
+    second: Tensor,
+    clock: Tensor,
+    lr: float,
+    beta2: float,
 ) -> None:
     """
     RMSprop in place on the rows of a table that the batch met, by number (R,), with their gradients
-    (R, N). The others stay as they are, and so does their second moment: the step of a row shrinks
-    with how often it was met, as in Adagrad, up to 1 / (1 - beta2) times.
+    (R, N). The others stay as they are, second moment included. `clock` (rows, 1) counts how often
+    each was met, and corrects its moment's bias: else rows met for the first time would leap.
     """
+    clock[met] += 1
     moment = second[met].lerp(grad * grad, 1 - beta2)
     second[met] = moment
-    weight[met] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
+    weight[met] -= lr * (1 - beta2 ** clock[met]).sqrt() * grad / (moment.sqrt() + 1e-10)
+
+
+def state_shape(kind: str, weight: Tensor) -> torch.Size:
+    """That of what is remembered of a weight: of a clock, one number a row."""
+    return torch.Size((weight.size(0), 1)) if kind == "clock" else weight.shape
 
 
 def values(grad: Tensor) -> Tensor:
@@ -188,7 +200,7 @@ class Part:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is remembered from step to step."""
-        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}
+        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second", "clock")}
         return kinds[self.rule.kind]
 
 
@@ -228,7 +240,8 @@ class MuonAdamW:
         self.parts += stacks.values()
         for part in self.parts:
             local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
-            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in part.kinds}
+            for kind in part.kinds:
+                part.state[kind] = torch.zeros(state_shape(kind, local), device=local.device)
             if ema_decay:
                 part.state["average"] = local.clone()
 
@@ -380,8 +393,8 @@ class MuonAdamW:
         elif rule.kind == "rows" and grad is not None:
             met = grad.indices()[0] if grad.is_sparse else grad.any(dim=1).nonzero()[:, 0]
             found = grad.values() if grad.is_sparse else grad[met]
-            lr, second = rule.lr * lr_factor, part.state["second"]
-            rows_update(weight, met, found, second, lr, rule.betas[1], self.steps_taken)
+            second, clock = part.state["second"], part.state["clock"]
+            rows_update(weight, met, found, second, clock, rule.lr * lr_factor, rule.betas[1])
         else:
             self.adamw_kernel(
                 weight,
@@ -450,7 +463,7 @@ class MuonAdamW:
                         self.machine.synchronize()
                 if not self.machine.is_main:
                     continue
-                copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]
+                copies = [torch.empty(state_shape(kind, p)) for p in part.params]
                 self.scatter_into(part, value.cpu(), copies)
                 result |= {f"{n}.{kind}": c for n, c in zip(part.names, copies, strict=True)}
         return result if self.machine.is_main else {}
@@ -481,10 +494,10 @@ class MuonAdamW:
             for kind, value in part.state.items():
                 pieces = [tensors[f"{n}.{kind}"].to(value) for n in part.names]
                 for name, piece, p in zip(part.names, pieces, part.params, strict=True):
-                    if piece.shape != p.shape:
+                    if piece.shape != state_shape(kind, p):
                         raise ValueError(
                             f"optimizer state of {name} has shape {tuple(piece.shape)}, "
-                            f"the model {tuple(p.shape)}"
+                            f"the model wants {tuple(state_shape(kind, p))}"
                         )
                 value.copy_(self.local(part, self.whole(part, pieces)))
         self.steps_taken = int(tensors["steps_taken"])

@@ -54,8 +54,8 @@ def test_only_the_rows_that_were_met_move_and_sparse_gradients_say_the_same(mach
     tables = [torch.nn.Parameter(start.clone()) for _ in range(2)]
     rule = Rule("rows", 0.01, (0.0, 0.9))
     both = [make({"p": p}, {"p": "bigram"}, machine, bigram=rule) for p in tables]
-    moment = torch.zeros(9, 4)
-    for step in range(1, 4):
+    moment, clock = torch.zeros(9, 4), torch.zeros(9, 1)
+    for _ in range(3):
         index = torch.randint(6, (2, 5), generator=generator)  # rows 6 to 8 are never met
         slope = torch.randn(2, 5, 4, generator=generator)
         for p, optimizer, sparse in zip(tables, both, (False, True), strict=True):
@@ -68,12 +68,19 @@ def test_only_the_rows_that_were_met_move_and_sparse_gradients_say_the_same(mach
         dense = torch.zeros(9, 4).index_add(0, index.flatten(), slope.flatten(0, 1))
         assert norm == pytest.approx(float(dense.norm()))
         met = index.unique()
+        clock[met] += 1
         moment[met] = 0.9 * moment[met] + 0.1 * (2 * dense[met]) ** 2
-        start[met] -= 0.005 * (1 - 0.9**step) ** 0.5 * 2 * dense[met] / moment[met].sqrt()
+        unbiased = moment[met] / (1 - 0.9 ** clock[met])
+        start[met] -= 0.005 * 2 * dense[met] / unbiased.sqrt()
         for p in tables:
             torch.testing.assert_close(p.detach(), start, rtol=1e-5, atol=1e-6)
     for optimizer in both:
-        torch.testing.assert_close(optimizer.state_dict()["p.second"], moment)
+        state = optimizer.state_dict()
+        torch.testing.assert_close(state["p.second"], moment)
+        torch.testing.assert_close(state["p.clock"], clock)
+        optimizer.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"state of p has shape \(9, 4\)"):
+            optimizer.load_state_dict(state | {"p.clock": moment})
 
 
 def test_muon_moves_along_the_orthogonalized_nesterov_momentum(machine):
