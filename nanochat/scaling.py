@@ -15,8 +15,6 @@ from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig
 
 WIDTH_PER_LAYER = 64
-# More rows teach more (d4, 3.9M tokens); each takes memory, and time where the model is small
-BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS = 32, 2**18
 REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
 REFERENCE_BATCH = 2**19  # tokens per step there
 REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
@@ -41,8 +39,8 @@ class ShapeConfig:
     value_every: int | None = None
     """Of so many layers one does so, counted back from the last. Default: 1."""
     bigram_rows: int | None = None
-    """Rows of a table that adds a vector for each token and the one in front of it; 0 = none.
-    Default: 32 per token of the vocabulary, at most 262,144, in classic none."""
+    """Rows of a table that adds a vector for each token and the one in front of it, half a vector
+    in each of two rows: 262144 for a vocabulary of 8,192. Default: 0, none."""
     rope_dims: int | None = None
     """Channels of each head that positions turn; the others pass as they are. Default: all."""
     xsa_last_n: int | None = None
@@ -94,7 +92,6 @@ def shape_for_depth(
         max_seq_len=max_seq_len,
         window_pattern=window_pattern,
         value_every=1,
-        bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size),
     )
     cfg = cfg.classic() if arch == "classic" else cfg
     return replace(cfg, **shape.given())
