@@ -2,7 +2,7 @@
 # How much is learned from little: depth 4 on 3.9M tokens of real text, by document bpb, three seeds.
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/learning.sh              # half an hour on two cores
-#   ... bash dev/learning.sh bigrams --bigram_rows=262144               # flags of base_train: another arm
+#   ... bash dev/learning.sh without --bigram_rows=0                    # flags of base_train: another arm
 #
 # Safe to stop and start again. The first word names the arm. STEPS=600 trains for less, DEPTH=6 another
 # model, SEEDS="0 1" fewer of them. Reads local/mini-pretrain from the hub; writes below NANOCHAT_BASE_DIR.

@@ -20,13 +20,14 @@ from torch import Tensor
 from nanochat.machine import Machine
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ROWS_FADE_EVERY = 16  # steps: fading reads a whole table, where an update reads a few of its rows
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     embedding_lr: float = 0.3
     """Peak AdamW rate of the token embedding at width 768; falls with width^-0.5. Value
-    embeddings get half."""
+    embeddings and bigrams get half."""
     unembedding_lr: float = 0.008
     """Peak AdamW rate of the head at width 768; falls with width^-0.5."""
     weight_decay: float | None = None
@@ -76,7 +77,7 @@ def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rul
     found = {
         "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
         "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
-        "bigram": Rule("rows", cfg.embedding_lr * table / 2, (0.0, 0.995)),
+        "bigram": Rule("rows", cfg.embedding_lr * table / 2, (0.0, 0.995), 0.01),
         "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
         "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
@@ -156,24 +157,22 @@ def rows_update(
     met: Tensor,
     grad: Tensor,
     second: Tensor,
-    clock: Tensor,
     lr: float,
     beta2: float,
+    decay: float,
+    step: int,
 ) -> None:
     """
-    RMSprop in place on the rows of a table that the batch met, by number (R,), with their gradients
-    (R, N). The others stay as they are, second moment included. `clock` (rows, 1) counts how often
-    each was met, and corrects its moment's bias: else rows met for the first time would leap.
+    AdamW without first moment, in place, on a table of which a batch meets few rows: their numbers
+    (R,) and gradients (R, N). What it does to all rows, to shrink them and their second moment, is
+    done at every ROWS_FADE_EVERY-th step for as many; `step` counts from 1.
     """
-    clock[met] += 1
-    moment = second[met].lerp(grad * grad, 1 - beta2)
+    if step % ROWS_FADE_EVERY == 0:
+        weight.mul_(1 - lr * decay * ROWS_FADE_EVERY)
+        second.mul_(beta2**ROWS_FADE_EVERY)
+    moment = second[met] + (1 - beta2) * grad * grad
     second[met] = moment
-    weight[met] -= lr * (1 - beta2 ** clock[met]).sqrt() * grad / (moment.sqrt() + 1e-10)
-
-
-def state_shape(kind: str, weight: Tensor) -> torch.Size:
-    """That of what is remembered of a weight: of a clock, one number a row."""
-    return torch.Size((weight.size(0), 1)) if kind == "clock" else weight.shape
+    weight[met] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
 
 
 def values(grad: Tensor) -> Tensor:
@@ -200,7 +199,7 @@ class Part:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is remembered from step to step."""
-        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second", "clock")}
+        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}
         return kinds[self.rule.kind]
 
 
@@ -240,8 +239,7 @@ class MuonAdamW:
         self.parts += stacks.values()
         for part in self.parts:
             local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
-            for kind in part.kinds:
-                part.state[kind] = torch.zeros(state_shape(kind, local), device=local.device)
+            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in part.kinds}
             if ema_decay:
                 part.state["average"] = local.clone()
 
@@ -393,8 +391,16 @@ class MuonAdamW:
         elif rule.kind == "rows" and grad is not None:
             met = grad.indices()[0] if grad.is_sparse else grad.any(dim=1).nonzero()[:, 0]
             found = grad.values() if grad.is_sparse else grad[met]
-            second, clock = part.state["second"], part.state["clock"]
-            rows_update(weight, met, found, second, clock, rule.lr * lr_factor, rule.betas[1])
+            rows_update(
+                weight,
+                met,
+                found,
+                part.state["second"],
+                rule.lr * lr_factor,
+                rule.betas[1],
+                rule.weight_decay,
+                self.steps_taken,
+            )
         else:
             self.adamw_kernel(
                 weight,
@@ -463,7 +469,7 @@ class MuonAdamW:
                         self.machine.synchronize()
                 if not self.machine.is_main:
                     continue
-                copies = [torch.empty(state_shape(kind, p)) for p in part.params]
+                copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]
                 self.scatter_into(part, value.cpu(), copies)
                 result |= {f"{n}.{kind}": c for n, c in zip(part.names, copies, strict=True)}
         return result if self.machine.is_main else {}
@@ -494,10 +500,10 @@ class MuonAdamW:
             for kind, value in part.state.items():
                 pieces = [tensors[f"{n}.{kind}"].to(value) for n in part.names]
                 for name, piece, p in zip(part.names, pieces, part.params, strict=True):
-                    if piece.shape != state_shape(kind, p):
+                    if piece.shape != p.shape:
                         raise ValueError(
                             f"optimizer state of {name} has shape {tuple(piece.shape)}, "
-                            f"the model wants {tuple(state_shape(kind, p))}"
+                            f"the model {tuple(p.shape)}"
                         )
                 value.copy_(self.local(part, self.whole(part, pieces)))
         self.steps_taken = int(tensors["steps_taken"])
