@@ -16,7 +16,7 @@ from nanochat.optim import OptimConfig
 
 WIDTH_PER_LAYER = 64
 # More rows teach a small model more (d4, 2026-11); others found no gain left at depth 25
-BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 32, 2**18, 12
+BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 64, 2**19, 12
 REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
 REFERENCE_BATCH = 2**19  # tokens per step there
 REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
@@ -42,7 +42,7 @@ class ShapeConfig:
     """Of so many layers one does so, counted back from the last. Default: 1."""
     bigram_rows: int | None = None
     """Rows of a table that adds a vector for each token and the one in front of it, half a vector
-    in each of two rows; 0 = none. Default: 32 per token of the vocabulary, at most 262,144, to
+    in each of two rows; 0 = none. Default: 64 per token of the vocabulary, at most 524,288, to
     depth 12; beyond it, and in classic, none."""
     rope_dims: int | None = None
     """Channels of each head that positions turn; the others pass as they are. Default: all."""

@@ -92,6 +92,13 @@ def test_what_is_given_replaces_what_follows_from_depth():
     assert shape(4, 1024, 512) == shape(4, 1024, 512, shape=ShapeConfig(d_model=256))
 
 
+def test_shallow_models_have_a_table_of_bigrams_by_default():
+    assert shape(12, 1000, 64).bigram_rows == 64_000
+    assert shape(4, 65_536, 64).bigram_rows == 524_288
+    assert shape(13, 1000, 64).bigram_rows == 0
+    assert shape(4, 1000, 64, "classic").bigram_rows == 0
+
+
 def test_a_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="head_dim 64 must divide the width 96"):
         shape(4, 100, 16, shape=ShapeConfig(d_model=96))
