@@ -20,6 +20,7 @@ from torch import Tensor
 from nanochat.machine import Machine
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 ROWS_FADE_EVERY = 16  # steps: fading reads a whole table, where an update reads a few of its rows
 
 
@@ -89,7 +90,7 @@ def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rul
     return {role: replace(rule, lr=rule.lr * lr_frac) for role, rule in found.items()}
 
 
-def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(g: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     """
     Keep the singular vectors of `g` and push every singular value towards 1.
 

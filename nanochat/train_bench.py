@@ -7,6 +7,7 @@ The ceiling is measured in the same run: the time that the matrix products of a 
 Noise costs as much as text, so this needs neither data nor tokenizer.
 """
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
 
 COPY_BYTES = 256 << 20  # larger than any cache
@@ -106,8 +107,11 @@ def bench_training(
         + (f", {flops / peak.flops:.1%} of the data sheet" if peak else "")
         + f"; copies run at {bandwidth / 1e9:.1f} GB/s"
     )
-    ranks = "" if machine.world_size == 1 else f", {machine.world_size} processes"
-    label = f"depth {cfg.n_layer}{ranks}"
+    label = f"depth {cfg.n_layer}"
+    alone = machine.device.type != "cpu" or torch.get_num_threads() > 1
+    if not alone or machine.world_size > 1:
+        plural = "es" if machine.world_size > 1 else ""
+        label += f", {machine.world_size} process{plural}" + ("" if alone else " of one thread")
     found.line(PATH, label, "tokens/s", rate, ceiling=least / step)
     found.note(
         f"Training, {label}: {step * 1e3:,.0f} ms a step of {all_tokens:,} tokens: forward and "
@@ -115,11 +119,11 @@ def bench_training(
         f"{medians.update / step:.0%}. The ceiling: its matrix products alone take "
         f"{least * 1e3:,.0f} ms. First step {first:.0f} s, {memory:,.0f} MiB at the peak"
     )
-    if machine.world_size == 1 and torch.get_num_threads() > 1:
+    if machine.world_size == 1 and alone:
         found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
     else:
         found.point(
-            "processes of one thread: seconds per million tokens",
+            "processes: seconds per million tokens",
             machine.world_size,
             1e6 / rate.median,
         )
@@ -128,7 +132,8 @@ def bench_training(
 def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
     """
     How long the matrix products of a training step take alone: of every matrix, forward and both
-    backward, and of attention, the half that a causal mask leaves.
+    backward; of attention, the half that a causal mask leaves; and Muon's, where each rank has its
+    share of the matrices of a shape.
     """
     cfg, M = model.cfg, rows * model.cfg.max_seq_len
 
@@ -144,8 +149,15 @@ def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
         return statistics.median(times)
 
     matrices = [p for name, p in model.named_parameters() if model.param_roles()[name] == "matrix"]
-    shapes = Counter(tuple(p.shape) for p in (*matrices, model.head_weight))
+    shapes = Counter(tuple(p.shape) for p in matrices)
     spent = 0.0
+    for shape, count in shapes.items():
+        short, long = sorted(shape)
+        x = draw(math.ceil(count / machine.world_size), short, long)
+        gram = x @ x.mT
+        for product in (lambda x=x: x @ x.mT, lambda g=gram: g @ g, lambda g=gram, x=x: g @ x):
+            spent += NEWTON_SCHULZ_STEPS * seconds(product)
+    shapes[tuple(model.head_weight.shape)] += 1
     for (N, K), count in shapes.items():
         m = M if N != cfg.vocab_size else min(M, HEAD_TOKENS)
         x, weight, slope = draw(m, K), draw(N, K), draw(m, N)

@@ -24,6 +24,7 @@ Writes  with --what=all, dev/bench-cpu.md or dev/bench-gpu.md
 """
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -197,7 +198,7 @@ def everything(cfg: Bench) -> None:
 
 
 def jobs(cfg: Bench, kind: str) -> list[list[str]]:
-    """The flags of each benchmark; the first word may be a number of processes."""
+    """The flags of each benchmark; the first word may be a number of processes of one thread."""
     training = [["--what=train", f"--depth={depth}"] for depth in DEPTHS.get(kind, (4,))]
     ranks = [["2", "--what=train"]]
     if kind == "cpu":  # one thread each, so that one process can be compared with two
@@ -208,14 +209,17 @@ def jobs(cfg: Bench, kind: str) -> list[list[str]]:
 
 def run(job: Sequence[str], given: Sequence[str]) -> Findings:
     """One benchmark: what it found, nothing where it failed, which is said."""
-    command = [sys.executable, "-m", "scripts.bench"]
+    command, environment = [sys.executable, "-m", "scripts.bench"], dict(os.environ)
     if job[0].isdigit():
+        environment["OMP_NUM_THREADS"] = "1"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job[0]}"]
         command = [sys.executable, *launcher, "-m", "scripts.bench"]
         job = job[1:]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "findings.json"
-        ended = subprocess.run([*command, *given, *job, f"--findings={path}"], cwd=REPOSITORY)
+        ended = subprocess.run(
+            [*command, *given, *job, f"--findings={path}"], cwd=REPOSITORY, env=environment
+        )
         if ended.returncode or not path.exists():
             return Findings(notes=[f"Failed: {' '.join(job)}, exit code {ended.returncode}"])
         return Findings.read(path)

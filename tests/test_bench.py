@@ -166,8 +166,10 @@ def test_growth_is_fitted_by_its_power():
 def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch, tmp_path, capsys):
     asked = []
 
-    def fake(command, cwd):
+    def fake(command, cwd, env):
         asked.append(command)
+        if "torch.distributed.run" in command:  # one process is compared with two
+            assert env["OMP_NUM_THREADS"] == "1"
         path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
         if "--what=engine" in command:
             return type("Ended", (), {"returncode": 3})
