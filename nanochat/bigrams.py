@@ -21,7 +21,7 @@ class Bigrams(nn.Embedding):
     `rows` rows of d_model / 2 numbers, from which every bigram takes two.
 
     Raises ValueError for a width that has no half. It is zero until trained or loaded. `sparse`:
-    its gradient is that of the rows it looked up, for small batches and no other rank to add to.
+    its gradient is that of the rows it looked up, where batches are small.
     """
 
     def __init__(self, rows: int, d_model: int):

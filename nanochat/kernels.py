@@ -127,7 +127,7 @@ def set_kernels(
     for block in model.blocks:
         block.attention.backend = backend
     if model.bigrams is not None:
-        model.bigrams.sparse = machine.device.type == "cpu" and machine.world_size == 1
+        model.bigrams.sparse = machine.device.type == "cpu"
     if compiled:
         model.compile()
     if compiled and optimizer is not None:

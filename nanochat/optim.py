@@ -4,7 +4,8 @@ Muon for matrices and AdamW for everything else, in one class, sharded over the 
     gradients -> reduce_gradients() -> norm, finite? -> step(lr, ...) -> weights
 
 Matrices of one shape are stacked (K, M, N) and each rank updates its part of the stack; tables
-are split by rows; small vectors are updated everywhere. Nothing here knows the model: every
+are split by rows; small vectors are updated everywhere, and so are, on CPUs, the few rows that a
+batch meets of a large table. Nothing here knows the model: every
 parameter has a role, and the role picks the rule. State is saved whole, per parameter, so that
 a checkpoint of one world size loads at any other.
 """
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.machine import Machine
@@ -235,7 +237,8 @@ class MuonAdamW:
                 part.params.append(param)
             else:
                 rows = param.size(0) if param.ndim > 1 else 0
-                spread = machine.world_size > 1 and rows >= 1024
+                few = rule.kind == "rows" and machine.device.type == "cpu"
+                spread = machine.world_size > 1 and rows >= 1024 and not few
                 self.parts.append(Part([name], [param], rule, spread))
         self.parts += stacks.values()
         for part in self.parts:
@@ -277,34 +280,34 @@ class MuonAdamW:
         All reductions are launched before the first is waited for. The parameters' own `.grad`
         are released.
         """
-        waiting = []
+        waiting, sparse = [], []
         for part in self.parts:
-            grads = [self.gradient(p) for p in part.params]
-            whole = self.whole(part, grads)
+            part.grad = self.whole(part, [self.gradient(p) for p in part.params])
             for p in part.params:
                 p.grad = None
             if self.machine.world_size == 1:
-                part.grad = whole
-            elif part.spread:
-                part.grad, work = reduce_scatter(whole, self.machine)
+                continue
+            if part.spread:
+                part.grad, work = reduce_scatter(part.grad, self.machine)
                 waiting.append(work)
+            elif part.rule.kind == "rows":
+                sparse.append(part)
             else:
-                part.grad = whole
-                waiting.append(dist.all_reduce(whole, async_op=True))
+                waiting.append(dist.all_reduce(part.grad, async_op=True))
         with self.machine.waiting("the sum of gradients"):
             for work in waiting:
                 work.wait()
+            for part in sparse:
+                part.grad = sum_rows(part.grad, self.machine)
             # on a GPU it is here that one waits: what is launched returns at once
             spread, common = self.squared_norm(spread=True), self.squared_norm(spread=False)
         return (self.machine.sum(spread)[0] + common) ** 0.5
 
     def gradient(self, p: Tensor) -> Tensor:
-        """That of a parameter; a sparse one in order, or where ranks are to add theirs, dense."""
+        """That of a parameter, zeros where it has none; of a sparse one, each row once."""
         if p.grad is None:
             return torch.zeros_like(p)
-        if not p.grad.is_sparse:
-            return p.grad
-        return p.grad.coalesce() if self.machine.world_size == 1 else p.grad.to_dense()
+        return p.grad.coalesce() if p.grad.is_sparse else p.grad
 
     def squared_norm(self, spread: bool) -> float:
         """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
@@ -390,12 +393,11 @@ class MuonAdamW:
                 rule.cautious,
             )
         elif rule.kind == "rows" and grad is not None:
-            met = grad.indices()[0] if grad.is_sparse else grad.any(dim=1).nonzero()[:, 0]
-            found = grad.values() if grad.is_sparse else grad[met]
+            grad = grad if grad.is_sparse else grad.to_sparse(1)
             rows_update(
                 weight,
-                met,
-                found,
+                grad.indices()[0],
+                grad.values(),
                 part.state["second"],
                 rule.lr * lr_factor,
                 rule.betas[1],
@@ -517,6 +519,24 @@ def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:
         return mine, dist.reduce_scatter_tensor(mine, whole, async_op=True)
     work = dist.all_reduce(whole, async_op=True)  # gloo adds all of it: simple, and enough on CPUs
     return whole.chunk(machine.world_size)[machine.rank], work
+
+
+def sum_rows(grad: Tensor, machine: Machine) -> Tensor:
+    """
+    The sum of the ranks' gradients of one table (rows, N), of which each met few rows: only these
+    travel. Sparse, every row once and in order, equal on all ranks.
+    """
+    grad = grad if grad.is_sparse else grad.to_sparse(1)
+    rows, found = grad.indices()[0], grad.values()
+    counts, work = all_gather(torch.tensor([len(rows)], device=rows.device), machine)
+    work.wait()
+    longest = int(counts.max())  # ranks send equally much: what is missing is row 0, plus nothing
+    pad = longest - len(rows)
+    rows, first = all_gather(F.pad(rows, (0, pad)), machine)
+    found, second = all_gather(F.pad(found, (0, 0, 0, pad)), machine)
+    first.wait()
+    second.wait()
+    return torch.sparse_coo_tensor(rows[None], found, grad.shape).coalesce()
 
 
 def all_gather(mine: Tensor, machine: Machine) -> tuple[Tensor, Any]:

@@ -1,18 +1,20 @@
 """
 Run by test_distributed.py under torchrun: what must hold between the ranks of one run.
 
-Trains a tiny model on uneven masks while the allocator is churned, and prints one JSON line per
+Trains a tiny model, bigrams included, on uneven masks while the allocator is churned, and prints one JSON line per
 rank: learning rates, parameter digests, losses, and the gradient of the first step.
 """
 
 import hashlib
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nanochat.gpt import build_model
+from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import IGNORE
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
@@ -36,7 +38,10 @@ def main() -> None:
     machine = init_machine(MachineConfig("cpu", "float32"))
     share = ROWS // machine.world_size
     mine = slice(machine.rank * share, (machine.rank + 1) * share)
-    model = build_model(TINY, machine.device, machine.dtype, seed=0)
+    shape = replace(TINY, bigram_rows=512)
+    model = build_model(shape, machine.device, machine.dtype, seed=0)
+    set_kernels(KernelConfig(), model, machine, seconds=0.0)
+    assert model.bigrams and model.bigrams.sparse
     named = dict(model.named_parameters())
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(named, model.param_roles(), table, machine)
