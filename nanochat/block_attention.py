@@ -11,6 +11,7 @@ backward pass, T^2 / 2 numbers a head. Not compiled it is slower than PyTorch's.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -67,20 +68,37 @@ class Blocks(torch.autograd.Function):
         q, k, v, y, *kept = ctx.saved_tensors
         B, G, R, T, D = q.shape
         grad = grad.reshape(B, G * R, T, D)
-        d_q = []
-        d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        d_q, d_k, d_v = [], [], []
         blocks = list(spans(T, ctx.window))
         for n, (i, s, j) in enumerate(blocks):
             w, total = kept[n], kept[len(blocks) + n]
             each = grad[:, :, i:j].float() / total
             along = (each * y[:, :, i:j].float()).sum(-1, keepdim=True)
             each = each.to(q.dtype).reshape(B * G, -1, D)
-            d_v[:, :, s:j] += torch.bmm(w.view(B * G, -1, j - s).mT, each).view(B, G, j - s, D)
+            d_v.append(torch.bmm(w.view(B * G, -1, j - s).mT, each).view(B, G, j - s, D))
             d_w = torch.bmm(each, flat(v[:, :, s:j]).mT).view(w.shape).float()
             d_scores = (w.float() * (d_w - along) * ctx.scale).to(q.dtype).view(B * G, -1, j - s)
             d_q.append(torch.bmm(d_scores, flat(k[:, :, s:j])).view(B, G, R, j - i, D))
-            d_k[:, :, s:j] += torch.bmm(d_scores.mT, flat(q[:, :, :, i:j])).view(B, G, j - s, D)
-        return torch.cat(d_q, dim=3), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None
+            d_k.append(torch.bmm(d_scores.mT, flat(q[:, :, :, i:j])).view(B, G, j - s, D))
+        return torch.cat(d_q, dim=3), added(d_k, blocks), added(d_v, blocks), None, None, None
+
+
+def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
+    """
+    The sum of what each block adds to its keys, (B, G, T, D) of parts (B, G, end - first key, D).
+
+    Taken key by key: of sums into slices the compiler makes nested conditions on every number.
+    """
+    ends = sorted({end for _, s, j in blocks for end in (s, j)})
+    sums = []
+    for a, b in pairwise(ends):
+        first, *others = (
+            x[:, :, a - s : b - s].float()
+            for x, (_, s, j) in zip(parts, blocks, strict=True)
+            if s <= a and b <= j
+        )
+        sums.append(sum(others, first).to(parts[0].dtype))
+    return torch.cat(sums, dim=2)
 
 
 def flat(x: Tensor) -> Tensor:

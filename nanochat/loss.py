@@ -8,6 +8,7 @@ its loss and its gradients, and forgotten. Logits are capped at +-softcap, which
 exponential, so no running maximum is needed. Knows nothing of the model above the head.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -30,23 +31,31 @@ def cap(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits.float() / softcap)
 
 
+def exponentials(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+    """
+    r and exp(capped - softcap), both float32 of any shape, where capped = softcap - 2 softcap r.
+
+    exp2 is the cheaper power, and one that the compiler does not store but repeats where needed.
+    """
+    r = (1.0 + torch.exp2(logits.float() * (2.0 / math.log(2) / softcap))).reciprocal()
+    return r, torch.exp(r * (-2.0 * softcap))
+
+
 def log_total(logits: Tensor, softcap: float) -> Tensor:
     """Log of the sum of exp(capped logits): (n, V) -> (n, 1) in float32. Compiles into one pass."""
-    r = torch.sigmoid(logits.float() * (-2.0 / softcap))  # capped = softcap - 2 softcap r
-    return torch.exp(r * (-2.0 * softcap)).sum(dim=1, keepdim=True).log() + softcap
+    return exponentials(logits, softcap)[1].sum(dim=1, keepdim=True).log() + softcap
 
 
-def softmax_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+def total_and_slope(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    `log_total`, and the softmax times d capped / d logit, (n, V) in the logits' dtype.
+    Each row's sum of exp(capped - softcap), (n, 1) in float32; and its terms times d capped /
+    d logit, (n, V) in the logits' dtype, which divided by the sum are the softmax's slope.
 
-    The derivative of the cap is 4 r (1 - r). Compiles into two passes over the logits.
+    It is not divided here but in the rows of the products: so this compiles into one pass. The
+    derivative of the cap is 4 r (1 - r).
     """
-    r = torch.sigmoid(logits.float() * (-2.0 / softcap))
-    e = torch.exp(r * (-2.0 * softcap))
-    total = e.sum(dim=1, keepdim=True)
-    slope = (e / total) * (4.0 * r * (1.0 - r))
-    return total.log() + softcap, slope.to(logits.dtype)
+    r, e = exponentials(logits, softcap)
+    return e.sum(dim=1, keepdim=True), (e * (4.0 * (r - r * r))).to(logits.dtype)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
@@ -58,7 +67,7 @@ class LossKernels(NamedTuple):
     """The functions that touch every logit or weight of the head, compiled or not."""
 
     log_total: Callable[[Tensor, float], Tensor] = log_total
-    softmax_slope: Callable[[Tensor, float], tuple[Tensor, Tensor]] = softmax_slope
+    total_and_slope: Callable[[Tensor, float], tuple[Tensor, Tensor]] = total_and_slope
     accumulate: Callable[[Tensor, Tensor], None] = accumulate
 
 
@@ -71,29 +80,20 @@ def target_logits(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
 
 
 def chunk_loss(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float,
-    weights: Tensor | None = None,
-    kernels: LossKernels = EAGER,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, softcap: float, kernels: LossKernels = EAGER
+) -> tuple[Tensor, Tensor, Tensor]:
     """
-    logits (n, V), targets (n,), weights (n,) or None for ones -> weighted nats (n,) float32 and the
-    slope (n, V) of their sum. Where the target is IGNORE both are 0.
+    logits (n, V), targets (n,) -> nats (n,) float32, the slope (n, V) of each times a factor of its
+    row, and what undoes that factor, (n, 1). Where the target is IGNORE nats and the last are 0.
     """
     counted = (targets != IGNORE)[:, None]
-    total, slope = kernels.softmax_slope(logits, softcap)
+    total, slope = kernels.total_and_slope(logits, softcap)
     capped = target_logits(logits, targets, softcap)  # (n, 1)
-    at_target = (torch.exp(capped - total) - 1.0) * (1.0 - (capped / softcap) ** 2)
+    at_target = (torch.exp(capped - softcap) - total) * (1.0 - (capped / softcap) ** 2)
     here = torch.arange(len(slope), device=slope.device)
     slope[here, targets.clamp(min=0)] = at_target.squeeze(1).to(slope.dtype)
-    nats = (total - capped) * counted
-    if weights is not None:
-        nats = nats * weights[:, None]
-        slope *= (weights[:, None] * counted).to(slope.dtype)
-    elif not counted.all():
-        slope *= counted
-    return nats.squeeze(1), slope
+    nats = (total.log() + softcap - capped) * counted
+    return nats.squeeze(1), slope, counted / total
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -110,13 +110,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         each = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for i in range(0, len(hidden), rows := chunk_rows(len(head), hidden.device)):
-            h, part = hidden[i : i + rows], slice(i, i + rows)
-            w = None if weights is None else weights[part]
-            nats, slope = chunk_loss(h @ weight.mT, targets[part], softcap, w, kernels)
+            part = slice(i, i + rows)
+            h = hidden[part]
+            nats, slope, scale = chunk_loss(h @ weight.mT, targets[part], softcap, kernels)
+            if weights is not None:
+                nats, scale = nats * weights[part], scale * weights[part, None]
             total += nats.sum()
             each[part] = nats
-            torch.mm(slope, weight, out=d_hidden[i : i + rows])
-            kernels.accumulate(d_head, slope.mT @ h)
+            torch.mm(slope, weight, out=d_hidden[part]).mul_(scale)
+            kernels.accumulate(d_head, slope.mT @ (h * scale).to(h.dtype))
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(each)
         return total, each

@@ -7,6 +7,7 @@ The ceiling is measured in the same run: the time that the matrix products of a 
 Noise costs as much as text, so this needs neither data nor tokenizer.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -85,8 +86,8 @@ def bench_training(
     bandwidth = copy_bandwidth(machine)
     model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
     products = [products_seconds(model, rows, machine)]
-    times = time_steps(forward, update, machine, WARMUP_STEPS + steps * repeats)
-    first, times = sum(times[0]), times[WARMUP_STEPS:]  # the first one compiles
+    first = sum(time_steps(forward, update, machine, WARMUP_STEPS)[0])  # it compiles
+    times = time_steps(forward, update, machine, steps * repeats)
     products.append(products_seconds(model, rows, machine))  # again: machines are noisy
     if not machine.is_main:
         return
@@ -200,6 +201,7 @@ def time_steps(
     forward: Callable[[], Tensor], update: Callable[[], None], machine: Machine, steps: int
 ) -> list[StepTimes]:
     """The seconds of so many training steps, by part."""
+    gc.freeze()  # as the training loop does: nothing here is garbage
     times: list[StepTimes] = []
     for _ in range(steps):
         marks = [clock(machine)]

@@ -1,8 +1,9 @@
 """
 Run by test_distributed.py under torchrun: what must hold between the ranks of one run.
 
-Trains a tiny model, bigrams included, on uneven masks while the allocator is churned, and prints one JSON line per
-rank: learning rates, parameter digests, losses, and the gradient of the first step.
+Trains a tiny model, bigrams included, on uneven masks while the allocator is churned, and prints
+one JSON line per rank: learning rates, parameter digests, losses, and the gradient of the first
+step.
 """
 
 import hashlib
