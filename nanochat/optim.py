@@ -183,6 +183,14 @@ def values(grad: Tensor) -> Tensor:
     return grad.values() if grad.is_sparse else grad
 
 
+def rows_met(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers (R,) and gradients (R, N) of the rows that a table's gradient is not zero in."""
+    if grad.is_sparse:
+        return grad.indices()[0], grad.values()
+    met = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would list every number first
+    return met, grad[met]
+
+
 @dataclass
 class Part:
     """The share of one parameter, or of one stack of equal matrices, that this rank updates."""
@@ -393,11 +401,9 @@ class MuonAdamW:
                 rule.cautious,
             )
         elif rule.kind == "rows" and grad is not None:
-            grad = grad if grad.is_sparse else grad.to_sparse(1)
             rows_update(
                 weight,
-                grad.indices()[0],
-                grad.values(),
+                *rows_met(grad),
                 part.state["second"],
                 rule.lr * lr_factor,
                 rule.betas[1],
@@ -526,8 +532,7 @@ def sum_rows(grad: Tensor, machine: Machine) -> Tensor:
     The sum of the ranks' gradients of one table (rows, N), of which each met few rows: only these
     travel. Sparse, every row once and in order, equal on all ranks.
     """
-    grad = grad if grad.is_sparse else grad.to_sparse(1)
-    rows, found = grad.indices()[0], grad.values()
+    rows, found = rows_met(grad)
     counts, work = all_gather(torch.tensor([len(rows)], device=rows.device), machine)
     work.wait()
     longest = int(counts.max())  # ranks send equally much: what is missing is row 0, plus nothing
