@@ -32,7 +32,7 @@ from nanochat.machine import Machine
 EXAMPLE_DELIMITER = "\n\n"  # behind each solved example
 ORDER_SEED = 1337  # of the items: the first ones are what remains of a task that is cut short
 EXAMPLES_SEED = 1234  # plus an item's place in that order: decides which examples it gets
-CPU_PASS_TOKENS, GPU_PASS_TOKENS = 8192, 32_768  # of one forward pass, padding included
+CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # of one forward pass, padding included
 HEAD_TOKENS = 512  # tokens whose logits exist at once
 
 # ------------------------------------------------------------------------------------------------
