@@ -5,9 +5,9 @@ Muon for matrices and AdamW for everything else, in one class, sharded over the 
 
 Matrices of one shape are stacked (K, M, N) and each rank updates its part of the stack; tables
 are split by rows; small vectors are updated everywhere, and so are, on CPUs, the few rows that a
-batch meets of a large table. Nothing here knows the model: every
-parameter has a role, and the role picks the rule. State is saved whole, per parameter, so that
-a checkpoint of one world size loads at any other.
+batch meets of a large table. Nothing here knows the model: every parameter has a role, and the
+role picks the rule. State is saved whole, per parameter, so that a checkpoint of one world size
+loads at any other.
 """
 
 from collections.abc import Callable, Mapping
