@@ -40,7 +40,7 @@ from nanochat.mixture import (
     resolution,
     resolve,
 )
-from nanochat.optim import MuonAdamW, rules
+from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows, require_half
 from nanochat.runlog import METRICS_FILE
 from nanochat.sentinel_suite import Asked, Taught
@@ -48,6 +48,7 @@ from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
 from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
+from nanochat.update_rules import rules
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 LOOKED_AT = 256  # rows that are compared with what is asked

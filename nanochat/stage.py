@@ -23,7 +23,7 @@ from nanochat.hardware import utilization
 from nanochat.kernels import KernelConfig
 from nanochat.machine import Machine, MachineConfig
 from nanochat.mixed_rows import MixedRows
-from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.optim import MuonAdamW
 from nanochat.preflight import Prepared, duration
 from nanochat.refine_figures import step_figures
 from nanochat.rows import Rows
@@ -34,6 +34,7 @@ from nanochat.sentinels import Watch, stop_if_broken
 from nanochat.stopping import StopRequest
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress, Run, Step, Trainable, median_rate, train
+from nanochat.update_rules import OptimConfig
 
 
 @dataclass(frozen=True)

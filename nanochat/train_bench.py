@@ -23,8 +23,9 @@ from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.machine import Machine
-from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.tokenizer import Tokenizer
+from nanochat.update_rules import NEWTON_SCHULZ_STEPS, OptimConfig, rules
 
 COPY_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2

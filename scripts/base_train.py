@@ -24,7 +24,7 @@ from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.held_out import require_other_families
 from nanochat.machine import Machine, init_machine
 from nanochat.mixture import MIXTURE_FILE, MixConfig, Resolution
-from nanochat.optim import MuonAdamW, rules
+from nanochat.optim import MuonAdamW
 from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.pretrain_exam import Exam, ExamConfig
@@ -38,6 +38,7 @@ from nanochat.stats import Estimate
 from nanochat.stopping import PREEMPTED
 from nanochat.texts import Corpus, open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
+from nanochat.update_rules import rules
 
 SECTION = "Base model training"
 # Flags that other trainers of this kind have.

@@ -25,7 +25,7 @@ from nanochat.gpt import GPT, for_inference
 from nanochat.held_out import require_access, require_other_families
 from nanochat.kernels import choose_fused_engine
 from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
 from nanochat.rl_verdict import Standing, figures, pass_at
 from nanochat.run_checkpoints import Checkpoints, SavingConfig
@@ -37,6 +37,7 @@ from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from nanochat.train import LoopConfig, Progress, last_evaluation
+from nanochat.update_rules import OptimConfig, rules
 from tasks.base import Mixture, Task
 from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.defaults import defaults

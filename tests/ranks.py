@@ -18,9 +18,10 @@ from nanochat.gpt import build_model
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import IGNORE
 from nanochat.machine import MachineConfig, init_machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, lr_factor
 from nanochat.train import LoopConfig, Progress, Run, train
+from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 ROWS, T, STEPS = 8, TINY.max_seq_len, 6

@@ -19,7 +19,7 @@ FLOORS = """
     disk hub text_files hub_repo source local_source hub_source dataset
     mixture arms packing rows interleaving mixed_rows row_writer texts chat_rows chat_mix
     block_attention attention kv_cache bigrams loss gpt refine
-    presets quantize optim schedule scaling
+    presets quantize update_rules optim schedule scaling
     bench_table sampling decode engine
     record_shape records held_out variance runlog kernels preflight
     eval_bpb merge soup refine_figures refine_verdict guard train

@@ -11,7 +11,7 @@ import torch
 from nanochat import preflight
 from nanochat.common import REPOSITORY, Refused, read_json
 from nanochat.kernels import KernelConfig
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.preflight import (
     activation_bytes,
     choose_device_rows,
@@ -22,6 +22,7 @@ from nanochat.preflight import (
     require_memory,
     screen,
 )
+from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 

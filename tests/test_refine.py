@@ -14,10 +14,11 @@ from nanochat.common import read_json
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.refine import RecursiveConfig, RecursiveGPT, read_config, recursive_config
 from nanochat.refine_figures import in_order, loop_figures, part_of, step_figures
+from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY, lively
 from tests.training_runs import SMALL, STEPS, TRAIN, folder, python, same_weights
 

@@ -9,7 +9,7 @@ import torch
 from nanochat.engine import Completion, Engine
 from nanochat.gpt import GPTConfig, build_model, for_inference
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.rl import (
     Group,
     PolicyRun,
@@ -25,6 +25,7 @@ from nanochat.rl import (
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress
+from nanochat.update_rules import OptimConfig, rules
 from tasks.base import Mixture
 from tests.conftest import lively
 

@@ -19,10 +19,11 @@ from nanochat.common import REPOSITORY, Refused
 from nanochat.gpt import build_model
 from nanochat.guard import Health, NotFinite
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.run_checkpoints import Checkpoints, SavingConfig, checkpoint_bytes
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
+from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 

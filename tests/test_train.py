@@ -13,7 +13,7 @@ from nanochat.common import Refused
 from nanochat.gpt import build_model
 from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW
 from nanochat.quantize import LateQuantization, QuantConfig, as_stored
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
@@ -26,6 +26,7 @@ from nanochat.train import (
     train,
     train_step,
 )
+from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 ROWS, T = 8, TINY.max_seq_len
