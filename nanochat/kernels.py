@@ -66,12 +66,12 @@ def choose_attention(
 ) -> Backend:
     """
     The kernel asked for, or the first that works: on CUDA fa3, then flex with windows; on a CPU
-    blocks where the model is compiled; sdpa, plain.
+    blocks where the model is compiled; sdpa, plain. The ranks agree: it works on all of them.
 
     Raises ValueError where the one asked for does not.
     """
     if cfg.attention is not None:
-        if why := probe_attention(cfg.attention, model, machine):
+        if why := fault(probe_attention(cfg.attention, model, machine), machine):
             raise ValueError(f"--attention={cfg.attention} does not work here: {why}")
         return cfg.attention
     wanted: list[Backend] = []
@@ -82,7 +82,7 @@ def choose_attention(
     if machine.device.type == "cpu" and compiled:
         wanted.append("blocks")
     for backend in (*wanted, "sdpa"):
-        why = probe_attention(backend, model, machine)
+        why = fault(probe_attention(backend, model, machine), machine)
         if why is None:
             return backend
         machine.print0(f"attention kernel {backend} left out: {why}")
@@ -90,22 +90,37 @@ def choose_attention(
 
 
 def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) -> bool:
-    """Compile where asked; by default where it saves more time than it takes and works."""
+    """
+    Compile where asked; by default where it saves more time than it takes and works. The ranks
+    agree, by the main one's `train_seconds`.
+    """
     if cfg.compile is not None:
         return cfg.compile
     if machine.device.type == "mps":
         return False
-    if machine.device.type == "cpu" and train_seconds * COMPILE_GAIN < COMPILE_SECONDS:
-        return False
+    if machine.device.type == "cpu":
+        if machine.broadcast(train_seconds) * COMPILE_GAIN < COMPILE_SECONDS:
+            return False
+    why = fault(probe_compiler(machine), machine)
+    if why is not None:
+        machine.print0(f"torch.compile left out: {why}")
+    return why is None
+
+
+def probe_compiler(machine: Machine) -> str | None:
+    """Compile a trifle. Returns why that failed, or None."""
     if machine.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-        machine.print0("torch.compile left out: it needs a C++ compiler (install g++)")
-        return False
+        return "it needs a C++ compiler (install g++)"
     try:
         torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
     except Exception as error:
-        machine.print0(f"torch.compile left out: {type(error).__name__}: {error}")
-        return False
-    return True
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fault(why: str | None, machine: Machine) -> str | None:
+    """Why something does not work on some rank, None where it works on all: the same on all."""
+    return next((reason for reason in machine.gather(why) if reason is not None), None)
 
 
 def choose_fused_engine(wanted: bool | None, machine: Machine, most_tokens: int) -> bool:

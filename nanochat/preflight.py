@@ -57,7 +57,10 @@ def matrix_rate(machine: Machine, width: int, seconds: float = 0.2) -> float:
 
 
 def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
-    """Rough training time of `tokens` tokens on all ranks, before the first step was timed."""
+    """
+    Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
+    rank measures its own device, so they differ in it.
+    """
     peak = known_peak(machine.device)
     if peak:
         rate = peak.flops * GPU_EFFICIENCY
