@@ -139,6 +139,11 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
+def power(points: Sequence[tuple[float, float]]) -> str:
+    """`exponent` as a cell; empty where one size alone was measured."""
+    return f"{exponent(points):.2f}" if len({size for size, _ in points}) > 1 else ""
+
+
 def render(found: Findings, command: str, machine: str, minutes: float) -> str:
     """The page in Markdown."""
     blocks = [
@@ -178,12 +183,11 @@ def growth_table(points: Sequence[Point]) -> str:
         of_axis = sorted(point for point in points if point.axis == axis)
         sizes = ", ".join(shown(p.size) for p in of_axis)
         seconds = ", ".join(shown(p.seconds) for p in of_axis)
-        slope = exponent([(p.size, p.seconds) for p in of_axis])
         known = [(p.size, p.megabytes) for p in of_axis if p.megabytes]
-        cells = [axis, sizes, seconds, f"{slope:.2f}"]
+        cells = [axis, sizes, seconds, power([(p.size, p.seconds) for p in of_axis])]
         if len(known) == len(of_axis):
             megabytes = ", ".join(shown(mb) for _, mb in known)
-            cells += [megabytes, f"{exponent(known):.2f}"]
+            cells += [megabytes, power(known)]
         else:
             cells += ["", ""]
         rows.append(f"| {' | '.join(cells)} |")

@@ -69,15 +69,17 @@ def training(
     theirs = exported(model, tokenizer, torch.float32).train()
     theirs.config.use_cache = False
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
-    forward = torch.compile(theirs, dynamic=False) if compiled else theirs
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        logits = theirs(input_ids=ids[:, :-1]).logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    forward = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
     def step(ids: torch.Tensor) -> float:
         started = time.perf_counter()
-        with torch.autocast(machine.device.type, machine.dtype):
-            logits = forward(input_ids=ids[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), ids[:, 1:].flatten()
-            )
+        with torch.autocast(machine.device.type, machine.dtype, machine.dtype != torch.float32):
+            loss = forward(ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

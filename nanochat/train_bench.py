@@ -27,7 +27,7 @@ from nanochat.optim import MuonAdamW
 from nanochat.tokenizer import Tokenizer
 from nanochat.update_rules import NEWTON_SCHULZ_STEPS, OptimConfig, rules
 
-COPY_BYTES = 256 << 20  # larger than any cache
+LARGE_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
 HEAD_TOKENS = 512  # the products of the head are measured on so many tokens
 PATH = "Training"
@@ -83,7 +83,10 @@ def bench_training(
     repeats: int,
     found: Findings,
 ) -> None:
-    """Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 tells of it."""
+    """
+    Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 tells of it. The pass
+    over all bigrams of every 16th step is not in the medians.
+    """
     bandwidth = copy_bandwidth(machine)
     model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
     products = [products_seconds(model, rows, machine)]
@@ -110,10 +113,10 @@ def bench_training(
         + f"; copies run at {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"
-    alone = machine.device.type != "cpu" or torch.get_num_threads() > 1
-    if not alone or machine.world_size > 1:
-        plural = "es" if machine.world_size > 1 else ""
-        label += f", {machine.world_size} process{plural}" + ("" if alone else " of one thread")
+    if machine.launch:  # by torchrun: one of a series of more and more processes
+        label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
+        threads = torch.get_num_threads()
+        label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
     found.line(PATH, label, "tokens/s", rate, ceiling=least / step)
     found.note(
         f"Training, {label}: {step * 1e3:,.0f} ms a step of {all_tokens:,} tokens: forward and "
@@ -121,14 +124,11 @@ def bench_training(
         f"{medians.update / step:.0%}. The ceiling: its matrix products alone take "
         f"{least * 1e3:,.0f} ms. First step {first:.0f} s, {memory:,.0f} MiB at the peak"
     )
-    if machine.world_size == 1 and alone:
-        found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+    if machine.launch:
+        axis = "processes: seconds per million tokens"
+        found.point(axis, machine.world_size, 1e6 / rate.median)
     else:
-        found.point(
-            "processes: seconds per million tokens",
-            machine.world_size,
-            1e6 / rate.median,
-        )
+        found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
 
 
 def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
@@ -222,13 +222,24 @@ def clock(machine: Machine) -> float:
     return time.perf_counter()
 
 
-def copy_bandwidth(machine: Machine, repeats: int = 5) -> float:
-    """Bytes read and written per second by a large copy, the best of `repeats`."""
-    source = torch.ones(COPY_BYTES // 4, device=machine.device)
+def copy_bandwidth(machine: Machine) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
     target = torch.empty_like(source)
-    best = float("inf")
+    return 2 * LARGE_BYTES / least_seconds(lambda: target.copy_(source), machine)
+
+
+def read_bandwidth(machine: Machine) -> float:
+    """Bytes read per second by a large sum."""
+    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
+    return LARGE_BYTES / least_seconds(source.sum, machine)
+
+
+def least_seconds(work: Callable[[], Tensor], machine: Machine, repeats: int = 9) -> float:
+    """How long it takes when nothing disturbs it: the least of `repeats`."""
+    times = []
     for _ in range(repeats):
         started = clock(machine)
-        target.copy_(source)
-        best = min(best, clock(machine) - started)
-    return 2 * COPY_BYTES / best
+        work()
+        times.append(clock(machine) - started)
+    return min(times)

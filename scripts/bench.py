@@ -34,6 +34,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from nanochat.bench_table import Findings, render
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import start
@@ -185,24 +187,26 @@ def everything(cfg: Bench) -> None:
     """Each benchmark in a process of its own, so that none finds the memory of another in use."""
     began, machine = time.perf_counter(), init_machine(cfg.machine)
     kind, name = machine.device.type, machine.device_name
-    given = [word for word in sys.argv[1:] if not word.startswith(("--what", "--findings"))]
+    given = sys.argv[1:]  # what a job adds comes after it, and of two equal flags the last counts
     found = Findings()
-    for job in jobs(cfg, kind):
+    for job in jobs(kind):
         print(f"\n--- {' '.join(job)}", flush=True)
         found.add(run(job, given))
+    if not found.lines:
+        raise SystemExit("error: nothing could be measured, see above")
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
-    command = " ".join(("python -m scripts.bench --what=all", *given))
+    command = " ".join(("python -m scripts.bench", *given))
     write_atomic(page, render(found, command, name, minutes))
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 
-def jobs(cfg: Bench, kind: str) -> list[list[str]]:
+def jobs(kind: str) -> list[list[str]]:
     """The flags of each benchmark; the first word may be a number of processes of one thread."""
     training = [["--what=train", f"--depth={depth}"] for depth in DEPTHS.get(kind, (4,))]
-    ranks = [["2", "--what=train"]]
-    if kind == "cpu":  # one thread each, so that one process can be compared with two
-        ranks = [["1", "--what=train"], ["2", "--what=train"]]
+    # one process too, launched as two are, so that they can be compared
+    most = 2 if kind == "cpu" else torch.cuda.device_count() if kind == "cuda" else 1
+    ranks = [[str(n), "--what=train"] for n in (1, 2, 4, 8) if n <= most and most > 1]
     others = ("peer", "engine", "evaluation", "tokenizer", "start")
     return [*training, *ranks, *(["--what=" + what] for what in others)]
 

@@ -9,6 +9,7 @@ import torch
 
 from nanochat import engine_bench, eval_bench, tokenizer_bench
 from nanochat.bench_table import Findings, Line, Point, Rate, exponent, growth_table, render
+from nanochat.config import parse
 from nanochat.hardware import resident_peak
 from nanochat.kernels import KernelConfig
 from nanochat.machine import MachineConfig, init_machine
@@ -161,6 +162,7 @@ def test_growth_is_fitted_by_its_power():
         "| layers | 1.00, 4.00, 16.0 | 1.00, 8.00, 64.0 | 1.50 | 10.0, 40.0, 160 | 1.00 |" in table
     )
     assert "| ranks | 1.00, 2.00 | 4.00, 2.00 | -1.00 |  |  |" in table
+    assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
 
 
 def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch, tmp_path, capsys):
@@ -180,11 +182,28 @@ def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch
 
     monkeypatch.setattr(bench.subprocess, "run", fake)
     monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(bench.sys, "argv", ["bench", "--what=all", "--repeats=2"])
+    monkeypatch.setattr(bench.sys, "argv", ["bench", "--what", "all", "--repeats=2"])
     main(replace(Bench(), machine=CPU))
     page = (tmp_path / "dev" / "bench-cpu.md").read_text()
     assert "Failed: --what=engine, exit code 3" in page and "--depth=12" in page
     assert all("--repeats=2" in command for command in asked)
     assert sum("torch.distributed.run" in command for command in asked) == 2
-    assert "--what=all --repeats=2" in page
+    assert "--what all --repeats=2" in page
     assert json.dumps(asked).count("--what=") == len(asked)
+    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda *_, **__: type("Ended", (), {"returncode": 3})
+    )
+    with pytest.raises(SystemExit, match="nothing could be measured"):
+        main(replace(Bench(), machine=CPU))
+    assert (tmp_path / "dev" / "bench-cpu.md").read_text() == page
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, ["1", "2"]), (8, ["1", "2", "4", "8"])])
+def test_as_many_processes_are_compared_as_there_are_gpus(monkeypatch, gpus, ranks):
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
+    assert [job[0] for job in bench.jobs("cuda") if job[0].isdigit()] == ranks
+
+
+def test_of_two_equal_flags_the_last_counts():
+    assert parse(Bench(), args=["--what", "all", "--what=start", "--depth=8"]).what == "start"
