@@ -3,8 +3,9 @@ What is known of a token and the one in front of it: a vector for every bigram, 
 
     tokens, those in front (B, T) -> Bigrams -> vectors (B, T, C)
 
-There are more bigrams than rows, so several share one. Two hashes look up half a vector each: two
-bigrams that meet in one table part in the other. A token in front that is not there counts as -1.
+There are more bigrams than rows, so several share one. Two hashes look up half a vector each: of
+bigrams that share one half, few share the other too. A token in front that is not there counts as
+-1.
 """
 
 import torch
@@ -28,6 +29,7 @@ class Bigrams(nn.Embedding):
         if d_model % len(HASHES):
             raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {d_model}")
         super().__init__(rows, d_model // len(HASHES))
+        self.weight.register_post_accumulate_grad_hook(bound_gradient)
 
     def reset_parameters(self) -> None:
         """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
@@ -36,6 +38,16 @@ class Bigrams(nn.Embedding):
         """tokens and those in front (B, T) -> (B, T, C)."""
         index = bigram_index(tokens, before, self.num_embeddings)
         return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
+
+
+def bound_gradient(weight: Tensor) -> None:
+    """
+    Make a sparse gradient dense once it lists half as many rows as there are: until it is summed,
+    every micro-batch appends all rows that it met.
+    """
+    if weight.grad is not None and weight.grad.is_sparse:
+        if 2 * weight.grad._nnz() > weight.size(0):
+            weight.grad = weight.grad.to_dense()
 
 
 def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:

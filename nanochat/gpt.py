@@ -524,17 +524,21 @@ class GPT(nn.Module):
             else:
                 by_blocks = self.blocks[0].attention.backend == "blocks"
                 masks[window] = visible(T, window, tokens.device)[None, None] if by_blocks else None
-        x0 = norm(self.embedded(tokens, cache, segments).to(self.dtype))
+        x0 = norm(self.embedded(tokens, cache, segments))
         return Pass(tokens, x0, cos, sin, masks, cache)
 
     def embedded(
         self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """tokens (B, T) -> their vectors and those of the bigrams that end there, (B, T, C)."""
+        """
+        tokens (B, T) -> their vectors and those of the bigrams that end there, (B, T, C) in the
+        compute dtype; each is rounded to it first, as in a model that stores them so.
+        """
+        x = self.embed(tokens).to(self.dtype)
         if self.bigrams is None:
-            return self.embed(tokens)
+            return x
         before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
-        return self.embed(tokens) + self.bigrams(tokens, before)
+        return x + self.bigrams(tokens, before).to(self.dtype)
 
     def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
         """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""
@@ -638,3 +642,13 @@ def for_inference(model: GPT) -> GPT:
         ours.attention.backend = "sdpa" if kernel == "blocks" else kernel  # it is not compiled
         ours.attention.join()
     return twin.requires_grad_(False)
+
+
+@torch.no_grad()
+def refresh(twin: GPT, model: GPT) -> None:
+    """
+    Give a model of `for_inference` the weights that its original has now. They stay where they are:
+    what was compiled or recorded for the twin still holds.
+    """
+    for name, weight in twin.named_parameters():
+        weight.copy_(model.get_parameter(name))

@@ -24,7 +24,7 @@ from torch import Tensor
 from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Outcomes, Questions, by_writing, fit, longest_prompt
-from nanochat.gpt import GPT, for_inference
+from nanochat.gpt import GPT
 from nanochat.guard import Guard
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
@@ -314,7 +314,7 @@ class Exam:
 
     def take(self, model: GPT) -> Outcomes:
         """The scores of a model as it is now."""
-        engine, count = self.engine(for_inference(model)), len(self.task)
+        engine, count = self.engine(model), len(self.task)
         return by_writing(
             engine, self.task, count, self.sampling, self.num_samples, self.machine
         ).outcomes
@@ -333,7 +333,7 @@ class PolicyRun:
     model: GPT
     optimizer: MuonAdamW
     engine: Callable[[GPT], Engine]
-    """Makes an engine around a model that is ready for inference."""
+    """An engine with the weights that a model has now."""
     machine: Machine
     num_steps: int
     rows_per_pass: int
@@ -385,7 +385,7 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
 def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
     """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
     started = time.perf_counter()
-    engine = run.engine(for_inference(run.model))
+    engine = run.engine(run.model)
     groups = run.practice.roll_out(engine, step)
     answering = time.perf_counter() - started
     answers = [answer for group in groups for answer in group.answers]

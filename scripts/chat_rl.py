@@ -21,7 +21,7 @@ from nanochat.config import settings, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import by_writing
 from nanochat.finetune import parent_inputs
-from nanochat.gpt import GPT, for_inference
+from nanochat.gpt import GPT, for_inference, refresh
 from nanochat.held_out import require_access, require_other_families
 from nanochat.kernels import choose_fused_engine
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -157,11 +157,14 @@ def practise(
     answers = answers or round(cfg.num_epochs * len(practised) * cfg.rl.num_samples)
     fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
 
-    def engine(ready: GPT) -> Engine:
-        return Engine(ready, tokenizer, cfg.slots, tool=tool, compiled=fused)
-
     model = load_model(parent, machine)
-    chosen = unsolved(cfg, practised, engine(for_inference(model)), machine)
+    writer = Engine(for_inference(model), tokenizer, cfg.slots, tool=tool, compiled=fused)
+
+    def engine(model: GPT) -> Engine:
+        refresh(writer.model, model)
+        return writer
+
+    chosen = unsolved(cfg, practised, engine(model), machine)
     practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, chosen)
     num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
     held_out = held_out_questions(spec, cfg.eval_examples)
@@ -170,7 +173,7 @@ def practise(
     review = min(num_steps, math.ceil(cfg.eval_examples / practice.per_step))
 
     def measure() -> Standing:
-        rewards = practice.mean_rewards(engine(for_inference(model)), review)
+        rewards = practice.mean_rewards(engine(model), review)
         return Standing(rewards, exam.take(model))
 
     measuring = time.perf_counter()

@@ -269,6 +269,24 @@ def test_bigrams_begin_as_nothing_and_are_learned():
     )
 
 
+def test_a_sparse_gradient_of_many_micro_batches_is_no_larger_than_the_table():
+    cfg = replace(TINY, bigram_rows=100)
+    sparse, dense = (lively(build_model(cfg, CPU, torch.float32, 0)) for _ in range(2))
+    assert sparse.bigrams is not None and dense.bigrams is not None
+    sparse.bigrams.sparse = True
+    generator, kinds = torch.Generator().manual_seed(0), []
+    for _ in range(4):  # of 10 tokens, 20 rows
+        tokens = torch.randint(64, (1, 10), generator=generator)
+        for model in (sparse, dense):
+            model.loss(tokens, tokens).backward()
+        grad = sparse.bigrams.weight.grad
+        assert grad is not None
+        kinds.append(grad.is_sparse)
+        whole = grad.to_dense() if grad.is_sparse else grad
+        torch.testing.assert_close(whole, dense.bigrams.weight.grad)
+    assert kinds == [True, True, False, False]
+
+
 def test_parameters_of_the_golf_shape_are_those_of_its_record():
     """19,417,152 with 18,432 scales per channel that ours does not have."""
     shape = GPTConfig(

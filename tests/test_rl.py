@@ -138,7 +138,7 @@ def practise(machine, steps, log=None, seed=0):
     run = PolicyRun(
         model=model,
         optimizer=optimizer,
-        engine=lambda ready: Engine(ready, TOKENIZER, slots=16),
+        engine=lambda model: Engine(for_inference(model), TOKENIZER, slots=16),
         machine=machine,
         num_steps=steps,
         rows_per_pass=8,
