@@ -20,6 +20,7 @@ from nanochat.kv_cache import BLOCK, CacheView, KVCache
 
 # Logits of a compiled step that are further off than this show that it computes something else
 AGREEMENT = {torch.bfloat16: 1.0, torch.float32: 0.01}
+CPU_CHECKS, GPU_CHECKS = 1, 3  # steps; on a GPU one warms up, one is recorded, one replayed
 
 
 def next_logits(
@@ -43,27 +44,35 @@ def fused(device_type: str) -> Callable[..., Tensor]:
 class NextLogits:
     """
     The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
-    in a later process, from what the compiler keeps on disk. What does not compile, or computes
-    something else, is said and left out.
+    in a later process, from what the compiler keeps on disk. The first steps of a single sequence
+    and those of several are computed both ways: what does not compile, or computes something else,
+    is said and left out.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
         self.model, self.cache = model, cache
-        self.compiled = self.untried = compiled
+        self.compiled = compiled
         self.places = torch.arange(cache.room, device=model.device)
+        checks = GPU_CHECKS if model.device.type == "cuda" else CPU_CHECKS
+        self.unchecked = {"one": checks, "several": checks}
+        if compiled:
+            blocks = (block.attention.together for block in model.blocks)
+            joined = [weight for weight in blocks if weight is not None]
+            for tensor in (*joined, *cache.keys, *cache.values, cache.tokens):
+                torch._dynamo.mark_static_address(tensor)  # a replay finds them where they were
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
         """Read the newest token of the first slots: (B, V). `cache.lengths` is left to others."""
         past = self.cache.lengths[: len(newest)]
-        if self.untried:
-            self.untried = False
-            self.begin(newest, past)
-        if self.compiled:
-            try:
-                return self.run(newest, past, compiled=True)
-            except Exception as error:  # whatever a compiler raises, it does not work here
-                self.give_up(f"{type(error).__name__}: {error}")
-        return self.run(newest, past, compiled=False)
+        if not self.compiled:
+            return self.run(newest, past, compiled=False)
+        try:
+            logits = self.run(newest, past, compiled=True)
+        except Exception as error:  # whatever a compiler raises, it does not work here
+            self.give_up(f"{type(error).__name__}: {error}")
+            return self.run(newest, past, compiled=False)
+        kind = "one" if len(newest) == 1 else "several"
+        return self.compared(logits, newest, past, kind) if self.unchecked[kind] else logits
 
     def run(self, newest: Sequence[int], past: Sequence[int], compiled: bool) -> Tensor:
         """The step, as it is or fused: newest ids and lengths of B sequences -> (B, V)."""
@@ -84,20 +93,16 @@ class NextLogits:
         logits = fused(device.type)(self.model, self.cache, tokens, positions, places)
         return logits[:B].clone() if recorded else logits
 
-    def begin(self, newest: Sequence[int], past: Sequence[int]) -> None:
-        """Compile, and compare with the step as it is; both write the same into the cache."""
-        joined = [
-            b.attention.together for b in self.model.blocks if b.attention.together is not None
-        ]
-        for tensor in (*joined, *self.cache.keys, *self.cache.values, self.cache.tokens):
-            torch._dynamo.mark_static_address(tensor)  # a replay finds them where they were
-        want = self.run(newest, past, compiled=False)
-        try:
-            error = float((self.run(newest, past, compiled=True) - want).abs().max())
-        except Exception as reason:
-            return self.give_up(f"{type(reason).__name__}: {reason}")
+    def compared(
+        self, logits: Tensor, newest: Sequence[int], past: Sequence[int], kind: str
+    ) -> Tensor:
+        """What the fused step made, compared with the step as it is, which is returned."""
+        self.unchecked[kind] -= 1
+        want = self.run(newest, past, compiled=False)  # it writes the same into the cache
+        error = float((logits - want).abs().max())
         if not error < AGREEMENT[self.model.dtype]:
             self.give_up(f"logits differ by {error:.3g}")
+        return want
 
     def give_up(self, reason: str) -> None:
         """Go on with the step as it is."""

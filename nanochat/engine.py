@@ -26,7 +26,9 @@ from nanochat.tokenizer import Tokenizer
 
 # Code in, its answer out, now or as a future; None: nothing is put in
 Tool = Callable[[str], str | None | Future[str | None]]
-PREFILL_TOKENS = 8192  # tokens of one pass over waiting prompts, padding included
+# Tokens of one pass over waiting prompts, padding included: a GPU is filled by many, while on a
+# CPU the least padding counts, that is, prompts of nearly the same length in each pass
+CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
 LOGITS_TOKENS = 512  # of a prompt whose likelihoods are wanted: so many logits at a time
 PATIENCE_SECONDS = 0.01  # how long a step waits for a tool when there is nothing else to do
 
@@ -90,6 +92,9 @@ class Engine:
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
         self.slots = slots
         self.device = model.device
+        self.prefill_tokens = (
+            CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
+        )
         self.cache = model.new_cache(slots, capacity)
         self.next_logits = NextLogits(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
@@ -217,7 +222,7 @@ class Engine:
         """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
         prompts = [self.active[slot].known[:-1] for slot in unread]  # the shortest first
         count = 1
-        while count < len(prompts) and len(prompts[count]) * (count + 1) <= PREFILL_TOKENS:
+        while count < len(prompts) and len(prompts[count]) * (count + 1) <= self.prefill_tokens:
             count += 1
         slots, prompts = unread[:count], prompts[:count]
         T = len(prompts[-1])
@@ -304,7 +309,10 @@ class Engine:
             wait(pending, patience_seconds, FIRST_COMPLETED)
         for c in [c for c in self.calling if c.called and c.called.done()]:
             self.calling.remove(c)
-            self.put_in(c, c.called.result() if c.called else None)
+            if c.called and (error := c.called.exception()):
+                print(f"a tool failed: {type(error).__name__}: {error}", flush=True)
+            elif c.called:
+                self.put_in(c, c.called.result())
             c.called = None
             self.waiting.appendleft(c)
 

@@ -13,6 +13,7 @@ Sources: the centred accuracy of DataComp-LM, arXiv:2406.11794; seeds and form o
 published with nanochat, so that scores can be compared.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ ORDER_SEED = 1337  # of the items: the first ones are what remains of a task tha
 EXAMPLES_SEED = 1234  # plus an item's place in that order: decides which examples it gets
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # of one forward pass, padding included
 HEAD_TOKENS = 512  # tokens whose logits exist at once
+LEAST_SAVING = 0.3  # share of a batch's tokens: to read less of it, in two passes, takes longer
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -134,7 +136,7 @@ def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Que
     pairs = task.options(item)
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
     if task.kind == "schema":
-        ending = common_prefix([ids[:0:-1] for ids in options])
+        ending = max(1, common_prefix([ids[:0:-1] for ids in options]))
         starts = [len(ids) - ending for ids in options]
     else:  # the continuation begins where the options part, or where the context alone would go on
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
@@ -225,7 +227,9 @@ def read(
 ) -> list[list[Reading]]:
     """The reading of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
-    past = [q.shared if subject.new_cache else 0 for q in questions for _ in q.options]
+    saved = sum(q.shared * (len(q.options) - 1) for q in questions)
+    twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
+    past = [q.shared if subject.new_cache and twice else 0 for q in questions for _ in q.options]
     tokens = padded([ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)], device)  # (B, T)
     view = None
     if subject.new_cache and any(past):
@@ -317,7 +321,7 @@ def examine(
 
     pass_tokens: padded tokens of one forward pass, by default the subject's. A batch that does not
     fit into memory is read in halves. Raises Interrupted on all ranks where `stopping()` is true
-    on one of them.
+    on one of them, ValueError for a model that computes no numbers.
     """
     begun = time.perf_counter()
     default = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
@@ -326,15 +330,22 @@ def examine(
     mine = range(machine.rank, len(task.items), machine.world_size)
     questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
     found: dict[int, tuple[int, bool]] = {}
-    stopped = False
+    stopped, broken = False, None
     for batch in batches(questions, pass_tokens):
         if stopped := stopping():
             break
         for q, options in zip(batch, read_safely(subject, batch, machine.device), strict=True):
+            if not all(math.isfinite(nats) for nats, _ in options):
+                broken = f"item {q.number} gets {[nats for nats, _ in options]} nats"
             found[q.number] = (outcome(q, options), q.cropped)
-    for others, stopped_too in machine.gather((found, stopped)):
+    for others, stopped_too, broken_too in machine.gather((found, stopped, broken)):
         found |= others
         stopped |= stopped_too
+        broken = broken or broken_too
+    if broken:
+        raise ValueError(
+            f"{task.name}: {broken}; the model's weights are broken, take an earlier checkpoint"
+        )
     if stopped:
         raise Interrupted
     outcomes, cropped = zip(*(found[number] for number in range(len(task.items))), strict=True)

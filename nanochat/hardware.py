@@ -123,8 +123,9 @@ def keep_freed_memory() -> None:
     Let this process keep what it frees, for its next allocations, where the C library is glibc.
 
     It hands large blocks back to the system otherwise, and every step of a training faults all its
-    pages in anew: 48,000 faults a step at depth 4, a tenth of the time (measured, dev/LOG.md). The
-    peak is 2% higher at most.
+    pages in anew: 48,000 faults a step at depth 4, a tenth of the time (measured, dev/LOG.md). For
+    steps that are alike: their peak is up to 5% higher, where that of blocks of all sizes, as a
+    server has, would be two thirds higher.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):

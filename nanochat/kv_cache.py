@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 64  # a step reads a multiple of so many tokens
+BLOCK = 32  # a step reads a multiple of so many tokens
 
 
 class KVCache:

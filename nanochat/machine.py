@@ -148,9 +148,14 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in named.split(",")][:count]
 
 
-def init_machine(cfg: MachineConfig = MachineConfig(), seed: int = 0) -> Machine:
+def init_machine(
+    cfg: MachineConfig = MachineConfig(), seed: int = 0, steady: bool = True
+) -> Machine:
     """
     Join the process group (under torchrun), pick device and dtype, seed torch's global generator.
+
+    `steady`: the process does the same again and again, as training and evaluations do; on a CPU it
+    keeps what it frees for the next time.
 
     Raises ValueError when the asked-for device is not there.
     """
@@ -166,7 +171,7 @@ def init_machine(cfg: MachineConfig = MachineConfig(), seed: int = 0) -> Machine
     if kind == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
-    if kind == "cpu":
+    if kind == "cpu" and steady:
         keep_freed_memory()
     watch = None
     if world_size > 1 and not dist.is_initialized():

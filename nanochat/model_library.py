@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, referred, stage_folder
 from nanochat.engine import Engine, Tool
 from nanochat.gpt import GPT, for_inference
+from nanochat.hardware import free_memory_bytes
 from nanochat.machine import Machine
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
@@ -127,8 +127,5 @@ class ModelLibrary:
 
 def fitting_slots(model: GPT, device: torch.device) -> int:
     """How many answers at once: MOST_SLOTS, or fewer where memory is short, but at least one."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    return max(1, min(MOST_SLOTS, int(CACHE_SHARE * free) // model.new_cache(1).nbytes))
+    free = int(CACHE_SHARE * free_memory_bytes(device))
+    return max(1, min(MOST_SLOTS, free // model.new_cache(1).nbytes))

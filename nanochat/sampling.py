@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+COLDEST = 2.0**-126  # temperatures below are not told from 0 in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -63,7 +65,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     V = logits.size(1)
     groups: dict[int, list[int]] = {}  # rows by how many tokens they choose from
     for row, s in enumerate(settings):
-        groups.setdefault(1 if s.temperature == 0 else min(s.top_k or V, V), []).append(row)
+        groups.setdefault(1 if s.temperature < COLDEST else min(s.top_k or V, V), []).append(row)
     picked = [0] * len(settings)
     for k, rows in groups.items():
         of_group = logits if len(rows) == len(settings) else logits[rows]
@@ -85,8 +87,9 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
     ids, falling = None, k < logits.size(1)
     if falling:
         logits, ids = logits.topk(k, dim=-1)  # (B, k), falling
-    scaled = logits / column(s.temperature for s in settings)
-    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()  # shares of the likeliest one's
+    behind = logits - logits.amax(dim=-1, keepdim=True)
+    # shares of the likeliest one's
+    weights = (behind / column(s.temperature for s in settings)).exp()
     if any(s.min_p > 0 for s in settings):
         weights = weights * (weights >= column(s.min_p for s in settings))
     if any(s.top_p < 1 for s in settings):

@@ -59,7 +59,7 @@ def main(cfg: ChatWeb) -> None:
         key, bound = cfg.server.key(), listen(cfg.server)
     except (ValueError, OSError) as error:
         refuse(str(error))
-    machine = init_machine(cfg.machine)
+    machine = init_machine(cfg.machine, steady=False)
     leave_a_core()
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)

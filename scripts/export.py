@@ -60,7 +60,7 @@ class Export:
 
 
 def main(cfg: Export) -> None:
-    machine = init_machine(cfg.machine)
+    machine = init_machine(cfg.machine, steady=False)
     stage = cfg.source or newest_stage()
     checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
     tag = checkpoint.folder.parent.name

@@ -37,7 +37,7 @@ class ImportHF:
 def main(cfg: ImportHF) -> None:
     if not cfg.hf_path:
         raise ValueError("name the folder of a model: --hf_path=<folder>")
-    machine = init_machine(cfg.machine)
+    machine = init_machine(cfg.machine, steady=False)
     found = read_hf(Path(cfg.hf_path).expanduser())
     model = found.cfg.new()
     model.load_state_dict(found.weights)

@@ -126,7 +126,7 @@ def split_chat(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def main(cfg: MergeScript) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine)
+    machine = init_machine(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
     if not names or (len(names) < 2 and cfg.merging.method not in NEEDS_BASE):
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")

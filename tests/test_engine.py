@@ -8,7 +8,7 @@ import torch
 
 from nanochat import decode
 from nanochat.engine import Engine
-from nanochat.gpt import build_model, for_inference
+from nanochat.gpt import build_model, for_inference, refresh
 from nanochat.sampling import Sampling, sample
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
@@ -160,6 +160,18 @@ def test_a_call_whose_answer_takes_its_time_leaves_the_slot_to_others(tokenizer,
     assert slow.ids == call + answer + tokenizer.encode("ok") and slow.finish == "stop"
 
 
+def test_a_call_whose_tool_breaks_stays_unanswered(tokenizer, monkeypatch, capsys):
+    special = tokenizer.special
+    said = [special("<|python_start|>"), 1, special("<|python_end|>"), 3, tokenizer.bos_id]
+    broken: Future[str | None] = Future()
+    broken.set_exception(MemoryError("no room"))
+    engine = Engine(model_of(tokenizer), tokenizer, tool=lambda code: broken)
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: said}))
+    (row,) = engine.generate([[1, 3]], Sampling(max_new_tokens=40))[0]
+    assert row.ids == said[:-1] and row.finish == "stop"
+    assert "a tool failed: MemoryError: no room" in capsys.readouterr().out
+
+
 def test_a_sequence_that_comes_back_goes_on_as_if_it_had_stayed(tokenizer, monkeypatch):
     model = model_of(tokenizer)
     call = [tokenizer.special("<|python_start|>"), 65, tokenizer.special("<|python_end|>")]
@@ -243,14 +255,22 @@ def test_streaming_gives_the_tokens_of_a_whole_answer_and_frees_its_slot(tokeniz
     assert not engine.busy
 
 
-def test_weights_in_the_compute_dtype_change_no_result(tokenizer):
-    model = model_of(tokenizer)
+@pytest.mark.parametrize("option", ["default", "bigrams"])
+def test_weights_in_the_compute_dtype_change_no_result(tokenizer, option):
+    model = model_of(tokenizer, **OPTIONS[option])
     model.dtype = torch.bfloat16
     twin = for_inference(model)
     assert twin.blocks[0].mlp.up.weight.dtype == torch.bfloat16
     tokens = torch.randint(250, (3, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(model(tokens), twin(tokens))
+        for weight in model.parameters():
+            weight.mul_(1.25)
+        assert not torch.equal(model(tokens), twin(tokens))
+        places = [weight.data_ptr() for weight in twin.parameters()]
+        refresh(twin, model)
+        assert torch.equal(model(tokens), twin(tokens))
+    assert places == [weight.data_ptr() for weight in twin.parameters()]
 
 
 def test_B14_the_cache_has_the_compute_dtype(tokenizer):
@@ -288,6 +308,14 @@ def test_filters_keep_what_they_promise():
     assert set(frequencies(Sampling(min_p=0.3))[0].nonzero().flatten().tolist()) == {0, 1, 4}
     got, _ = frequencies(Sampling(top_k=2))
     assert got[0] == pytest.approx(float(p[0] / (p[0] + p[4])), abs=0.03)
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-42, 1e-300])
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_the_coldest_temperatures_take_the_likeliest(temperature, top_k):
+    logits = 10 * torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
+    drawn = sample(logits, [Sampling(temperature=temperature, top_k=top_k)] * 5, [0.99] * 5)
+    assert drawn == logits.argmax(1).tolist()
 
 
 def test_every_row_has_settings_of_its_own():
@@ -373,6 +401,22 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, mon
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     got = Engine(model, tokenizer, compiled=True).generate([[1, 2, 3]], GREEDY)[0][0].ids
     assert got == want and "logits differ by 1" in capsys.readouterr().out
+
+
+def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, monkeypatch, capsys):
+    def broken(*args):
+        logits = decode.next_logits(*args)
+        return logits + 5 if len(logits) > 1 else logits
+
+    monkeypatch.setattr(decode, "fused", lambda device_type: broken)
+    model, prompts = model_of(tokenizer), [[1, 2, 3], [4, 5]]
+    want = Engine(model, tokenizer).generate(prompts, GREEDY)
+    engine = Engine(model, tokenizer, compiled=True)
+    engine.generate(prompts[:1], GREEDY)
+    assert engine.next_logits.compiled and not capsys.readouterr().out
+    got = engine.generate(prompts, GREEDY)
+    assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
+    assert "logits differ by 5" in capsys.readouterr().out and not engine.next_logits.compiled
 
 
 def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):

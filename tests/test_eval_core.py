@@ -327,6 +327,45 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
         assert len(expected.outcomes) == min(17, len(one_task.items))
 
 
+def test_a_model_that_computes_no_numbers_gets_no_score(machine):
+    broken = lively(build_model(TINY, CPU, torch.float32, 0))
+    broken.head_weight.data[3] = math.nan
+    subject = replace(subject_of(broken, Letters()), context=400)
+    with pytest.raises(ValueError, match="choice: item [0-9]+ gets .nan, nan, nan, nan. nats"):
+        examine(subject, made_up_suite()[0], machine, pass_tokens=10**6)
+
+
+def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
+    item = {"context_options": ["it rained", "it was sunny!"], "continuation": "", "gold": 0}
+    schema = FewShotTask("schema", "schema", 0, 0.5, "", [item])
+    question = ask(schema, 0, Letters(), 400)
+    assert [len(ids) - 1 for ids in question.options] == list(question.starts)
+    (readings,) = read(subject_of(gpt, Letters()), [question], CPU)
+    assert all(math.isfinite(reading.nats) for reading in readings)
+
+
+def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
+    """Of 40 tokens in all they share 8, then 16, and both together 24 of 80."""
+    widths = []
+
+    class Seen:
+        def hidden(self, tokens, cache=None):
+            widths.append(tokens.size(1))
+            return gpt.hidden(tokens, cache)
+
+        logits = staticmethod(gpt.logits)
+
+    subject = replace(subject_of(gpt, Letters()), model=Seen())
+    little, much = (
+        Question(n, [[*range(20)], [*range(n), *range(30, 50 - n)]], [19, 19], 0, n, False)
+        for n in (8, 16)
+    )
+    for questions, passes in (([little], [19]), ([much], [16, 3]), ([little, much], [16, 11])):
+        read(subject, questions, CPU)
+        assert widths == passes
+        widths.clear()
+
+
 def test_batches_hold_every_question_once_and_what_fits():
     questions = [Question(i, [[0] * n] * 2, [1, 1], 0, 0, False) for i, n in enumerate([9, 3, 50])]
     found = list(batches(questions, 40))
