@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # How much is learned from little: depth 4 on 3.9M tokens of real text, by document bpb, three seeds.
 #
-#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/learning.sh              # half an hour on two cores
-#   ... bash dev/learning.sh without --bigram_rows=0                    # flags of base_train: another arm
+#   bash dev/learning.sh                                # half an hour on two cores
+#   bash dev/learning.sh without --bigram_rows=0        # flags of base_train: another arm
 #
 # Safe to stop and start again. The first word names the arm. STEPS=600 trains for less, DEPTH=6 another
-# model, SEEDS="0 1" fewer of them. Reads local/mini-pretrain from the hub; writes below NANOCHAT_BASE_DIR.
+# model, SEEDS="0 1" fewer of them. DATASET is any data set of the hub with text; the figures in the log are
+# of local/mini-pretrain, which is on a hub of our own (HF_ENDPOINT): 133 MB of old books and encyclopaedias,
+# technical documents and Python code from public repositories. Writes below NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
@@ -14,7 +16,8 @@ shift || true
 depth=${DEPTH:-4} steps=${STEPS:-960}
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/learning}"
 
-python -m scripts.tok_train --dataset=local/mini-pretrain --vocab_size=8192 --once
+python -m scripts.tok_train --dataset="${DATASET:-karpathy/climbmix-400b-shuffle}" --num_shards=5 \
+    --vocab_size=8192 --once
 python -m scripts.data --max_seq_len=512
 for seed in ${SEEDS:-0 1 2}; do
     tag="$arm-d$depth-$steps-$seed" reports="$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps-$seed"

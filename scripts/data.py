@@ -1,8 +1,8 @@
 """
 Download, verify and pack text into rows ahead of training.
 
-    python -m scripts.data --dataset=local/mini-pretrain --num_shards=4 --max_seq_len=512
     python -m scripts.data --dataset=karpathy/climbmix-400b-shuffle --num_shards=8 --download_only
+    python -m scripts.data --data_dir=my/texts --max_seq_len=512
 
 Training packs what it lacks by itself, in the background; this does it with all cores, and to the
 end. Safe to run again: what is there is kept. Several machines that share the base directory may
