@@ -66,13 +66,20 @@ class NextLogits:
         past = self.cache.lengths[: len(newest)]
         if not self.compiled:
             return self.run(newest, past, compiled=False)
+        want, kind = None, "one" if len(newest) == 1 else "several"
+        if self.unchecked[kind]:
+            self.unchecked[kind] -= 1
+            want = self.run(newest, past, compiled=False)
         try:
             logits = self.run(newest, past, compiled=True)
         except Exception as error:  # whatever a compiler raises, it does not work here
             self.give_up(f"{type(error).__name__}: {error}")
-            return self.run(newest, past, compiled=False)
-        kind = "one" if len(newest) == 1 else "several"
-        return self.compared(logits, newest, past, kind) if self.unchecked[kind] else logits
+        else:
+            error = 0.0 if want is None else float((logits - want).abs().max())
+            if error < AGREEMENT[self.model.dtype]:
+                return logits
+            self.give_up(f"logits differ by {error:.3g}")
+        return self.run(newest, past, compiled=False)  # and what was written is written anew
 
     def run(self, newest: Sequence[int], past: Sequence[int], compiled: bool) -> Tensor:
         """The step, as it is or fused: newest ids and lengths of B sequences -> (B, V)."""
@@ -92,17 +99,6 @@ class NextLogits:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         logits = fused(device.type)(self.model, self.cache, tokens, positions, places)
         return logits[:B].clone() if recorded else logits
-
-    def compared(
-        self, logits: Tensor, newest: Sequence[int], past: Sequence[int], kind: str
-    ) -> Tensor:
-        """What the fused step made, compared with the step as it is, which is returned."""
-        self.unchecked[kind] -= 1
-        want = self.run(newest, past, compiled=False)  # it writes the same into the cache
-        error = float((logits - want).abs().max())
-        if not error < AGREEMENT[self.model.dtype]:
-            self.give_up(f"logits differ by {error:.3g}")
-        return want
 
     def give_up(self, reason: str) -> None:
         """Go on with the step as it is."""
