@@ -81,8 +81,8 @@ class Cost:
 
 
 def new_run_id() -> str:
-    """A name for a run, e.g. 20261120-085201-3f9c: sorts by time, two at once differ."""
-    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+    """A name for a run, e.g. 20261120-085201-3f9c01d2: sorts by time, two at once differ."""
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
 
 
 def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = None) -> str:
