@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-COLDEST = 2.0**-126  # temperatures below are not told from 0 in float32
+COLDEST = 2.0**-126  # temperatures below lose digits in float32, or are 0 there
 
 
 @dataclass(frozen=True)
