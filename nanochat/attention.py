@@ -33,7 +33,8 @@ def attend(
     Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
 
     q (B, T, H, D); k, v (B, T, G, D) with G dividing H. `scale` multiplies the scores, by
-    default D^-0.5. Returns (B, T, H, D). Raises ValueError for an unknown backend.
+    default D^-0.5. Returns (B, T, H, D) in the dtype of q. Raises ValueError for an unknown
+    backend.
     """
     if window is not None and window >= q.size(1) - 1:
         window = None
@@ -61,13 +62,14 @@ def visible(T: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """The definition, with the (T, T) scores written out in float32."""
-    group = q.size(2) // k.size(2)
-    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))  # (B, heads, T, D)
+    """The definition, with the (T, T) scores written out in float32; in float64 if q, k, v are."""
+    group, dtype = q.size(2) // k.size(2), q.dtype
+    precise = torch.promote_types(dtype, torch.float32)
+    q, k, v = (x.transpose(1, 2).to(precise) for x in (q, k, v))  # (B, heads, T, D)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.mT) * scale  # (B, H, T, T)
     scores = scores.masked_fill(~visible(q.size(2), window, q.device), -math.inf)
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

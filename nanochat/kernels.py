@@ -49,12 +49,14 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str |
     window = None if window is None else min(window, T // 2)
     try:
         got = attend(q, k, v, window=window, backend=backend)
+        if got.dtype != q.dtype:
+            return f"returns {got.dtype} for inputs of {q.dtype}"
         got.float().square().sum().backward()
         machine.synchronize()
     except Exception as error:  # whatever a kernel raises, it does not work here
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     want = attend_plain(q, k, v, window, cfg.head_dim**-0.5)
-    error = float((got.detach().float() - want.detach()).abs().max())
+    error = float((got.detach().float() - want.detach().float()).abs().max())
     limit = 0.05 if machine.dtype == torch.bfloat16 else 1e-3
     if not error < limit or q.grad is None or not bool(q.grad.isfinite().all()):
         return f"differs from the definition by {error:.3g}"

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nanochat import attention
 from nanochat.attention import attend, attend_plain, visible
 from nanochat.block_attention import attend_blocks
 
@@ -34,6 +35,18 @@ def test_every_backend_computes_the_definition(backend, window, groups):
     v = torch.randn(2, 9, groups, 8, generator=generator)
     got = attend(q, k, v, window, scale=0.7, backend=backend)
     torch.testing.assert_close(got, loop_attention(q, k, v, window, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks", "flex"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_output_dtype_equals_input_dtype(backend, window, dtype, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)  # eager runs on a CPU
+    q = torch.randn(1, 16, 4, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    k = v = q[:, :, :2]
+    assert attend(q, k, v, window, backend=backend).dtype == dtype
 
 
 @pytest.mark.parametrize("T", [100, 128, 300])

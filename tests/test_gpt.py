@@ -19,6 +19,7 @@ from nanochat.gpt import (
     GPTConfig,
     build_model,
     exclude_self,
+    for_inference,
     rotary,
     rotate,
 )
@@ -64,6 +65,23 @@ def test_loss_is_the_cross_entropy_of_the_logits(name):
     torch.testing.assert_close(model.loss(tokens, targets), want.sum(), rtol=1e-5, atol=1e-4)
     got = model.token_losses(tokens, targets).flatten()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_layer_returns_the_compute_dtype(name, backend):
+    model = lively(build_model(VARIANTS[name], CPU, torch.bfloat16, seed=0))
+    for block in model.blocks:
+        block.attention.backend = backend
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    for each in (model, for_inference(model)):
+        dtypes = []
+        for block in each.blocks:
+            block.register_forward_hook(lambda _, __, y, seen=dtypes: seen.append(y.dtype))
+        with torch.no_grad():
+            each.token_losses(tokens, tokens, segments=tokens // 32)
+            assert each(tokens).dtype == torch.float32
+        assert set(dtypes) == {torch.bfloat16}
 
 
 def test_a_new_model_guesses_uniformly():

@@ -14,6 +14,7 @@ BROKEN = {
     "not causal": lambda q, k, v, w, s: (
         v.float().mean(1, True).expand(-1, v.size(1), q.size(2), -1)
     ),
+    "another dtype": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s).double(),
     "no gradient": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s).detach(),
 }
 
