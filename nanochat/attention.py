@@ -10,7 +10,7 @@ one in `attend_plain` is the oracle of the tests. Which backend runs is decided 
 
 import math
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,30 +28,47 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     backend: Backend = "sdpa",
+    mask: Any = None,
 ) -> Tensor:
     """
     Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
 
     q (B, T, H, D); k, v (B, T, G, D) with G dividing H. `scale` multiplies the scores, by
-    default D^-0.5. Returns (B, T, H, D) in the dtype of q. Raises ValueError for an unknown
-    backend.
+    default D^-0.5. `mask`: what `shared_mask` returned for this shape, so that layers share it; or
+    (B, 1, T, T) bool within the causal window, True where a query sees a key. Returns (B, T, H, D)
+    in the dtype of q. Raises ValueError for an unknown backend.
     """
-    if window is not None and window >= q.size(1) - 1:
-        window = None
     if scale is None:
         scale = float(q.size(-1) ** -0.5)
-    if backend == "sdpa":
-        return attend_sdpa(q, k, v, window, scale)
+    if window is not None and window >= q.size(1) - 1:
+        window = None
+    if mask is None:
+        mask = shared_mask(backend, q.size(1), window, q.device)
     if backend == "blocks":
-        mask = visible(q.size(1), window, q.device)[None, None]
         return attend_blocks(q, k, v, mask, window, scale)
-    if backend == "flex":
-        return attend_flex(q, k, v, window, scale)
-    if backend == "fa3":
-        return attend_fa3(q, k, v, window, scale)
     if backend == "plain":
-        return attend_plain(q, k, v, window, scale)
+        return attend_plain(q, k, v, window, scale, mask)
+    if backend == "fa3" and mask is None:
+        return attend_fa3(q, k, v, window, scale)
+    if backend == "flex" and not isinstance(mask, Tensor):
+        return attend_flex(q, k, v, mask, scale)
+    if backend in ("sdpa", "fa3", "flex"):
+        return attend_sdpa(q, k, v, mask, scale)
     raise ValueError(f"attention backend {backend!r} is not one of sdpa, blocks, flex, fa3, plain")
+
+
+def shared_mask(backend: Backend, T: int, window: int | None, device: torch.device) -> Any:
+    """
+    The causal mask of rows of T tokens as `backend` takes it, None where it takes `window` alone.
+    A model makes it once for all layers of a forward pass.
+    """
+    if window is not None and window >= T - 1:
+        window = None
+    if backend == "flex":
+        return block_mask(T, window, device)
+    if backend == "blocks" or (backend == "sdpa" and window is not None):
+        return visible(T, window, device)[None, None]
+    return None
 
 
 def visible(T: int, window: int | None, device: torch.device) -> Tensor:
@@ -61,28 +78,33 @@ def visible(T: int, window: int | None, device: torch.device) -> Tensor:
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
-def attend_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+def segment_mask(segments: Tensor, window: int | None) -> Tensor:
+    """(B, T) numbers -> (B, 1, T, T) bool: a token sees its past within its own segment."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return (same & visible(segments.size(1), window, segments.device))[:, None]
+
+
+def attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float,
+    mask: Tensor | None = None,
+) -> Tensor:
     """The definition, with the (T, T) scores written out in float32; in float64 if q, k, v are."""
     group, dtype = q.size(2) // k.size(2), q.dtype
     precise = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.transpose(1, 2).to(precise) for x in (q, k, v))  # (B, heads, T, D)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.mT) * scale  # (B, H, T, T)
-    scores = scores.masked_fill(~visible(q.size(2), window, q.device), -math.inf)
+    seen = visible(q.size(2), window, q.device) if mask is None else mask
+    scores = scores.masked_fill(~seen, -math.inf)
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """PyTorch's fused kernel; a window needs an explicit mask here, which costs its speed."""
-    mask = None if window is None else visible(q.size(1), window, q.device)
-    return attend_masked(q, k, v, mask, scale)
-
-
-def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """
-    Attention under any mask: q (B, T, H, D), k and v (B, M, G, D), mask bool, True where a query
-    sees a key, broadcast to (B, H, T, M); None is causal, with M = T.
-    """
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """PyTorch's fused kernels. `mask` as in `attend`, None is causal; a mask costs their speed."""
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -111,14 +133,18 @@ def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: 
 
 
 @lru_cache(maxsize=16)
-def block_mask(T: int, window: int | None, device: torch.device):
-    """FlexAttention's block-sparse form of `visible`, made once per shape."""
+def block_mask(T: int, window: int | None, device: torch.device) -> Any:
+    """
+    FlexAttention's block-sparse form of `visible`, made once per shape. Inside a compiled function
+    the cache does not count: there the mask must be an argument.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def may_see(b, h, i, j):
         return (i >= j) if window is None else (i >= j) & (i - j <= window)
 
-    return create_block_mask(may_see, None, None, T, T, device=str(device))
+    with torch.inference_mode(False):  # an evaluation may make what training then uses
+        return create_block_mask(may_see, None, None, T, T, device=str(device))
 
 
 @lru_cache(maxsize=1)
@@ -129,13 +155,13 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """FlexAttention: skips the blocks that a window hides. CUDA."""
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+    """FlexAttention under a `block_mask`: skips the blocks that a window hides. CUDA."""
     y = compiled_flex()(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        block_mask=block_mask(q.size(1), window, q.device),
+        block_mask=mask,
         scale=scale,
         enable_gqa=q.size(2) != k.size(2),
     )

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from nanochat.attention import Backend, attend, attend_masked, attend_stored, visible
+from nanochat.attention import Backend, attend, attend_stored, segment_mask, shared_mask
 from nanochat.bigrams import Bigrams, preceding
-from nanochat.block_attention import attend_blocks
 from nanochat.kv_cache import CacheView, KVCache
 from nanochat.loss import EAGER, MAX_SOFTCAP, LossKernels, cap, summed_loss, token_losses
 
@@ -216,12 +215,6 @@ def exclude_self(y: Tensor, v: Tensor) -> Tensor:
     return (grouped - (grouped * n).sum(-1, keepdim=True) * n).flatten(2, 3)
 
 
-def segment_mask(segments: Tensor, window: int | None) -> Tensor:
-    """(B, T) numbers -> (B, 1, T, T) bool: a token sees its past within its own segment."""
-    same = segments[:, :, None] == segments[:, None, :]
-    return (same & visible(segments.size(1), window, segments.device))[:, None]
-
-
 class Attention(nn.Module):
     """
     Causal grouped-query attention with normalised queries and keys.
@@ -261,8 +254,9 @@ class Attention(nn.Module):
         """
         x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C).
 
-        `mask` (B, 1, T, M) says what is seen where it is not simply the row's past. `visit`:
-        which of the cache's keys and values are those of this pass through the layer.
+        `mask`: what is seen, (B, 1, T, M) bool with a cache, else as in `attention.attend`; None is
+        the row's past. `visit`: which of the cache's keys and values are those of this pass
+        through the layer.
         """
         B, T, _ = x.shape
         H, G, D = self.shape
@@ -281,12 +275,8 @@ class Attention(nn.Module):
             cache.write(visit, k, v)
         if cache is not None and mask is not None:
             y = attend_stored(q, *cache.read(visit), mask, self.scale)
-        elif mask is None:
-            y = attend(q, k, v, self.window, self.scale, self.backend)  # (B, T, H, D)
-        elif self.backend == "blocks":
-            y = attend_blocks(q, k, v, mask, self.window, self.scale)
         else:
-            y = attend_masked(q, k, v, mask, self.scale)
+            y = attend(q, k, v, self.window, self.scale, self.backend, mask)  # (B, T, H, D)
         if self.exclusive:
             y = exclude_self(y, v)
         return self.out(y.flatten(2))
@@ -352,8 +342,8 @@ class Pass(NamedTuple):
     """The embedded tokens (B, T, C), in the compute dtype."""
     cos: Tensor
     sin: Tensor
-    masks: dict[int | None, Tensor | None]
-    """What is seen, by window."""
+    masks: dict[int | None, Any]
+    """What is seen, by window: see `attention.attend`."""
     cache: CacheView | None
 
 
@@ -515,15 +505,15 @@ class GPT(nn.Module):
         places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
         cos, sin = rotary(places, cfg.rotated, cfg.rope_theta)
         cos, sin = cos.to(self.dtype), sin.to(self.dtype)
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | None, Any] = {}
         for window in {cfg.window(i) for i in range(cfg.n_layer)}:
             if cache is not None:
                 masks[window] = cache.mask(window)
             elif segments is not None:
                 masks[window] = segment_mask(segments, window)
             else:
-                by_blocks = self.blocks[0].attention.backend == "blocks"
-                masks[window] = visible(T, window, tokens.device)[None, None] if by_blocks else None
+                backend = self.blocks[0].attention.backend
+                masks[window] = shared_mask(backend, T, window, tokens.device)
         x0 = norm(self.embedded(tokens, cache, segments))
         return Pass(tokens, x0, cos, sin, masks, cache)
 
@@ -638,8 +628,8 @@ def for_inference(model: GPT) -> GPT:
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend
-        ours.attention.backend = "sdpa" if kernel == "blocks" else kernel  # it is not compiled
+        kernel = theirs.attention.backend  # the copy reads prompts of any length, not compiled
+        ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
         ours.attention.join()
     return twin.requires_grad_(False)
 

@@ -1,30 +1,85 @@
 """Kernels are trusted after they were run, and left out with a reason."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanochat import attention, kernels
 from nanochat.gpt import build_model, for_inference
 from nanochat.kernels import KernelConfig, choose_attention, choose_compile, probe_attention
-from tests.conftest import TINY
+from tests.conftest import TINY, lively
 
 BROKEN = {
-    "raises": lambda q, k, v, w, s: (_ for _ in ()).throw(RuntimeError("no kernel image")),
-    "wrong": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s) + 1.0,
-    "not causal": lambda q, k, v, w, s: (
+    "raises": lambda q, k, v, mask, s: (_ for _ in ()).throw(RuntimeError("no kernel image")),
+    "wrong": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s, mask) + 1.0,
+    "not causal": lambda q, k, v, mask, s: (
         v.float().mean(1, True).expand(-1, v.size(1), q.size(2), -1)
     ),
-    "another dtype": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s).double(),
-    "no gradient": lambda q, k, v, w, s: attention.attend_plain(q, k, v, w, s).detach(),
+    "another dtype": lambda q, k, v, mask, s: attention.attend_plain(
+        q, k, v, None, s, mask
+    ).double(),
+    "no gradient": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s, mask).detach(),
+    "ignores masks": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s),
+    "one mask for all rows": lambda q, k, v, mask, s: attention.attend_plain(
+        q, k, v, None, s, None if mask is None else mask[:1]
+    ),
+    "wrong beyond 256 tokens": lambda q, k, v, mask, s: beyond(
+        attention.attend_plain(q, k, v, None, s, mask), 256
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_B13_a_kernel_that_imports_but_does_not_work_fails_its_probe(kind, machine, monkeypatch):
-    cfg = build_model(TINY, machine.device, machine.dtype, 0).cfg
+    cfg = replace(TINY, max_seq_len=300)
     assert probe_attention("sdpa", cfg, machine) is None
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN[kind])
-    assert probe_attention("sdpa", TINY, machine)
+    assert probe_attention("sdpa", cfg, machine)
+
+
+def beyond(y, T):
+    """Attention whose output is infinite for tokens from T on."""
+    return torch.cat((y[:, :T], y[:, T:] * math.inf), dim=1) if y.size(1) > T else y
+
+
+def rounded(x):
+    """To the ten bits of mantissa that TF32 has."""
+    whole = (x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    return x + (whole.view(torch.float32) - x).detach()
+
+
+def test_a_float32_kernel_may_round_as_tf32_where_that_is_allowed(machine, monkeypatch):
+    def tf32(q, k, v, mask, scale):
+        return attention.attend_plain(*map(rounded, (q, k, v)), None, scale, mask)
+
+    monkeypatch.setattr(attention, "attend_sdpa", tf32)
+    cfg = replace(TINY, n_head=2, head_dim=4096)  # many numbers, of which some are large
+    assert "differs" in (probe_attention("sdpa", cfg, machine) or "")
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert probe_attention("sdpa", cfg, machine) is None
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
+    dtypes = set()
+
+    def recorded(q, *rest):
+        dtypes.add(q.dtype)
+        return attention.attend_plain(q, *rest)
+
+    monkeypatch.setattr(kernels, "attend_plain", recorded)
+    assert probe_attention("sdpa", TINY, machine) is None
+    assert dtypes == {torch.float64}
+
+
+def test_where_masked_attention_fails_no_mode_of_the_kernel_is_used(machine, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "attend_sdpa", BROKEN["ignores masks"])
+    assert choose_attention(KernelConfig(), TINY, machine) == "plain"
+    assert "under a mask of segments" in capsys.readouterr().out
 
 
 def test_B13_a_kernel_asked_for_by_name_is_refused_with_the_reason(machine, monkeypatch):
@@ -51,6 +106,30 @@ def test_blocks_change_nothing_but_rounding_and_leave_the_engine_its_kernel(mach
         ours, theirs = (model.token_losses(tokens, tokens, own) for model in models)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert for_inference(models[1]).blocks[0].attention.backend == "sdpa"
+
+
+@torch.no_grad()
+def test_layers_share_one_flex_mask_and_the_engine_needs_none(machine, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)
+    counters = torch._dynamo.utils.counters["stats"]
+    cfg = replace(TINY, n_layer=5, max_seq_len=150, window_pattern="SL")
+    model = lively(build_model(cfg, machine.device, machine.dtype, 0))
+    tokens = torch.randint(64, (1, 150), generator=seeded())
+    want = model.hidden(tokens)
+    for block in model.blocks:
+        block.attention.backend = "flex"
+    model.compile(backend="eager")
+    attention.block_mask.cache_clear()
+    torch._dynamo.reset()
+    for _ in range(2):
+        torch.testing.assert_close(model.hidden(tokens), want, rtol=1e-4, atol=1e-4)
+    assert attention.block_mask.cache_info().misses == 2  # one for each window
+    twin, graphs = for_inference(model), counters["unique_graphs"]
+    for T in (3, 4, 5):
+        torch.testing.assert_close(twin.hidden(tokens[:, :T]), want[:, :T], rtol=1e-4, atol=1e-4)
+    assert counters["unique_graphs"] == graphs > 0
 
 
 def seeded():
