@@ -21,14 +21,21 @@ class Bigrams(nn.Embedding):
     """
     `rows` rows of d_model / 2 numbers, from which every bigram takes two.
 
-    Raises ValueError for a width that has no half. It is zero until trained or loaded. `sparse`:
-    its gradient is that of the rows it looked up, where batches are small.
+    Raises ValueError for a width that has no half. It is zero until trained or loaded.
     """
 
     def __init__(self, rows: int, d_model: int):
         if d_model % len(HASHES):
             raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {d_model}")
         super().__init__(rows, d_model // len(HASHES))
+
+    def use_sparse_gradient(self) -> None:
+        """
+        Let the gradient list only the rows that were looked up, which saves time where batches are
+        small. Call it when the weight is where it will be trained: moving or loading a model may
+        replace the parameter, and a hook does not follow.
+        """
+        self.sparse = True
         self.weight.register_post_accumulate_grad_hook(bound_gradient)
 
     def reset_parameters(self) -> None:

@@ -193,8 +193,8 @@ def set_kernels(
     backend = choose_attention(cfg, model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend
-    if model.bigrams is not None:
-        model.bigrams.sparse = machine.device.type == "cpu"
+    if model.bigrams is not None and machine.device.type == "cpu":
+        model.bigrams.use_sparse_gradient()
     if compiled:
         model.compile()
     if compiled and optimizer is not None:

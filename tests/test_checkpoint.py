@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from nanochat.checkpoint import (
     stage_folder,
 )
 from nanochat.common import MissingInput
+from nanochat.gpt import build_model
+from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
+from tests.conftest import TINY
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,22 @@ def test_what_is_saved_is_what_is_loaded(save, tiny_gpt, machine):
     assert found.step == 7 and found.optim_tensors()["steps_taken"] == 7
     tokens = torch.arange(16)[None]
     assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
+
+
+def test_a_loaded_bigram_table_bounds_its_sparse_gradient(folder, tokenizer, machine):
+    new = build_model(replace(TINY, bigram_rows=100), machine.device, machine.dtype, seed=0)
+    save_checkpoint(folder, 1, new, None, tokenizer, {"identity": {}, "source": {}})
+    model = load_model(find_checkpoint("base"), machine)
+    set_kernels(KernelConfig(), model, machine, seconds=0)
+    assert model.bigrams is not None
+    generator, listed = torch.Generator().manual_seed(0), []
+    for _ in range(6):  # micro-batches
+        tokens = torch.randint(64, (1, 16), generator=generator)
+        model.loss(tokens, tokens).backward()
+        grad = model.bigrams.weight.grad
+        assert grad is not None
+        listed.append(grad._nnz() if grad.is_sparse else 0)
+    assert listed[0] > 0 and listed[2:] == [0] * 4  # dense once it lists half of the rows
 
 
 def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(save, folder):

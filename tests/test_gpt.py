@@ -291,7 +291,7 @@ def test_a_sparse_gradient_of_many_micro_batches_is_no_larger_than_the_table():
     cfg = replace(TINY, bigram_rows=100)
     sparse, dense = (lively(build_model(cfg, CPU, torch.float32, 0)) for _ in range(2))
     assert sparse.bigrams is not None and dense.bigrams is not None
-    sparse.bigrams.sparse = True
+    sparse.bigrams.use_sparse_gradient()
     generator, kinds = torch.Generator().manual_seed(0), []
     for _ in range(4):  # of 10 tokens, 20 rows
         tokens = torch.randint(64, (1, 10), generator=generator)
