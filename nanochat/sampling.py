@@ -95,13 +95,25 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
     if any(s.top_p < 1 for s in settings):
         ordered = weights if falling else weights.sort(dim=-1, descending=True).values
         mass = column(s.top_p for s in settings) * ordered.sum(dim=-1, keepdim=True)
-        inside = ordered.cumsum(dim=-1) - ordered < mass
+        inside = running_sum(ordered) - ordered < mass
         last = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
         weights = weights * ((weights >= last) | (column(s.top_p for s in settings) == 1))
-    total = weights.cumsum(dim=-1)
+    total = running_sum(weights)
     mark = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below the total in float32 too
     place = (total <= mark).sum(dim=-1)
     return place if ids is None else ids.gather(1, place[:, None])[:, 0]
+
+
+def running_sum(weights: Tensor) -> Tensor:
+    """
+    Sums along the last dimension of numbers in [0, 1], float32 of the same shape.
+
+    In deterministic mode PyTorch has no cumsum of floats on CUDA: there it is that of whole
+    multiples of 2^-40, which is exact in any order.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return weights.cumsum(dim=-1)
+    return (weights * 2.0**40).long().cumsum(dim=-1).float() * 2.0**-40
 
 
 class TokenLogprob(NamedTuple):

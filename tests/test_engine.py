@@ -333,6 +333,31 @@ def test_every_row_has_settings_of_its_own():
     assert drawn[4] != int(logits[4].argmax())
 
 
+def test_deterministic_sampling_needs_no_cumsum_of_floats(monkeypatch):
+    """PyTorch raises for it on CUDA in deterministic mode; tokens and their shares stay."""
+    plain = torch.Tensor.cumsum
+
+    def as_on_cuda(x, *args, **kwargs):
+        if x.is_floating_point() and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return plain(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", as_on_cuda)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 5000, generator=generator).mul(3).expand(500, -1)
+    uniform = torch.rand(500, generator=generator).tolist()
+    for settings in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=50), Sampling(min_p=0.01)):
+        want = sample(logits, [settings] * 500, uniform)
+        torch.use_deterministic_algorithms(True)
+        try:
+            got = sample(logits, [settings] * 500, uniform)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        differ = sum(one != other for one, other in zip(want, got, strict=True))
+        assert differ < 5  # where a number lies within rounding of a token's border
+        assert max(got) < 5000
+
+
 @pytest.mark.parametrize(
     "bad",
     [
