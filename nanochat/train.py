@@ -339,8 +339,11 @@ def by_times_seen(sums: Sequence[float]) -> dict[str, float]:
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """Copy to the device; each call pins memory of its own, so no later step can overwrite it."""
-    tensor = torch.from_numpy(x)
+    """
+    Copy to the device; each call pins memory of its own, so no later step can overwrite it. Only a
+    contiguous copy runs beside the device's work: of a slice PyTorch copies unpinned memory.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(x))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

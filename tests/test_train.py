@@ -15,6 +15,7 @@ from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW
 from nanochat.quantize import LateQuantization, QuantConfig, as_stored
+from nanochat.rows import tokens_and_targets
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
 from nanochat.stopping import PREEMPTED, UNEVALUATED, StoppedWaiting
@@ -399,6 +400,20 @@ def test_clipping_bounds_the_gradient_that_is_applied(machine):
     run.optimizer.step = lambda lr, momentum, decay, scale: scales.append(scale)
     _, norm, *_ = train_step(run, 0)
     assert norm * scales[0] == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_what_is_pinned_for_a_copy_is_contiguous(monkeypatch):
+    pinned = []
+
+    class Copied:
+        def to(self, device, non_blocking):
+            assert device.type == "cuda" and non_blocking
+            return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or Copied())
+    for part in tokens_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4)):
+        assert to_device(part, torch.device("cuda")).tolist() == part.tolist()
+    assert all(x.is_contiguous() for x in pinned) and len(pinned) == 2
 
 
 @pytest.mark.gpu
