@@ -4,14 +4,16 @@ Runs Python that a model wrote in a child that can compute, print, and keep a fe
     code -> [bubblewrap, or Landlock] + seccomp + limits -> stdout, stderr, how it ended
 
 Two layers keep the child from everything else. bubblewrap gives it namespaces of its own: a file
-system with nothing but the interpreter, no network, no processes but its own. Where that does not
-work, as in most containers, Landlock closes the file system and the system call filter the rest.
-A layer counts only after a probe that tried to break out of it. Where none holds nothing is run,
-unless the caller says so. The child's half is `sandbox_child.py`. Safe from any thread. Knows
-nothing of tasks, tools or scores.
+system with nothing but the interpreter and a tmpfs of limited size, no network, no processes but
+its own. Where that does not work, as in most containers, Landlock closes the file system and the
+system call filter the rest; the child's files are then on disk, where they are counted. A layer
+counts only after a probe that tried to break out of it. Where none holds nothing is run, unless
+the caller says so. The child's half is `sandbox_child.py`. Safe from any thread. Knows nothing of
+tasks, tools or scores.
 """
 
 import contextlib
+import fcntl
 import functools
 import marshal
 import math
@@ -20,11 +22,12 @@ import re
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,21 +37,31 @@ Layer = Literal["bubblewrap", "landlock", "none"]
 LAYERS: tuple[Layer, ...] = ("bubblewrap", "landlock")  # the better one first
 START_SECONDS = 20.0  # for an interpreter to start, on a machine that is busy with training
 TICK = 0.05  # seconds between looks at the clock and the files
+DISK_TICK = 0.01  # where nothing but counting bounds the files: at 1 GB/s 10 MB between two counts
 CHUNK = 2**16
 READY = b"ready"  # the child's word that it is confined
 CHILD_PID = re.compile(rb'"child-pid": (\d+)')
 BLOCK = 4096  # bytes that even an empty file counts for
+NOBODY = 65534
+CAP_SYS_PTRACE = 1 << 19
+FOLDER_PREFIX = "nanochat-sandbox-"
+DELETED = re.compile(r"\S+ \S+ \S+ \S+ (\d+) +(.*) \(deleted\)")  # a line of /proc/<pid>/maps
 NAMESPACES = """
     --unshare-user --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL
     --uid 65534 --gid 65534
 """.split()
 PROBE = """
-import _socket, json, os
+import _socket, json, os, time
 def refused(attempt, *args):
     try: attempt(*args)
     except OSError: return True
-open("mine", "w").write("x")
-if refused(open, {outside!r}) and refused(os.fork) and refused(_socket.socket): print("confined")
+if refused(open, {outside!r}) and refused(os.fork) and refused(_socket.socket):
+    print("confined", flush=True)
+files = [open(name, "wb", 0) for name in "ab"]
+for file in files:
+    os.remove(file.name)
+    file.write(bytes({limit}))
+time.sleep(5)
 """
 
 
@@ -67,7 +80,9 @@ class Limits:
     output_bytes: int = 64 * 2**10
     """Of stdout, and as many of stderr."""
     file_bytes: int = 16 * 2**20
-    """Of files in its folder; a small one counts as 4 KiB."""
+    """Of its files, removed ones that are still open included; a small one counts as 4 KiB. Under
+    bubblewrap they are in memory, in a file system of this size. Under Landlock they are on disk
+    and counted every 10 ms: what is written in between comes on top."""
 
     def __post_init__(self) -> None:
         low = {"seconds": 0.001, "memory_bytes": 2**26, "output_bytes": 1, "file_bytes": BLOCK}
@@ -168,16 +183,18 @@ def trouble_with(layer: Layer) -> str | None:
         return "needs Linux"
     with tempfile.NamedTemporaryFile() as outside:
         os.chmod(outside.name, 0o644)  # so that no user's rights keep the probe from reading it
-        code = PROBE.format(outside=outside.name)
+        limits = Limits(seconds=START_SECONDS, file_bytes=2**16)
+        code = PROBE.format(outside=outside.name, limit=limits.file_bytes)
         try:
-            result = run({"role": "program", "code": code}, Limits(seconds=START_SECONDS), layer)
+            result = run({"role": "program", "code": code}, limits, layer)
         except (SandboxUnavailable, OSError) as error:
             return str(error)
-    told = result.reason or "it let the probe out"
-    return None if result.stdout == "confined\n" else f"{told} {result.stderr[-200:]}".strip()
+    if result.stdout == "confined\n" and result.reason == "files":
+        return None
+    return f"{result.reason or 'it let the probe out'} {result.stderr[-200:]}".strip()
 
 
-def command(layer: Layer, folder: str, info: int) -> list[str]:
+def command(layer: Layer, limits: Limits, info: int) -> list[str]:
     """The child's half, inside bubblewrap where that is the layer, which tells of it on `info`."""
     child = [interpreter(), "-I", "-S", "-X", "utf8", "-c", child_source()]
     if layer != "bubblewrap":
@@ -186,7 +203,8 @@ def command(layer: Layer, folder: str, info: int) -> list[str]:
     if bwrap is None:
         raise SandboxUnavailable("bwrap is not installed")
     shown = [word for path in readable() for word in ("--ro-bind", path, path)]
-    kept = ["--bind", folder, "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    size = str(limits.file_bytes + BLOCK)  # a block more, so that `watch` sees the limit broken
+    kept = ["--size", size, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     return [bwrap, *NAMESPACES, "--info-fd", str(info), *shown, *kept, "--", *child]
 
 
@@ -237,15 +255,17 @@ def run(
             passed = {say, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
-            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
+            folder = "/" if layer == "bubblewrap" else until_end.enter_context(own_folder())
             spool = until_end.enter_context(tempfile.TemporaryFile())
             spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
             spool.write(stdin.encode())
             spool.seek(0)
+            # Opened again to read only: what the child wrote into it would not be counted
+            read_only = until_end.enter_context(open(f"/dev/fd/{spool.fileno()}", "rb"))
             process = until_end.enter_context(
                 subprocess.Popen(
-                    command(layer, folder, info),
-                    stdin=spool,
+                    command(layer, limits, info),
+                    stdin=read_only,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={},
@@ -257,7 +277,9 @@ def run(
             until_end.callback(kill, process, process.pid)
         inner = await_start(process, status)
         started = time.monotonic()
-        (stdout, stderr), reason = watch(process, limits, folder)
+        used = until_end.enter_context(file_counter(layer, inner, folder, spool.fileno()))
+        tick = TICK if layer == "bubblewrap" else DISK_TICK
+        (stdout, stderr), reason = watch(process, limits, used, tick)
         exit_status = kill(process, inner)
         return Result(
             ok=not reason and exit_status == 0,
@@ -279,9 +301,16 @@ def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
     }
     if sys.platform.startswith("linux"):  # others do not keep to it, or refuse it
         rlimits["RLIMIT_AS"] = limits.memory_bytes
-    is_root = layer == "landlock" and os.geteuid() == 0
+    is_root = layer == "landlock" and os.geteuid() == 0 and may_trace()
     nobody = is_root and all(map(open_to_all, (*readable(), tempfile.gettempdir())))
     return {"layer": layer, "rlimits": rlimits, "nobody": nobody, "readable": list(readable())}
+
+
+@functools.cache
+def may_trace() -> bool:
+    """Whether this process may read in /proc which files another user's process holds open."""
+    found = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) & CAP_SYS_PTRACE)
 
 
 def open_to_all(path: str) -> bool:
@@ -316,9 +345,13 @@ def await_start(process: subprocess.Popen[bytes], status: IO[bytes]) -> int:
 
 
 def watch(
-    process: subprocess.Popen[bytes], limits: Limits, folder: str
+    process: subprocess.Popen[bytes], limits: Limits, used: Callable[[], float], tick: float
 ) -> tuple[list[bytearray], str]:
-    """Read until the child ends or breaks a limit: its stdout and stderr, and which limit."""
+    """
+    Read until the child ends or breaks a limit: its stdout and stderr, and which limit.
+
+    used: returns the bytes of its files. tick: the longest time between two checks, in seconds.
+    """
     assert process.stdout is not None and process.stderr is not None
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     deadline = time.monotonic() + limits.seconds
@@ -326,34 +359,24 @@ def watch(
         for handle in output:
             selector.register(handle, selectors.EVENT_READ)
         while selector.get_map() or process.poll() is None:
-            tick = max(0.0, min(TICK, deadline - time.monotonic()))
+            wait = max(0.0, min(tick, deadline - time.monotonic()))
             if selector.get_map():
-                for key, _ in selector.select(tick):
+                for key, _ in selector.select(wait):
                     piece = os.read(key.fd, CHUNK)
                     output[key.fd] += piece
                     if not piece:
                         selector.unregister(key.fd)
             else:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(tick)
+                    process.wait(wait)
             broken = {
                 "time": time.monotonic() >= deadline,
                 "output": max(map(len, output.values())) > limits.output_bytes,
-                "files": folder_bytes(folder) > limits.file_bytes,
+                "files": used() > limits.file_bytes,
             }
             if any(broken.values()):
                 return list(output.values()), next(name for name in broken if broken[name])
     return list(output.values()), ""
-
-
-def folder_bytes(folder: str) -> int:
-    """Bytes of the files in a flat folder, which may change meanwhile; each fills a block."""
-    total = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                total += max(BLOCK, entry.stat(follow_symlinks=False).st_size)
-    return total
 
 
 def kill(process: subprocess.Popen[bytes], inner: int) -> int:
@@ -371,3 +394,102 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
                 os.kill(inner, signal.SIGKILL)
     status = process.wait()
     return status if status >= 0 else 128 - status
+
+
+# ------------------------------------------------------------------------------------------------
+# Files of a child
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[str]:
+    """
+    A new folder for one child's files, locked while it is in use, removed afterwards.
+
+    Removes first what killed processes left: the folders that nobody has locked.
+    """
+    parent = tempfile.gettempdir()
+    remove_stale_folders(parent)
+    while True:
+        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            break
+        os.close(lock)  # another process took the folder for a stale one before it was locked
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(lock)
+
+
+@functools.cache
+def remove_stale_folders(parent: str) -> None:
+    """Remove the folders of processes that were killed. Once per process and parent folder."""
+    for path in Path(parent).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or gone
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_uid in (os.geteuid(), NOBODY):
+                shutil.rmtree(path)
+        except OSError:
+            pass  # in use, or removed by another process at this moment
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def file_counter(layer: Layer, pid: int, folder: str, job: int) -> Iterator[Callable[[], float]]:
+    """
+    A function that returns the bytes of a child's files, removed ones in use included.
+
+    pid: the confined process. job: the open file that it got as standard input, not counted.
+    """
+    if layer != "bubblewrap":
+        yield functools.partial(disk_bytes, folder, pid, os.fstat(job).st_ino)
+        return
+    try:
+        mounted = os.open(f"/proc/{pid}/root/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # it has ended already
+        yield lambda: 0
+        return
+    try:
+        yield functools.partial(mounted_bytes, mounted)
+    finally:
+        os.close(mounted)
+
+
+def mounted_bytes(folder: int) -> int:
+    """Bytes in use on the file system of an open folder; an inode counts as a block at least."""
+    status = os.fstatvfs(folder)
+    inodes = status.f_files - status.f_ffree - 1  # without the folder itself
+    return max((status.f_blocks - status.f_bfree) * status.f_frsize, inodes * BLOCK)
+
+
+def disk_bytes(folder: str, pid: int, job: int) -> float:
+    """
+    Bytes of the files in a flat folder, which may change meanwhile, and of those removed from it
+    that process `pid` has open or mapped. `job` is the inode of its standard input. Infinite with a
+    removed file that is mapped but not open: /proc does not tell its size.
+    """
+    sizes: dict[int, float] = {}  # by inode
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                sizes[entry.inode()] = entry.stat(follow_symlinks=False).st_size
+    # A process that is ending has neither files nor mappings, and /proc refuses or lacks them
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for handle in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(f"/proc/{pid}/fd/{handle}")
+                removed = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+                if removed and status.st_ino != job:
+                    sizes[status.st_ino] = status.st_size
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        for inode, path in DELETED.findall(maps):
+            if path.startswith(f"{folder}/"):
+                sizes.setdefault(int(inode), math.inf)
+    return sum(max(BLOCK, size) for size in sizes.values())

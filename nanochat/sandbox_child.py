@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NOBODY = 65534
+TMPFILE = 0o20000000  # the bit of O_TMPFILE that O_DIRECTORY does not have
 
 # What Python needs to compute, by name and number: on x86-64, then on 64-bit Arm (- is: none).
 SYSCALLS = """
@@ -52,7 +53,12 @@ ARGUMENTS = {
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
     # O_TRUNC only with a right to write: before its third version Landlock did not ask for one.
-    "openat": (2, os.O_TRUNC | os.O_ACCMODE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
+    # No O_TMPFILE: a file without a name. openat2, whose flags are in memory, is not in SYSCALLS.
+    "openat": (
+        2,
+        os.O_TRUNC | os.O_ACCMODE | TMPFILE,
+        (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2),
+    ),
 }
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
