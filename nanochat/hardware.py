@@ -8,6 +8,8 @@ Figures are the vendors' dense ones (no sparsity), for the compute dtype that tr
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,11 +82,33 @@ def free_memory_bytes(device: torch.device) -> int:
     """
     Memory that can still be had: of the GPU, else of the host, within a container's limit.
 
-    What a process has freed and its allocator keeps is not counted.
+    On a GPU this counts what this process has freed and its allocator keeps, on a host not.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return min(psutil.virtual_memory().available, container_room())
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Measure the peak of a GPU's memory from now on; that of a host process cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def limit_memory(device: torch.device, reserve_bytes: int) -> Iterator[None]:
+    """While inside, tensors on a GPU leave so many bytes of what is free now to others."""
+    if device.type != "cuda" or not reserve_bytes:
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    most = max(0, free + torch.cuda.memory_reserved(device) - reserve_bytes)
+    torch.cuda.set_per_process_memory_fraction(most / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def container_room() -> int:

@@ -10,7 +10,8 @@ role picks the rule. State is saved whole, per parameter, so that a checkpoint o
 loads at any other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,10 +193,12 @@ class MuonAdamW:
         momentum: float = 0.95,
         decay_factor: float = 1.0,
         scale: float = 1.0,
+        undo: bool = False,
     ) -> None:
         """
         Move the weights. Rates are the rules' peaks times `lr_factor`; `momentum` is Muon's;
-        its decay is multiplied by `decay_factor`, the reduced gradients by `scale`.
+        its decay is multiplied by `decay_factor`, the reduced gradients by `scale`. With `undo`
+        weights and state end as they were.
         """
         self.steps_taken += 1
         waiting = []
@@ -206,9 +209,8 @@ class MuonAdamW:
             weight = self.local(part, self.whole(part, [p.detach() for p in part.params]))
             if part.spread:
                 weight = weight.clone()
-            self.update(part, weight, lr_factor, momentum, decay_factor)
-            if self.ema_decay:
-                part.state["average"].lerp_(weight, 1 - self.kept_share())
+            with restored(weight, *part.state.values()) if undo else nullcontext():
+                self.update(part, weight, lr_factor, momentum, decay_factor)
             part.grad = None
             if part.spread:
                 waiting.append((part, *all_gather(weight, self.machine)))
@@ -226,8 +228,8 @@ class MuonAdamW:
     def update(
         self, part: Part, weight: Tensor, lr_factor: float, momentum: float, decay_factor: float
     ) -> None:
-        """Apply a part's rule to its slice. Rates travel as tensors: changing them recompiles
-        nothing."""
+        """Apply a part's rule to its slice, and average it. Rates travel as tensors: changing them
+        recompiles nothing."""
         rule, grad = part.rule, part.grad
 
         def t(x: float) -> Tensor:
@@ -267,17 +269,21 @@ class MuonAdamW:
                 t(rule.weight_decay),
                 t(float(self.steps_taken)),
             )
+        if self.ema_decay:
+            part.state["average"].lerp_(weight, 1 - self.kept_share())
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Apply every rule once to copies: what is compiled, is compiled when this returns."""
-        for part in self.parts:
-            whole = self.whole(part, [p.detach() for p in part.params])
-            weight = self.local(part, whole).clone()
-            state, part.state = part.state, {k: v.clone() for k, v in part.state.items()}
-            part.grad = torch.zeros_like(weight)
-            self.update(part, weight, 0.0, 0.95, 0.0)
-            part.state, part.grad = state, None
+        """
+        Reduce the gradients, take a step and undo it: what is compiled is compiled, and the device
+        has held what a step holds.
+        """
+        steps_taken = self.steps_taken
+        try:
+            self.reduce_gradients()
+            self.step(0.0, undo=True)
+        finally:
+            self.steps_taken = steps_taken
 
     @torch.no_grad()
     def take_average(self) -> bool:
@@ -361,6 +367,17 @@ class MuonAdamW:
                         )
                 value.copy_(self.local(part, self.whole(part, pieces)))
         self.steps_taken = int(tensors["steps_taken"])
+
+
+@contextmanager
+def restored(*tensors: Tensor) -> Iterator[None]:
+    """Give tensors their values back afterwards, from copies in the host's memory."""
+    copies = [x.to("cpu", copy=True) for x in tensors]
+    try:
+        yield
+    finally:
+        for x, before in zip(tensors, copies, strict=True):
+            x.copy_(before)
 
 
 def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:

@@ -9,7 +9,7 @@ memory or disk. One that is merely long is not.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,9 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import (
     free_memory_bytes,
     known_peak,
+    limit_memory,
     peak_memory_bytes,
+    reset_peak_memory,
     used_memory_bytes,
 )
 from nanochat.kernels import KernelConfig, set_kernels
@@ -35,7 +37,8 @@ from nanochat.optim import MuonAdamW
 CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
 GPU_EFFICIENCY = 0.4  # share of the peak that a first estimate of the time assumes
 CPU_EFFICIENCY = 0.5  # the same for the measured matrix rate: d4 compiled, 2026-11
-GPU_FILL = 0.9  # of the free memory
+GPU_RESERVE = 2 << 30  # bytes left to NCCL and cuBLAS, which allocate in the first steps
+COMPILED_SHARE = 0.5  # of what eager blocks hold for the backward pass, at the least
 SMALLER = "a smaller --depth or --max_seq_len, --checkpoint_activations, or a larger machine"
 
 
@@ -69,56 +72,89 @@ def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def activation_bytes(model: GPT, machine: Machine) -> int:
+def row_bytes(model: GPT, trainable: Trainable, machine: Machine) -> int:
     """
-    What one row keeps for the backward pass, measured on one real row: a first guess of what fits.
-
-    An upper bound where the model is compiled later: compiled blocks keep less.
+    GPU memory that one more row of a micro-batch holds for the backward pass, while nothing is
+    compiled. Raises torch.OutOfMemoryError where two rows do not fit.
     """
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
+    used = []
+    for rows in (1, 2):  # their difference leaves out what does not grow with the batch
+        ids = torch.zeros(rows, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
+        loss = trainable.loss(ids, ids)
+        used.append(used_memory_bytes(machine.device))
+        del loss, ids
+    return max(1, used[1] - used[0])
 
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return x
 
-    row = torch.zeros(1, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model.loss(row, row)
-    head = model.readouts * model.head_weight.numel() * 4  # its gradients are not kept per row
-    return max(1, sum(seen.values()) - head)
+def most_rows(model: GPT, trainable: Trainable, machine: Machine) -> int:
+    """
+    Rows per micro-batch to try first, the same on all ranks: on a CPU about CPU_TOKENS tokens; on a
+    GPU, beside the weights' gradients, what fits if compiled blocks hold COMPILED_SHARE as much.
+    """
+    if machine.device.type != "cuda":
+        return max(1, CPU_TOKENS // model.cfg.max_seq_len)
+    try:
+        each = row_bytes(model, trainable, machine)
+    except torch.OutOfMemoryError:
+        each = None
+    torch.cuda.empty_cache()
+    room = free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
+    limit = 2 if each is None else max(1, int(room / (each * COMPILED_SHARE)))
+    return int(min(machine.gather(limit)))
 
 
 class Rehearsal(NamedTuple):
-    """What a micro-batch takes: the most bytes in use during it, and its seconds."""
+    """Measured on a step: peak memory in bytes, and the seconds of one micro-batch."""
 
     peak_bytes: int
     seconds: float
 
 
-def rehearse(model: GPT, trainable: Trainable, machine: Machine, rows: int) -> Rehearsal:
+def rehearse(
+    trainable: Trainable,
+    optimizer: MuonAdamW,
+    machine: Machine,
+    ids: Tensor,
+    device_rows: int,
+    update: bool,
+) -> Rehearsal | None:
     """
-    Run a micro-batch of `rows` rows forward and backward, as training will; changes no weight.
+    Run three micro-batches of `device_rows` rows of `ids` (4, B, T), which accumulate gradients as
+    those of a training step of B rows do, and where `update` says so apply these and undo it.
 
-    The first of three passes compiles; memory settles with the second. On a CPU the bytes are those
-    of the whole process.
+    Changes no weight. The first micro-batch compiles, the last is timed. On a CPU the peak is that
+    of the whole process. Returns None where some rank runs out of memory.
     """
-    ids = torch.arange(rows * model.cfg.max_seq_len, device=machine.device) % model.cfg.vocab_size
-    ids = ids.view(rows, model.cfg.max_seq_len)
     seconds = 0.0
-    if machine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(machine.device)
-    for _ in range(3):
-        machine.synchronize()
-        started = time.perf_counter()
-        (trainable.loss(ids, ids) / ids.numel()).backward()
-        machine.synchronize()
-        seconds = time.perf_counter() - started
-        for p in model.parameters():
-            p.grad = None
-    return Rehearsal(peak_memory_bytes(machine.device), seconds)
+
+    def accumulate() -> None:
+        nonlocal seconds
+        for _ in range(3):
+            if device_rows == ids.size(1):
+                optimizer.drop_gradients()  # a step of one micro-batch holds none before it
+            machine.synchronize()
+            started = time.perf_counter()
+            loss = trainable.loss(ids[0, :device_rows], ids[1, :device_rows])
+            (loss / ids[0].numel()).backward()
+            machine.synchronize()
+            seconds = time.perf_counter() - started
+
+    reset_peak_memory(machine.device)
+    done = fits(accumulate, machine) and (not update or fits(optimizer.rehearse, machine))
+    peak = peak_memory_bytes(machine.device)
+    optimizer.drop_gradients()
+    reset_peak_memory(machine.device)
+    return Rehearsal(peak, seconds) if done else None
+
+
+def fits(work: Callable[[], None], machine: Machine) -> bool:
+    """Do it. Returns whether every rank has the memory for it."""
+    short = False
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        short = True
+    return not machine.any(short)
 
 
 @dataclass(frozen=True)
@@ -129,46 +165,45 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """All else that a micro-batch takes. On a CPU what kernels, compiler and allocator hold too."""
+    """All else that a step takes. On a CPU what kernels, compiler and allocator hold too."""
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def plan_memory(model: GPT, optimizer: MuonAdamW, pass_bytes: int) -> Memory:
-    """The stated memory of a run whose micro-batch takes `pass_bytes`, gradients included."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    state = sum(x.numel() * 4 for part in optimizer.parts for x in part.state.values())
-    return Memory(weights, weights, state, max(0, pass_bytes - weights))
+def weight_bytes(model: GPT) -> int:
+    """Bytes of all parameters, and of their gradients."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def choose_device_rows(
-    asked: int | None, rows: int, T: int, row_bytes: int, fixed_bytes: int, machine: Machine
-) -> int:
+def plan_memory(model: GPT, optimizer: MuonAdamW, step_bytes: int) -> Memory:
     """
-    Rows per micro-batch, a divisor of `rows`, the rows of one rank and step.
+    The stated memory of a run; `step_bytes` is what a step takes, gradients included, beside
+    weights and optimizer state.
+    """
+    weights = weight_bytes(model)
+    state = sum(x.numel() * 4 for part in optimizer.parts for x in part.state.values())
+    return Memory(weights, weights, state, max(0, step_bytes - weights))
 
-    On a CPU about CPU_TOKENS tokens; on a GPU the most that fits beside `fixed_bytes`. Raises
-    ValueError naming a value that divides when the one asked for does not.
+
+def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
+    """
+    Rows per micro-batch: the largest divisor up to `limit` of `rows`, the rows of one rank and
+    step. Raises ValueError naming a value that divides when the one asked for does not.
     """
     divisors = [d for d in range(1, rows + 1) if rows % d == 0]
-    if asked is not None:
-        if asked not in divisors:
-            if asked > rows:
-                return rows
-            best = max(d for d in divisors if d <= asked)
-            raise ValueError(
-                f"device_batch_size {asked} does not divide the {rows} rows of one device and "
-                f"step; use {best}"
-            )
-        return asked
-    limit = max(1, CPU_TOKENS // T)
-    if machine.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(machine.device)
-        limit = max(1, int((free * GPU_FILL - fixed_bytes) / row_bytes))
-        limit = int(min(machine.gather(limit)))
-    return max(d for d in divisors if d <= limit)
+    if asked is None:
+        return max(d for d in divisors if d <= max(1, limit))
+    if asked > rows:
+        return rows
+    if asked not in divisors:
+        best = max(d for d in divisors if d <= asked)
+        raise ValueError(
+            f"device_batch_size {asked} does not divide the {rows} rows of one device and "
+            f"step; use {best}"
+        )
+    return asked
 
 
 class Prepared(NamedTuple):
@@ -196,44 +231,37 @@ def prepare(
     Choose kernels and micro-batch, and set the model up for them.
 
     `max_seconds` may end the training before its tokens do; compiling is not part of them.
-    `trainable` gives the loss: the model, or what stands around it. A micro-batch nobody asked for
-    is made smaller until it fits. Raises Refused where not even one row does.
+    `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
+    one row fits.
     """
-    T = model.cfg.max_seq_len
-    used = used_memory_bytes(machine.device)
+    T, used = model.cfg.max_seq_len, used_memory_bytes(machine.device)
     model.checkpoint_activations = cfg.checkpoint_activations
-    try:
-        row_bytes = activation_bytes(model, machine) if machine.device.type == "cuda" else 1
-    except torch.OutOfMemoryError:
-        row_bytes = 1 << 50  # one row at a time is tried, compiled perhaps
-    fixed = plan_memory(model, optimizer, 0).total
     rows = batch_tokens // T // machine.world_size
-    device_rows = choose_device_rows(device_batch_size, rows, T, row_bytes, fixed, machine)
+    limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
+    device_rows = choose_device_rows(device_batch_size, rows, limit)
     guess = estimate_seconds(model, tokens_left, machine)
     compiled = set_kernels(cfg, model, machine, guess, optimizer)
     machine.print0(
         f"preflight  about {duration(min(guess, max_seconds or guess))} of training; measuring "
         f"{device_rows} rows at a time ({'compiles first' if compiled else 'eager'}) ..."
     )
-    while True:
-        try:
-            rehearsal = rehearse(model, trainable, machine, device_rows)
-        except torch.OutOfMemoryError:
-            rehearsal = None
-        if not machine.any(rehearsal is None):
-            break
-        torch.cuda.empty_cache()
-        if device_batch_size is not None and device_rows > 1:
-            raise Refused(
-                f"--device_batch_size={device_batch_size} takes more memory than "
-                f"{machine.device_name} has",
-                "leave it out, and the largest that fits is found",
-            )
-        if device_rows == 1:
-            raise Refused(f"not even one row fits on {machine.device_name}", SMALLER)
-        device_rows = max(d for d in range(1, device_rows) if rows % d == 0)
-        machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
-    assert rehearsal is not None
+    # tokens and targets of a whole step, twice: a step may reorder its rows
+    ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
+    # on a CPU the update is not measured: what undoes it takes more memory than it does
+    update = machine.device.type == "cuda" or max_seconds is not None
+    with limit_memory(machine.device, GPU_RESERVE if device_batch_size is None else 0):
+        while not (rehearsal := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
+            torch.cuda.empty_cache()
+            if device_batch_size is not None and device_rows > 1:
+                raise Refused(
+                    f"--device_batch_size={device_batch_size} takes more memory than "
+                    f"{machine.device_name} has",
+                    "leave it out, and the largest that fits is found",
+                )
+            if device_rows == 1:
+                raise Refused(f"not even one row fits on {machine.device_name}", SMALLER)
+            device_rows = choose_device_rows(None, rows, device_rows // 2)
+            machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     memory = plan_memory(model, optimizer, rehearsal.peak_bytes - used)
     passes = tokens_left / (device_rows * T * machine.world_size)
     return Prepared(device_rows, compiled, memory, passes * rehearsal.seconds)
@@ -319,10 +347,11 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
 
 
 def describe_memory(memory: Memory, device_rows: int, machine: Machine) -> str:
-    """What a run takes on each device, and what there is left."""
+    """What a run takes on each device, and what there is for it: weights and state included."""
     mib = {name: getattr(memory, name) / 2**20 for name in memory.__dataclass_fields__}
+    available = memory.weights + memory.optimizer + free_memory_bytes(machine.device)
     return (
         f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
         + ", ".join(f"{name} {n:,.0f}" for name, n in mib.items())
-        + f"; {free_memory_bytes(machine.device) / 2**20:,.0f} free"
+        + f"; {available / 2**20:,.0f} available"
     )

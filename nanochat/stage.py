@@ -255,8 +255,6 @@ def prepare(
         cfg.device_batch_size,
         stage.max_seconds,
     )
-    if stage.max_seconds is not None:
-        stage.optimizer.rehearse()  # what it compiles is not to be paid from the budget
     T = model.cfg.max_seq_len
     passes = batch // (T * ready.device_rows * machine.world_size)
     epochs = rows.epochs_for(steps * batch // T)

@@ -51,6 +51,7 @@ CASES = {
     "R25": "bytes of tokens are those of any text, valid or not",
     "R26": "scores agree with an independent implementation",
     "R27": "training and evaluation splits do not overlap unknown to us",
+    "R32": "stated memory holds the allocator's peak; rehearsals leak nothing",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",
