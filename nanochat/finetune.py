@@ -43,6 +43,7 @@ from nanochat.mixture import (
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows, require_half
 from nanochat.runlog import METRICS_FILE
+from nanochat.scaling import divisible_batch
 from nanochat.sentinel_suite import Asked, Taught
 from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
 from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
@@ -311,10 +312,8 @@ def build_stage(
     for line in mixed.lines():
         machine.print0(line)
     tokens = plan.num_epochs * rows.packed_train_rows * T
-    batch_tokens = plan.total_batch_size or auto_batch(
-        parent.state["identity"]["batch_tokens"], plan.num_iterations, tokens, T
-    )
-    check_batch(batch_tokens, T, machine.world_size)
+    default = auto_batch(parent.state["identity"]["batch_tokens"], plan.num_iterations, tokens, T)
+    batch_tokens = divisible_batch(plan.total_batch_size, default, T, machine.world_size)
     steps = plan.num_iterations or round(tokens / batch_tokens)
     table = rules(cfg.optim, model.cfg.d_model, plan.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
@@ -424,16 +423,6 @@ def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: 
     ):
         batch //= 2
     return batch
-
-
-def check_batch(batch_tokens: int, T: int, world_size: int) -> None:
-    """Raise ValueError for a batch that is no whole number of rows on every device."""
-    unit = T * world_size
-    if batch_tokens % unit:
-        raise ValueError(
-            f"total_batch_size {batch_tokens} is not a whole number of rows of {T} tokens on each "
-            f"of {world_size} devices; use {max(1, round(batch_tokens / unit)) * unit}"
-        )
 
 
 def parent_inputs(parent: Checkpoint) -> dict[str, str]:

@@ -146,9 +146,10 @@ def plan_horizon(
     """
     Steps and batch. Precedence: num_iterations, then target_flops, then tokens per parameter.
 
-    The batch never follows from `world_size`, which only has to divide its rows. With
-    num_iterations alone it is that of the ratio's horizon. Raises ValueError, naming a value
-    that works, for a batch that does not divide and for settings that are not positive.
+    With num_iterations alone the batch is that of the ratio's horizon. A default batch is rounded
+    to whole rows on each of `world_size` devices, which changes nothing for 1, 2, 4 or 8 of them
+    (unless it has fewer rows). Raises ValueError, naming a value that works, for a given batch that
+    does not divide and for settings that are not positive.
     """
     for name, value in (
         ("num_iterations", num_iterations),
@@ -161,15 +162,26 @@ def plan_horizon(
     tokens = target_param_data_ratio * used_params
     if num_iterations is None and target_flops is not None:
         tokens = target_flops / flops_per_token
-    batch = total_batch_size or auto_batch(tokens, max_seq_len)
+    default = auto_batch(tokens, max_seq_len)
+    batch = divisible_batch(total_batch_size, default, max_seq_len, world_size)
+    return Horizon(num_iterations or max(1, round(tokens / batch)), batch)
+
+
+def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_size: int) -> int:
+    """
+    Tokens per step: `asked`, or else `default` rounded to whole rows on every device.
+
+    Raises ValueError, naming a value that works, where `asked` does not divide.
+    """
     unit = max_seq_len * world_size
-    if batch % unit:
-        nearest = max(1, round(batch / unit)) * unit
+    batch = default if asked is None else asked
+    nearest = max(1, round(batch / unit)) * unit
+    if asked is not None and asked % unit:
         raise ValueError(
-            f"total_batch_size {batch} is not a whole number of rows of {max_seq_len} tokens on "
+            f"total_batch_size {asked} is not a whole number of rows of {max_seq_len} tokens on "
             f"each of {world_size} devices; use --total_batch_size={nearest}"
         )
-    return Horizon(num_iterations or max(1, round(tokens / batch)), batch)
+    return nearest
 
 
 def scaled_optim(cfg: OptimConfig, horizon: Horizon) -> OptimConfig:

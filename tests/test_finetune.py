@@ -6,7 +6,7 @@ import torch
 
 from nanochat.chat_format import render
 from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
-from nanochat.finetune import Apart, auto_batch, check_batch
+from nanochat.finetune import Apart, auto_batch
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -64,8 +64,3 @@ def test_a_short_stage_takes_smaller_batches():
     assert auto_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
     assert auto_batch(524_288, 50, 1e6, 2048) == 524_288  # somebody said how many steps
     assert auto_batch(4096, None, 1e5, 512) == 4096
-
-
-def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
-    with pytest.raises(ValueError, match="use 16384"):
-        check_batch(15_000, 2048, 4)

@@ -63,6 +63,15 @@ def test_the_batch_does_not_depend_on_the_number_of_ranks():
     assert {plan(world_size=w).batch_tokens for w in (1, 2, 8)} == {2**19}
 
 
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_a_default_batch_divides_among_any_number_of_devices(world_size):
+    batch = plan(world_size=world_size).batch_tokens
+    assert batch % (2048 * world_size) == 0 and abs(batch / 2**19 - 1) < 0.02
+    assert plan(target_param_data_ratio=0.001, world_size=world_size).batch_tokens == (
+        2048 * world_size
+    )
+
+
 def test_B16_a_batch_that_does_not_divide_names_one_that_does():
     with pytest.raises(ValueError, match="--total_batch_size=16384"):
         plan(total_batch_size=17_000, world_size=8)
