@@ -2,8 +2,10 @@
 # From nothing to a trained model and its report card, on whatever this machine is.
 #
 #   bash speedrun.sh                       # detect the machine
-#   PROFILE=gpu1 DEPTH=8 bash speedrun.sh  # or say it: h100x8, gpu1, cpu; depth is the one dial
+#   bash speedrun.sh --plan                # install, print the plan (minutes, money, disk), and stop
+#   PROFILE=gpu DEPTH=8 bash speedrun.sh   # choose: h100x8, gpu (1 to 7 GPUs), cpu; depth is the one dial
 #   PROFILE=smoke bash speedrun.sh         # every stage for a moment: does it work here?
+#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's own data, tasks and processes
 #
 # Safe to run again: a finished stage is skipped by the fingerprint of its inputs, an interrupted
 # training continues. Everything generated goes to out/, or to NANOCHAT_BASE_DIR. WANDB_RUN=<name>
@@ -15,32 +17,32 @@ cd "$(dirname "$0")"
 # ---- The machine --------------------------------------------------------------------------------
 source dev/profile.sh
 
-# Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes each stage is
-# expected to take and the disk it needs. cpu: measured on 2 cores, 2026-11. GPUs: derived from
-# published rates (50% utilisation of the peak at depth 24 on H100s), not measured yet.
-#          tokenizer, its evaluation, base, loss, evaluation, mid, SFT, RL, four chat evaluations
+# Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes of each stage but the
+# base model, whose minutes scripts.plan computes, and the depth and processes at which they hold. cpu:
+# measured on 2 cores, 2026-11. GPUs: estimated from published throughput, not measured yet.
+#        tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat evaluations
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
-    depth=${DEPTH:-24} processes=8 gigabytes=90 rate=24
+    depth=${DEPTH:-24}
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
-    minutes=(3 2 100 5 10 15 5 40 20)
+    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.5)
     ;;
-gpu1)
-    depth=${DEPTH:-12} processes=1 gigabytes=40 rate=3
+gpu)
+    depth=${DEPTH:-12}
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=1000000000)
     shape=(--max_seq_len=2048 --save_every=500)
     mid=(--mixture=smoltalk=100000,mmlu,gsm8k,spelling=5000)
-    rl=(--num_iterations=100 --num_samples=8)
+    rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    minutes=(3 2 60 5 10 20 10 40 30)
+    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.4)
     ;;
 cpu)
-    depth=${DEPTH:-4} processes=1 gigabytes=7 rate=0
+    depth=${DEPTH:-4}
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
     # no bigrams: of 1.6M tokens they learn pairs by heart, and few-shot scores fall (dev/LOG.md)
@@ -52,10 +54,10 @@ cpu)
     rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
         --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)
-    minutes=(1 0 6 1 0 3 1 2 1)
+    plan=(--minutes="1 0 1 0 3 1 2 1" --minutes_depth=4)
     ;;
 smoke)
-    depth=${DEPTH:-2} processes=1 gigabytes=7 rate=0
+    depth=${DEPTH:-2}
     text=(--dataset=embedded --num_shards=2)
     tokenizer=(--vocab_size=1024)
     shape=(--max_seq_len=128 --num_iterations=20 --total_batch_size=512 --eval_tokens=2048)
@@ -66,40 +68,44 @@ smoke)
     rl=(--num_iterations=2 --examples_per_step=2 --num_samples=2 --max_new_tokens=8
         --eval_examples=2 --eval_samples=2)
     chat=(--max_problems=3 --max_new_tokens=8)
-    minutes=(1 1 1 1 1 1 1 1 1)
+    plan=(--minutes="1 1 1 1 1 1 1 1" --minutes_depth=2)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu1, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
     exit 2
     ;;
 esac
 
-total=0
-for m in "${minutes[@]}"; do total=$((total + m)); done
-money=$(awk "BEGIN { printf \"%.2f\", $total / 60 * $rate }")
-free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
-cat <<PLAN
-speedrun: profile $PROFILE (${gpus} GPUs found), depth $depth
-  tokenizer            about ${minutes[0]} min
-  tokenizer evaluation about ${minutes[1]} min
-  base model           about ${minutes[2]} min
-  base model loss      about ${minutes[3]} min, evaluation ${minutes[4]} min
-  midtraining          about ${minutes[5]} min
-  supervised tuning    about ${minutes[6]} min
-  reinforcement        about ${minutes[7]} min
-  chat evaluations     about ${minutes[8]} min
-  in all               about $total min, \$$money at \$$rate an hour, after the installation (1-3 min)
-  disk                 $gigabytes GB needed with the installation, $free GB free
-PLAN
+if [ -n "${DRY_RUN:-}" ]; then # later flags win: the profile's stages and processes, each for a moment
+    text+=(--num_shards=1)
+    tokenizer+=(--max_chars=1000000)
+    shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)
+    score=(--split_tokens=1 --max_documents=8 --sliding_documents=4)
+    core=(--max_per_task=2)
+    mid+=(--num_iterations=2 --eval_tokens=1)
+    sft+=(--num_iterations=2 --eval_tokens=1)
+    rl+=(--num_iterations=2 --num_samples=2 --max_new_tokens=8 --eval_examples=8 --eval_samples=2)
+    chat=(--max_problems=8 --max_new_tokens=8)
+fi
+
+# ---- Installation and plan ----------------------------------------------------------------------
+echo "speedrun: profile $PROFILE, $gpus GPUs found, depth $depth"
+source dev/setup.sh
+words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # as one string, for scripts.plan
+shape+=(--depth="$depth")
+python -m scripts.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
+    --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")" \
+    --mid="$(words ${mid[@]+"${mid[@]}"})" --sft="$(words ${sft[@]+"${sft[@]}"})" \
+    --rl="$(words ${rl[@]+"${rl[@]}"})"
+[ "${1:-}" != --plan ] || exit 0
 
 # ---- The stages ---------------------------------------------------------------------------------
-source dev/setup.sh
 source dev/stages.sh
 
 # CORE's tasks are fetched before anything is trained: an address that is dead costs this section of
 # the report, not the run. EVAL_BUNDLE=<folder, zip or URL> names another one.
 few_shot=1
-if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu1 ]; then
+if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
     suite=(--suite=dclm ${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
     if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
         core+=("${suite[@]}")
@@ -111,10 +117,10 @@ if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu1 ]; then
 fi
 
 tag="d$depth"
-go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once --hourly_rate="$rate")
+go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once)
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
-stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${go[@]}"
+stage "base model" train scripts.base_train "${shape[@]}" "${go[@]}"
 stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --once
 if [ "$few_shot" = 1 ]; then
     stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --once
@@ -128,7 +134,7 @@ stage "chat evaluation sft" evaluate sft
 stage "chat rl" train scripts.chat_rl --model_tag="$tag" ${rl[@]+"${rl[@]}"} "${go[@]}"
 stage "chat evaluation rl" evaluate rl
 
-python -m scripts.report --out="${REPORT_OUT:-.}" --hourly_rate="$rate"
+python -m scripts.report --out="${REPORT_OUT:-.}"
 echo
 echo "speedrun: done. The report card is report.md. Talk to your model:"
 echo "    source .venv/bin/activate && python -m scripts.chat_web    # in a browser; chat_cli: here"

@@ -8,18 +8,19 @@ seeds=${SEEDS:-$([ "$PROFILE" = cpu ] && echo "0 1 2" || echo 0)}
 depth=${DEPTH:-12}
 
 case "$PROFILE" in
-h100x8 | gpu1)
-    processes=$([ "$PROFILE" = h100x8 ] && echo 8 || echo 1) text=${TEXT:-karpathy/climbmix-400b-shuffle}
+h100x8 | gpu)
+    [ "$PROFILE" = h100x8 ] || device_rows=-1 # found out: what fits, and divides
+    text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
     shape=(--depth="$depth" --max_seq_len=2048)
-    run=(--total_batch_size=524288 --num_iterations="${ITERATIONS:-$iterations}"
+    run=(--total_batch_size="$(($(whole 256) * 2048))" --num_iterations="${ITERATIONS:-$iterations}"
         --device_batch_size="$device_rows" --save_every="$save_every" --eval_every="$eval_every"
         --sample_every="$eval_every" --eval_tokens="$eval_tokens" --warmup_steps="$warmup"
         --grad_clip=1.0)
     judge=(--eval_tokens="$eval_tokens")
     ;;
 cpu)
-    processes=1 text=${TEXT:-embedded} depth=${DEPTH:-4}
+    text=${TEXT:-embedded} depth=${DEPTH:-4}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     shape=(--depth="$depth" --max_seq_len=256 --d_model=128 --head_dim=32)
     run=(--total_batch_size=4096 --num_iterations="${ITERATIONS:-60}" --eval_every=30
@@ -27,7 +28,7 @@ cpu)
     judge=(--eval_tokens=65536)
     ;;
 smoke)
-    processes=1 text=${TEXT:-embedded} depth=${DEPTH:-3}
+    text=${TEXT:-embedded} depth=${DEPTH:-3}
     tokenizer=(--vocab_size=512 --num_shards=1)
     shape=(--depth="$depth" --max_seq_len=64 --d_model=32 --head_dim=16)
     run=(--total_batch_size=512 --num_iterations="${ITERATIONS:-12}" --eval_every=6
@@ -35,7 +36,7 @@ smoke)
     judge=(--eval_tokens=2048)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu1, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
     exit 2
     ;;
 esac

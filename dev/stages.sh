@@ -1,6 +1,19 @@
-# Sourced by the scripts that run stages one after the other. Needs: processes, how many there are.
+# Sourced by the scripts that run stages one after the other, after dev/profile.sh and dev/setup.sh.
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$([ "$processes" -gt 1 ] && echo 1 || nproc 2>/dev/null || echo 4)}"
+
+# A PyTorch that cannot use the GPUs would train on the CPU without a word.
+if [ "$gpus" -gt 0 ]; then
+    seen=$(python -W ignore -c 'import torch; print(torch.cuda.device_count(), torch.version.cuda)')
+    if [ "${seen% *}" -lt "$processes" ]; then
+        driver=$( (nvidia-smi --query-gpu=driver_version --format=csv,noheader || true) | head -n 1)
+        echo "error: nvidia-smi lists $gpus GPUs and profile $PROFILE uses $processes, but PyTorch finds ${seen% *}; \
+the driver is $driver, this build of PyTorch is for CUDA ${seen#* }
+  fix:  update the driver, or install another build of PyTorch: TORCH_BACKEND=auto before the same command
+        runs \`uv pip install torch --torch-backend=auto\` (cu126, cu128, ... choose one); or PROFILE=cpu" >&2
+        exit 2
+    fi
+fi
 
 stage() { # stage <name> <command...>
     local name=$1 status=0

@@ -53,7 +53,11 @@ def device_name(device: torch.device) -> str:
 
 def known_peak(device: torch.device) -> Peak | None:
     """The data sheet's figures, or None for a device that is not in the table (CPUs are not)."""
-    name = device_name(device)
+    return peak_of(device_name(device))
+
+
+def peak_of(name: str) -> Peak | None:
+    """The same for a device by its name, as the driver gives it."""
     return next((peak for part, peak in PEAKS if part in name), None)
 
 

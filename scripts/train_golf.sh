@@ -2,7 +2,7 @@
 # Parameter golf: the best model that fits in a file of a given size and trains in a given time.
 #
 #   bash scripts/train_golf.sh                          # detect the machine
-#   PROFILE=h100x1 SEEDS="0 1 2" bash scripts/train_golf.sh   # h100x8, h100x1, cpu, smoke
+#   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke
 #
 # For every seed: train until the clock says stop, export what fits, refuse what does not; then score
 # the files alone. TEXT names the text: a data set repository, or embedded, the built-in world. Flags
@@ -12,7 +12,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 source dev/profile.sh
-[ "$PROFILE" = gpu1 ] && PROFILE=h100x1
 SEEDS=${SEEDS:-0}
 
 # What is the same everywhere: one table embeds and scores, MLPs of three times the width, the last
@@ -22,7 +21,7 @@ recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigra
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)
-    processes=8 text=${TEXT:-karpathy/climbmix-400b-shuffle}
+    text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=4096 --max_chars=2000000000 --num_shards=140)
     row=(--max_seq_len=2048)
     shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_embeddings=0 --rope_dims=32
@@ -32,19 +31,19 @@ h100x8)
         --quantize="embed.*=int8,*=int6")
     eval=(--eval_stride=128 --max_documents=50000)
     ;;
-h100x1)
-    processes=1 text=${TEXT:-karpathy/climbmix-400b-shuffle}
+gpu)
+    text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=4096 --max_chars=1000000000 --num_shards=20)
     row=(--max_seq_len=2048)
     shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_embeddings=0 --rope_dims=32
         --xsa_last_n=2 --qk_gain_init=1.5)
-    train=(--total_batch_size=131072 --max_wallclock_seconds=600 --num_iterations=20000)
+    train=(--total_batch_size="$(($(whole 64) * 2048))" --max_wallclock_seconds=600 --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --decay_rule=decoupled --weight_decay=0.04
         --quantize="embed.*=int8,*=int6")
     eval=(--eval_stride=128 --max_documents=50000)
     ;;
 cpu)
-    processes=1 text=${TEXT:-embedded}
+    text=${TEXT:-embedded}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
@@ -55,7 +54,7 @@ cpu)
     limit=(--limit_bytes=500000 --no-count_code)
     ;;
 smoke)
-    processes=1 text=${TEXT:-embedded}
+    text=${TEXT:-embedded}
     tokenizer=(--vocab_size=512 --num_shards=1)
     row=(--max_seq_len=64)
     shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --xsa_last_n=1 --rope_dims=16
@@ -66,7 +65,7 @@ smoke)
     limit=(--limit_bytes=120000 --no-count_code)
     ;;
 *)
-    echo "error: PROFILE is h100x8, h100x1, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
     exit 2
     ;;
 esac

@@ -2,7 +2,7 @@
 # Recursion, second phase: preset extreme on H100s, 5,000 steps, judged against plain models.
 #
 #   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; what they cost an hour
-#   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu1, cpu, smoke
+#   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
 #
 # The rest as in scripts/train_h100_fast.sh; the text is enough for the plain run of equal FLOPs.
 set -euo pipefail

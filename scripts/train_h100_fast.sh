@@ -2,7 +2,7 @@
 # Recursion, first phase: preset aggressive on H100s, 1,000 steps, judged against plain models.
 #
 #   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; what they cost an hour
-#   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu1, cpu, smoke
+#   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke
 #
 # SEEDS="0 1 2" gives the verdict a spread to judge by. Flags of base_train may follow. Writes to
 # out/recursion-fast, or to NANOCHAT_BASE_DIR, and to logs/train.log. Ends with status 1 where a

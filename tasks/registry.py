@@ -10,6 +10,7 @@ import difflib
 import re
 from typing import NamedTuple
 
+from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
@@ -87,6 +88,17 @@ def exam(name: str, unsafe: bool = False) -> Task:
     if task.kind == "talk":
         raise ValueError(f"{task.name} is only trained on: it has no right answers to score")
     return task
+
+
+def why_unavailable(name: str, unsafe: bool = False) -> str | None:
+    """Why a task cannot be scored on this machine: HumanEval needs a sandbox. None if it can."""
+    if key_of(name) != "humaneval":
+        return None
+    try:
+        choose_layer(unsafe)
+    except SandboxUnavailable as error:
+        return str(error)
+    return None
 
 
 def held_out(name: str) -> str:

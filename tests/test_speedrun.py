@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import scripts.plan
 from nanochat.common import REPOSITORY, read_json
+from scripts.plan import Plan
 
 STAGES = (
     "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
@@ -26,9 +28,9 @@ def environment(base: Path, **extra: str) -> dict[str, str]:
     return {**os.environ, **mine, **extra}
 
 
-def speedrun(base: Path, **extra: str) -> subprocess.CompletedProcess:
+def speedrun(base: Path, *words: str, **extra: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", "speedrun.sh"],
+        ["bash", "speedrun.sh", *words],
         cwd=REPOSITORY, env=environment(base, **extra), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
 
@@ -110,3 +112,121 @@ def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path, recor
 def test_an_unknown_profile_is_refused_by_name(tmp_path):
     done = speedrun(tmp_path, PROFILE="tpu")
     assert done.returncode == 2 and "'tpu'" in done.stderr
+    done = speedrun(tmp_path, PROFILE="gpu1")
+    assert done.returncode == 2 and "PROFILE=gpu," in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# The plan, and what is rejected before anything is trained
+
+
+def fake_machine(
+    folder: Path, gpus: int = 0, free_bytes: int | None = None, sandbox: bool = True
+) -> dict[str, str]:
+    """
+    The environment of a machine whose nvidia-smi lists H100s, or none; whose disk has `free_bytes`
+    left; without a sandbox. Every Python process of the run reads the fakes at its start.
+    """
+    lines = ["import shutil"]
+    if free_bytes is not None:
+        usage = f"shutil._ntuple_diskusage({10**13}, {10**13 - free_bytes}, {free_bytes})"
+        lines.append(f"shutil.disk_usage = lambda path: {usage}")
+    if not sandbox:
+        lines += ["import nanochat.sandbox", "nanochat.sandbox.LAYERS = ()"]
+    (folder / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    smi = folder / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in\n'
+        f"-L) for i in $(seq {gpus}); do echo GPU $i: NVIDIA H100; done ;;\n"
+        "--query-gpu=name) echo NVIDIA H100 80GB HBM3 ;;\n"
+        "--query-gpu=driver_version) echo 535.104.05 ;;\n"
+        "esac\n"
+    )
+    smi.chmod(0o755)
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": path, "PROFILE": ""}
+
+
+def test_R37_a_plan_that_the_disk_cannot_hold_is_rejected(tmp_path):
+    done = speedrun(tmp_path, **fake_machine(tmp_path, gpus=8, free_bytes=10 * 10**9))
+    out = done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in out, out
+    assert "depth 24 on 8 x NVIDIA H100 80GB HBM3" in out
+    assert "base model            about 130 min: assuming 50% of 989 TFLOP/s" in out
+    assert "cuDNN attention" in out
+    needed = re.search(r"disk +([\d.]+) GB more at the peak, 10.00 GB free", out)
+    assert needed and 90 < float(needed[1]) < 175, out
+    assert f"needs about {needed[1]} GB" in done.stderr and "NANOCHAT_BASE_DIR" in done.stderr
+    assert "=== " not in out and not (tmp_path / "tokenizer").exists(), "no stage has run"
+
+
+def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
+    fakes = fake_machine(tmp_path, gpus=3, free_bytes=10**12)
+    done = speedrun(tmp_path, **fakes)
+    assert done.returncode == 2 and "=== " not in done.stdout, done.stdout + done.stderr
+    assert "3 x NVIDIA H100" in done.stdout, "every GPU is used"
+    for part in ("3 GPUs", "535.104.05", "for CUDA", "--torch-backend=auto", "PROFILE=cpu"):
+        assert part in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "detected"),
+    [
+        ({}, "gpu 3 3 15"),
+        ({"CUDA_VISIBLE_DEVICES": "1,2"}, "gpu 2 2 16"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "cpu 0 1 16"),
+        ({"PROFILE": "cpu"}, "cpu 0 1 16"),
+        ({"PROFILE": "h100x8"}, "h100x8 3 8 16"),
+    ],
+)
+def test_the_profile_follows_from_the_gpus(tmp_path, extra, detected):
+    command = 'source dev/profile.sh; echo "$PROFILE $gpus $processes $(whole 16)"'
+    env = {**os.environ, **fake_machine(tmp_path, gpus=3), **extra}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=REPOSITORY, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == detected
+
+
+def test_a_plan_without_a_sandbox_goes_on_without_humaneval(tmp_path):
+    fakes = fake_machine(tmp_path, gpus=8, free_bytes=10**12, sandbox=False)
+    done = speedrun(tmp_path, "--plan", **fakes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "HumanEval is left out of the chat evaluations: " in done.stdout
+
+
+def test_what_an_earlier_attempt_wrote_is_not_needed_again(base, capsys):
+    flags = "--depth=2 --max_seq_len=64 --num_iterations=9"
+
+    def needed() -> float:
+        scripts.plan.main(Plan(base=flags, tokenizer="--dataset=embedded --vocab_size=65536"))
+        found = re.search(r"disk +([\d.]+) GB more", capsys.readouterr().out)
+        assert found
+        return float(found[1])
+
+    before = needed()
+    weights = base / "base_checkpoints" / "d2" / "step_9" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(bytes(100_000_000))
+    assert before - needed() == pytest.approx(0.1, abs=0.011)
+
+
+def test_no_installer_is_fetched_and_run_unchecked():
+    scripts = [*REPOSITORY.glob("*.sh"), *REPOSITORY.glob("*/*.sh"), *REPOSITORY.glob("*/*/*.sh")]
+    for path in scripts:
+        assert not re.search(r"(curl|wget)\b.*\|\s*(ba)?sh\b", path.read_text()), path
+
+
+def test_uv_comes_from_its_package_at_one_version(tmp_path):
+    calls, python = tmp_path / "calls", tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexit 1\n')
+    python.chmod(0o755)
+    for tool in ("awk", "df", "id"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    done = subprocess.run(
+        ["/bin/bash", "-c", "set -euo pipefail; source " + str(REPOSITORY / "dev/setup.sh")],
+        cwd=tmp_path, env={"PATH": str(tmp_path), "HOME": str(tmp_path)}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "pip install uv==" in done.stderr, done.stderr
+    assert re.search(r"-m pip install --user uv==\d+\.\d+\.\d+$", calls.read_text(), re.M)

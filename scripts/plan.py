@@ -1,0 +1,289 @@
+"""
+Print the plan of a whole run: minutes, money, disk, sandbox. Rejects one that the disk cannot hold.
+
+    python -m scripts.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
+    bash speedrun.sh --plan      # the plan of this machine's profile, and nothing else
+
+The flags of each stage are handed in as one string, as speedrun.sh passes them to the stage itself.
+
+Reads   what earlier attempts left under the base directory: a rerun needs that space only once
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from nanochat.checkpoint import stage_folder
+from nanochat.common import base_dir, free_bytes
+from nanochat.config import parse, start
+from nanochat.disk import require_free
+from nanochat.environment import default_rate
+from nanochat.gpt import GPT
+from nanochat.hardware import peak_of
+from nanochat.machine import Machine
+from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
+from nanochat.records import read_if_sound, report_folder, slug
+from nanochat.run_checkpoints import SavingConfig, checkpoint_bytes
+from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
+from nanochat.stage import saves_to_come
+from nanochat.train import LoopConfig, Progress
+from scripts import base_train, chat_rl, chat_sft, mid_train
+from scripts.base_train import BaseTrain
+from scripts.chat_rl import ChatRL
+from scripts.chat_sft import ChatSft
+from scripts.mid_train import MidTrain
+from scripts.tok_train import TokTrain
+from tasks.defaults import HUB, WORLD
+from tasks.registry import TASKS, why_unavailable
+
+# Stored bytes per token: of text on the hub (a token stands for about 4.5 bytes of text, a byte of
+# parquet for 2.5), and of an allowance for conversations, tasks and few-shot items with their rows.
+HUB_BYTES_PER_TOKEN = 1.8
+CHARS_PER_HUB_BYTE = 2.5
+HUB_TASK_BYTES = 4e9
+HOPPER_ON = ("H100", "H200", "GH200", "B200", "B300")  # where PyTorch picks cuDNN's attention
+STAGES = (
+    "tokenizer",
+    "tokenizer evaluation",
+    "base model loss",
+    "base model evaluation",
+    "midtraining",
+    "chat sft",
+    "chat rl",
+    "chat evaluations",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    profile: str = ""
+    """Name of the profile, for the messages."""
+    processes: int = 1
+    """Processes that train, one per GPU."""
+    gpu: str = ""
+    """Name of the GPUs, as nvidia-smi reports it. Default: the CPU trains."""
+    utilization: float = GPU_EFFICIENCY
+    """Assumed share of the GPUs' peak FLOPs, for the minutes of the base model."""
+    minutes: str = "0 0 0 0 0 0 0 0"
+    """Minutes of the other stages, in order: tokenizer, its evaluation, base loss, base evaluation,
+    mid, SFT, RL, all chat evaluations."""
+    minutes_depth: int = 4
+    """Depth at which those minutes hold; stages that run the model are scaled from it by FLOPs."""
+    minutes_processes: int = 1
+    """Processes with which they hold; the same stages are scaled by them."""
+    tokenizer: str = ""
+    """Flags of scripts.tok_train."""
+    base: str = ""
+    """Flags of scripts.base_train."""
+    mid: str = ""
+    """Flags of scripts.mid_train."""
+    sft: str = ""
+    """Flags of scripts.chat_sft."""
+    rl: str = ""
+    """Flags of scripts.chat_rl."""
+
+    def __post_init__(self) -> None:
+        if len(self.minutes.split()) != len(STAGES):
+            raise ValueError(f"minutes has {len(STAGES)} numbers, not {self.minutes!r}")
+
+
+class Use(NamedTuple):
+    """Bytes that a part of the run writes below the base directory."""
+
+    name: str
+    peak: float
+    """At most, while it runs."""
+    left: float
+    """Afterwards."""
+    there: float
+    """Written by an earlier attempt."""
+
+
+def main(cfg: Plan) -> None:
+    base = parse(BaseTrain(), args=shlex.split(cfg.base))
+    tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
+    model = meta_model(base, tokenizer.vocab_size)
+    horizon = plan_horizon(
+        model.num_used_params(),
+        base.repeat.flops_per_token(model),
+        base.max_seq_len,
+        base.num_iterations,
+        base.target_flops,
+        base.target_param_data_ratio,
+        base.total_batch_size,
+        cfg.processes,
+    )
+    print_time(cfg, base, model, horizon)
+    embedded = (base.data.dataset or tokenizer.data.dataset) == "embedded"
+    uses = disk_uses(cfg, base, tokenizer, model, horizon, embedded)
+    needed = bytes_needed(uses)
+    listed = ", ".join(f"{use.name} {use.peak / 1e9:.2f}" for use in uses)
+    print(
+        f"  disk                  {needed / 1e9:.2f} GB more at the peak, "
+        f"{free_bytes(base_dir()) / 1e9:.2f} GB free in {base_dir()}\n"
+        f"    GB by part: {listed}"
+    )
+    for name in (WORLD if embedded else HUB).evaluated:
+        if why := why_unavailable(name):
+            print(f"  {TASKS[name].task.name} is left out of the chat evaluations: {why}")
+    require_free(base_dir(), needed, f"this run ({listed} GB)", "a smaller DEPTH")
+
+
+def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
+    """The base model without memory for its weights."""
+    shape = shape_for_depth(
+        base.depth, vocab_size, base.max_seq_len, base.arch, base.window_pattern, base.shape
+    )
+    with torch.device("meta"):
+        return base.repeat.apply(base.recursion.apply(shape)).new()
+
+
+# ------------------------------------------------------------------------------------------------
+# Minutes
+
+
+def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None:
+    """The minutes of every stage, what they assume, and their price."""
+    flops = model.flops_per_token()
+    reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size)
+    scale = flops / reference.flops_per_token() * cfg.minutes_processes / cfg.processes
+    minutes = {
+        name: float(n) * (1 if name.startswith("tokenizer") else scale)
+        for name, n in zip(STAGES, cfg.minutes.split(), strict=True)
+    }
+    rate, assumed = flops_per_second(cfg, model)
+    total_flops = base.repeat.flops_per_token(model) * horizon.tokens
+    base_minutes = total_flops / (rate * cfg.processes) / 60 if rate else None
+    everything = sum(minutes.values()) + (base_minutes or 0)
+    dollars_per_hour = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
+    devices = f"{cfg.processes} x {cfg.gpu or 'CPU'}"
+    print(f"plan: profile {cfg.profile}, depth {base.depth} on {devices}")
+    for name in STAGES:
+        if name == "base model loss":
+            shown = "unknown" if base_minutes is None else f"about {base_minutes:.0f} min"
+            print(f"  {'base model':<21} {shown}: {assumed}")
+            print(
+                f"    {model.num_params():,} parameters, {horizon.num_steps:,} steps of "
+                f"{horizon.batch_tokens:,} tokens = {horizon.tokens:.3g}, {total_flops:.3g} FLOPs"
+            )
+        print(f"  {name:<21} about {minutes[name]:.0f} min")
+    least = "at least" if base_minutes is None else "about"
+    print(
+        f"  total                 {least} {everything:.0f} min, "
+        f"${everything / 60 * dollars_per_hour:.2f} at ${dollars_per_hour:.2f} an hour"
+    )
+
+
+def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
+    """The assumed FLOP/s of one device, None for a GPU of unknown peak, and how it is known."""
+    if not cfg.gpu:
+        cpu = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+        rate = matrix_rate(cpu, model.cfg.d_model) * CPU_EFFICIENCY
+        return rate, f"{CPU_EFFICIENCY:.0%} of this CPU's measured matmul rate"
+    peak = peak_of(cfg.gpu)
+    if peak is None:
+        return None, f"the peak of a {cfg.gpu} is not known"
+    cudnn = any(name in cfg.gpu for name in HOPPER_ON)
+    kernel = "cuDNN attention (torch >= 2.11)" if cudnn else "FlashAttention 2"
+    return peak.flops * cfg.utilization, (
+        f"assuming {cfg.utilization:.0%} of {peak.flops / 1e12:.0f} TFLOP/s in bf16 on each GPU, "
+        f"compiled, with {kernel} by scaled_dot_product_attention"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Disk
+
+
+def disk_uses(
+    cfg: Plan,
+    base: BaseTrain,
+    tokenizer: TokTrain,
+    model: GPT,
+    horizon: Horizon,
+    embedded: bool,
+) -> list[Use]:
+    """What the run writes, part by part, in order."""
+    tag = base.stage.model_tag or f"d{base.depth}"
+    data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
+    hub = not (embedded or base.data.data_dir or tokenizer.data.data_dir)
+    text = max(horizon.tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
+    rows = horizon.tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
+    mid = parse(MidTrain(), args=shlex.split(cfg.mid))
+    sft = parse(ChatSft(), args=shlex.split(cfg.sft))
+    rl = parse(ChatRL(), args=shlex.split(cfg.rl))
+    tasks_there = bytes_in(data / "tasks")
+    return [
+        file_use("text", text * hub * (not trained), bytes_in(data) - tasks_there),
+        file_use("rows", rows * (not trained), bytes_in(base_dir() / "rows")),
+        file_use("tasks", 0 if embedded else HUB_TASK_BYTES, tasks_there),
+        checkpoint_use("base", base_train.SECTION, base.stage, horizon.num_steps, model, tag),
+        checkpoint_use("mid", mid_train.SECTION, mid.stage, mid.plan.num_iterations, model, tag),
+        checkpoint_use("sft", chat_sft.SECTION, sft.stage, sft.plan.num_iterations, model, tag),
+        checkpoint_use("rl", chat_rl.SECTION, rl, rl.num_iterations, model, tag),
+    ]
+
+
+def file_use(name: str, size: float, there: float) -> Use:
+    """Of files that are written once and kept."""
+    return Use(name, size, size, there)
+
+
+class Saves(Protocol):
+    """The settings of a stage that decide how many checkpoints it writes."""
+
+    @property
+    def saving(self) -> SavingConfig: ...
+    @property
+    def loop(self) -> LoopConfig: ...
+
+
+def checkpoint_use(
+    stage: str, section: str, cfg: Saves, steps: int | None, model: GPT, tag: str
+) -> Use:
+    """
+    Of a stage's checkpoints: `keep` and the one being written. The last one of mid, SFT and RL has
+    no optimizer state.
+    """
+    name, there = f"{stage} checkpoints", bytes_in(stage_folder(stage) / tag)
+    if finished(section, stage, tag):
+        return file_use(name, there, there)
+    keep, size = cfg.saving.keep, checkpoint_bytes(model)
+    last = size if stage == "base" else 4 * model.num_params()
+    on_the_way = keep + 1 if cfg.loop.save_every else 0
+    if steps is not None:
+        on_the_way = saves_to_come(cfg.loop, Progress(), steps) - 1
+    peak = max(size * min(on_the_way, keep + 1), size * min(on_the_way, keep) + last)
+    return Use(name, peak, size * min(on_the_way, keep - 1) + last, there)
+
+
+def finished(section: str, stage: str, tag: str) -> bool:
+    """Whether a stage has a record whose checkpoint of this tag is still there."""
+    record = read_if_sound(report_folder() / f"{slug(section)}.json")
+    folder = (stage_folder(stage) / tag).relative_to(base_dir())
+    files = [Path(name) for name in record["files"]] if record else []
+    return bool(files) and all(
+        name.is_relative_to(folder) and (base_dir() / name).is_file() for name in files
+    )
+
+
+def bytes_in(folder: Path) -> int:
+    """Size of all files below a folder, 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def bytes_needed(uses: Sequence[Use]) -> float:
+    """What must be free now for the run to reach its end: the peak over its parts, in order."""
+    needed = written = 0.0
+    for use in uses:
+        needed = max(needed, written + use.peak - use.there)
+        written += max(0.0, use.left - use.there)
+    return needed
+
+
+if __name__ == "__main__":
+    start(main, Plan(), __doc__)
