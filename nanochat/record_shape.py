@@ -59,6 +59,8 @@ class Estimate(Shape):
 class Scores(Shape):
     of: str
     scores: str
+    key: str | None = None
+    """What decides these scores, where a section is filled task by task."""
 
 
 class Weights(Shape):

@@ -10,12 +10,13 @@ Writes  the section "Chat evaluation <stage>", to which every call adds its task
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.common import Refused
 from nanochat.config import settings, short, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
@@ -31,7 +32,7 @@ from nanochat.tools import Tools
 from nanochat.variance import default_repeats
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import exam, key_of
+from tasks.registry import exam, key_of, why_unavailable
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ChatEval:
     """Look at benchmarks that scripts.hold_out declared final, and have it written down; without
     it, they are refused by name and otherwise left out."""
     once: bool = False
-    """Do nothing when this checkpoint was scored with these settings before."""
+    """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -108,49 +109,87 @@ def main(cfg: ChatEval) -> None:
     checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
-    tasks = [exam(name, cfg.unsafe_exec) for name in names]
+    missing = unavailable(cfg, names, machine)
+    tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
     inputs = parent_inputs(checkpoint)
-    key = records.stage_key(asked(cfg), inputs)
-    if cfg.once and machine.broadcast(
-        records.finished(cfg.section, key, cfg.report_dir) is not None
-    ):
+    key = task_key(cfg, inputs)
+    before = scored_before(cfg, key, inputs) if cfg.once and machine.is_main else {}
+    known: dict[str, Estimate] = machine.broadcast(before)
+    todo = [task for task in tasks if task.name not in known]
+    if not todo:
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
+    section = Section(cfg, checkpoint, key, missing, machine, started)
     if machine.is_main:
         who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
-        require_access([task.name for task in tasks], cfg.final, who)
+        require_access([task.name for task in todo], cfg.final, who)
     machine.barrier()
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     answers = sum(
         min(len(task), cfg.max_problems or len(task)) * cfg.repeats(task)
-        for task in tasks
+        for task in todo
         if task.kind == "generate"
     )
     fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.max_new_tokens)
     engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
-    found: dict[str, Graded] = {}
-    for task in tasks:
+    for task in todo:
         begun = time.perf_counter()
         count = min(len(task), cfg.max_problems or len(task))
         if task.kind == "choice":
             graded = by_letters(model, tokenizer, task, count, machine)
         else:
             graded = by_writing(engine, task, count, cfg.sampling, cfg.repeats(task), machine)
-        found[task.name] = graded
-        score = accuracy(graded.outcomes)
+        known[task.name] = score = accuracy(graded.outcomes)
         repeats = f", {len(graded.outcomes[0])} answers each" * (len(graded.outcomes[0]) > 1)
         cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
         machine.print0(
             f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions{repeats}"
             f"{cropped}), {time.perf_counter() - begun:.1f} s"
         )
+        if machine.is_main:
+            section.add_task(task, graded)
     if machine.is_main:
-        whole = {key_of(task.name) for task in tasks} >= {key_of(name) for name in every_task}
-        write_section(cfg, checkpoint, tasks, found, whole, machine, started)
+        scored = {key_of(task.name) for task in tasks} | {key_of(name) for name in missing}
+        if scored >= {key_of(name) for name in every_task}:
+            section.add_mean(tasks, known)
+        report.update(cfg.report_dir)
     machine.close()
+
+
+def unavailable(cfg: ChatEval, names: Sequence[str], machine: Machine) -> dict[str, str]:
+    """
+    Task -> why it cannot be scored on this machine; logged. Raises Refused for one that was asked
+    for by name.
+    """
+    mine = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
+    found = {n: why for rank in machine.gather(mine) for n, why in rank.items() if why}
+    for name, why in found.items():
+        if cfg.task_name:
+            raise Refused(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
+        machine.print0(f"{exam(name).name} is left out: {why}")
+    return found
+
+
+def task_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
+    """Names what decides the score of a task: all settings but which tasks there are."""
+    return records.stage_key({**asked(cfg), "task_name": None}, inputs)
+
+
+def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
+    """The scores of the section's record that have this `task_key`."""
+    path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
+    record = records.read_if_sound(path)
+    if record is None or record["provenance"]["inputs"] != inputs:
+        return {}
+    scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
+    values = {name: record["values"][name] for name in scored if " pass@" not in name}
+    return {
+        name: Estimate(float(value["value"]), value["n"], float(value["se"]))
+        for name, value in values.items()
+    }
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:
@@ -183,51 +222,65 @@ def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 
 
-def write_section(
-    cfg: ChatEval,
-    checkpoint: Checkpoint,
-    tasks: Sequence[Task],
-    found: dict[str, Graded],
-    whole: bool,
-    machine: Machine,
-    started: float,
-) -> None:
-    """The record and the report; ChatCORE where all the tasks of the model's world were scored."""
-    values: dict[str, Any] = {}
-    items: dict[str, Any] = {}
-    for task in tasks:
-        outcomes = found[task.name].outcomes
-        values[task.name] = with_repeats(outcomes, sampled=cfg.sampled(task))
+class Section:
+    """The section's record, extended task by task, so that an abort keeps what was scored."""
+
+    def __init__(
+        self,
+        cfg: ChatEval,
+        checkpoint: Checkpoint,
+        key: str,
+        missing: Mapping[str, str],
+        machine: Machine,
+        started: float,
+    ):
+        self.cfg, self.checkpoint, self.key, self.machine = cfg, checkpoint, key, machine
+        self.missing, self.started = missing, started
+        self.cropped = 0
+
+    def add_task(self, task: Task, graded: Graded) -> None:
+        """Record the scores of a task."""
+        outcomes, name = graded.outcomes, task.name
+        values: dict[str, Any] = {name: with_repeats(outcomes, sampled=self.cfg.sampled(task))}
         conversations = [task[i] for i in range(len(outcomes))]
-        items[task.name] = records.item_scores(conversations, item_means(outcomes))
+        scores = records.item_scores(conversations, item_means(outcomes))
+        items = {name: {**scores, "key": self.key}}
         k = len(outcomes[0])
         for n in {2, 4, 8, 16, 32, 64} & set(range(2, k + 1)):
             correct = [sum(score == 1 for score in scores) for scores in outcomes]
             passed = stats.mean_pass_at_k(k, correct, n)
-            values[f"{task.name} pass@{n}"] = records.estimate(*passed)
+            values[f"{name} pass@{n}"] = records.estimate(*passed)
             each = [stats.pass_at_k(k, c, n) for c in correct]
-            items[f"{task.name} pass@{n}"] = records.item_scores(conversations, each)
-    if whole:
-        centred = [
-            stats.centred(accuracy(found[task.name].outcomes), task.baseline) for task in tasks
-        ]
-        values["ChatCORE"] = records.estimate(*stats.average(centred))
+            items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
+        self.cropped += graded.num_cropped
+        if self.cropped:
+            values["Cropped prompts"] = self.cropped
+        self.write(values, items)
+
+    def add_mean(self, tasks: Sequence[Task], scores: Mapping[str, Estimate]) -> None:
+        """Record ChatCORE: the mean of the centered scores of all tasks of the model's world."""
+        centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
+        values: dict[str, Any] = {"ChatCORE": records.estimate(*stats.average(centred))}
         weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-        items["ChatCORE"] = records.weighted_scores(weights)
-    if cropped := sum(graded.num_cropped for graded in found.values()):
-        values["Cropped prompts"] = cropped
-    origin = checkpoint.state["provenance"]
-    records.write_record(
-        cfg.section,
-        asked(cfg),
-        values,
-        records.Provenance(origin["run_id"], cfg.seed, parent_inputs(checkpoint)),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-        items=items,
-        extend=True,
-    )
-    report.update(cfg.report_dir)
+        if self.missing:
+            names = ", ".join(exam(name).name for name in self.missing)
+            values["ChatCORE without"] = f"{names}: {'; '.join(self.missing.values())}"
+        self.write(values, {"ChatCORE": records.weighted_scores(weights)})
+
+    def write(self, values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
+        """Extend the record, at the cost of the time since it was last extended."""
+        origin, inputs = self.checkpoint.state["provenance"], parent_inputs(self.checkpoint)
+        records.write_record(
+            self.cfg.section,
+            asked(self.cfg),
+            values,
+            records.Provenance(origin["run_id"], self.cfg.seed, inputs),
+            records.Cost.since(self.started, self.machine),
+            self.cfg.report_dir,
+            items=items,
+            extend=True,
+        )
+        self.started = time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     try:
         choose_layer(unsafe)
     except SandboxUnavailable as error:
-        return str(error)
+        return " ".join(str(error).split())
     return None
 
 

@@ -3,14 +3,19 @@
 import pytest
 import torch
 
+from nanochat import sandbox
 from nanochat.chat_format import render_prompt
+from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.common import Refused, read_json
 from nanochat.engine import Engine
 from nanochat.eval_chat import by_letters, by_writing, fit, gathered
 from nanochat.gpt import GPTConfig, build_model
-from nanochat.machine import Machine
+from nanochat.machine import Machine, MachineConfig
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
+from scripts import chat_eval
 from tests.conftest import lively
+from tests.hub_server import hub_served
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 
@@ -101,3 +106,74 @@ def test_a_letter_of_several_tokens_is_refused(model, machine):
 
     with pytest.raises(ValueError, match="2 tokens"):
         by_letters(model, TOKENIZER, Greek(), 1, machine)
+
+
+# ------------------------------------------------------------------------------------------------
+# The script
+
+
+def save_model(dataset: str) -> None:
+    """An SFT checkpoint of a model that knows nothing, whose base model read `dataset`."""
+    tokenizer = Tokenizer.train(["ABCDE what is the answer 1 2 3 4"], 280)
+    cfg = GPTConfig(280, 2, 32, 4, 2, 8, 192)
+    model = lively(build_model(cfg, torch.device("cpu"), torch.float32, 0))
+    state = {
+        "stage": "sft",
+        "source": {"dataset": dataset},
+        "provenance": {"run_id": "run-1", "seed": 0, "inputs": {"tokenizer": "t"}},
+    }
+    save_checkpoint(stage_folder("sft") / "d2", 5, model, None, tokenizer, state, keep=9)
+
+
+def evaluate(**settings) -> None:
+    machine = MachineConfig(device_type="cpu", dtype="float32")
+    cfg = {"max_problems": 4, "max_new_tokens": 4, **settings}
+    chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
+
+
+def test_an_aborted_evaluation_continues_with_the_next_task(base, tmp_path, capsys, monkeypatch):
+    save_model("embedded")
+    path = base / "report" / "chat-evaluation-sft.json"
+    evaluate(max_problems=3)  # other settings: none of these scores is the one asked for below
+
+    def abort_at(engine, task, *rest):
+        if task.name == "World-Problems":
+            raise OSError("no space left on device")
+        return by_writing(engine, task, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(chat_eval, "by_writing", abort_at)
+        evaluate(once=True)
+    values = read_json(path)["values"]
+    kept = {name: values[name] for name in ("World-Choice", "World-Facts")}
+    assert all(value["n"] == 4 for value in kept.values()) and values["World-Problems"]["n"] == 3
+
+    capsys.readouterr()
+    evaluate(once=True)
+    logged = capsys.readouterr().out
+    assert "World-Problems" in logged and "World-Spelling" in logged
+    assert "World-Choice" not in logged and "World-Facts" not in logged
+    evaluate(once=True)
+    assert "finished already, skipped" in capsys.readouterr().out
+    evaluate(report_dir=str(tmp_path / "straight"))
+    straight = read_json(tmp_path / "straight" / path.name)
+    assert read_json(path)["values"] == straight["values"] and "ChatCORE" in straight["values"]
+    assert read_json(path)["items"] == straight["items"]
+
+
+def test_without_a_sandbox_humaneval_is_left_out_and_the_record_says_so(
+    base, hub, capsys, monkeypatch
+):
+    save_model("owner/text")
+    monkeypatch.setattr(sandbox, "LAYERS", ())
+    with hub_served(hub, monkeypatch) as serve:
+        serve()
+        for expected in ("HumanEval is left out: nothing here confines", "skipped"):
+            evaluate(once=True, max_problems=1)
+            assert expected in capsys.readouterr().out
+    values = read_json(base / "report" / "chat-evaluation-sft.json")["values"]
+    assert "HumanEval" not in values and values["ChatCORE"]
+    assert values["ChatCORE without"].startswith("HumanEval: nothing here confines")
+    assert "ChatCORE without" in (base / "report.md").read_text()
+    with pytest.raises(Refused, match="humaneval cannot be scored here"):
+        evaluate(task_name="gsm8k|humaneval")
