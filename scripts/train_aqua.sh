@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The run of the seed report: a depth-8 model whose fine-tuning and reinforcement learning are
-# weighted towards AQuA, algebra word problems with five options.
+# The run of the seed report: a classic model of depth 8 (92,274,688 parameters) whose fine-tuning and
+# reinforcement learning are weighted towards AQuA, algebra word problems with five options.
 #
-#   bash scripts/train_aqua.sh                # detect the machine
-#   PROFILE=gpu1 bash scripts/train_aqua.sh   # h100x8 (the seed's own settings), gpu1, cpu
+#   bash scripts/train_aqua.sh               # detect the machine
+#   PROFILE=gpu bash scripts/train_aqua.sh   # h100x8 (the seed's own settings), gpu (1 to 7), cpu
 #
-# Real data, fetched from the hub: TEXT names the pretraining text, TALK the conversations. Writes to
-# out/aqua, or to NANOCHAT_BASE_DIR. Safe to run again, like speedrun.sh.
+# Real data, fetched from the hub: TEXT names the pretraining text, TALK the conversations, EVAL_BUNDLE
+# the few-shot tasks (folder, zip or URL). Writes to out/aqua, or to NANOCHAT_BASE_DIR. If it is
+# interrupted, rerun the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,41 +15,49 @@ source dev/profile.sh
 TEXT=${TEXT:-karpathy/climbmix-400b-shuffle}
 TALK=${TALK:-HuggingFaceTB/smol-smoltalk}
 
+# AQuA has 254 questions for validation and 254 for tests: the loss, RL and the scores see all of them.
 case "$PROFILE" in
 h100x8)
-    processes=8 depth=8
+    depth=8
     tokenizer=(--vocab_size=65536 --max_chars=2000000000)
     base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size=524288)
+    core=()
     mid=(--num_iterations=200 --mixture="smoltalk:$TALK,mmlu,gsm8k")
     talk=10000
     sft=()
-    rl=(--examples_per_step=16 --num_samples=4 --max_new_tokens=64)
+    rl=(--examples_per_step=16 --num_samples=4 --max_new_tokens=64 --eval_examples=254)
     chat=(--max_new_tokens=512)
+    others=()
     ;;
-gpu1)
-    processes=1 depth=8
+gpu)
+    depth=8
     tokenizer=(--vocab_size=65536 --max_chars=1000000000)
-    base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size=524288)
+    base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size="$(($(whole 256) * 2048))")
+    core=()
     mid=(--num_iterations=100 --mixture="smoltalk:$TALK,mmlu,gsm8k")
     talk=10000
     sft=()
-    rl=(--examples_per_step=16 --num_samples=4 --max_new_tokens=64 --num_iterations=300)
+    rl=(--examples_per_step="$(whole 16)" --num_samples=4 --max_new_tokens=64 --num_iterations=300
+        --eval_examples=254)
     chat=(--max_new_tokens=256)
+    others=()
     ;;
 cpu)
-    processes=1 depth=4
+    depth=${DEPTH:-4}
     tokenizer=(--vocab_size=8192 --max_chars=50000000)
-    base=(--max_seq_len=512 --num_iterations=200 --total_batch_size=8192 --num_shards=1
-        --eval_every=100)
-    mid=(--num_iterations=60 --mixture="smoltalk:$TALK=4000,mmlu=2000,gsm8k=2000")
+    base=(--max_seq_len=512 --num_iterations="${ITERATIONS:-200}" --total_batch_size=8192 --num_shards=1
+        --eval_every=100 --core_metric_max_per_task=20)
+    core=(--max_per_task=20)
+    mid=(--num_iterations="${ITERATIONS:-60}" --mixture="smoltalk:$TALK=4000,mmlu=2000,gsm8k=2000")
     talk=1000
-    sft=(--num_iterations=60)
-    rl=(--examples_per_step=4 --num_samples=4 --max_new_tokens=64 --num_iterations=8
-        --eval_examples=20 --eval_samples=4)
-    chat=(--max_new_tokens=64 --max_problems=50)
+    sft=(--num_iterations="${ITERATIONS:-60}" --eval_tokens=1048576 --eval_every=0)
+    rl=(--examples_per_step=4 --num_samples=4 --max_new_tokens=64 --num_iterations="${ITERATIONS:-8}"
+        --eval_examples=254 --eval_samples=1)
+    chat=(--max_new_tokens=64)
+    others=(--max_problems=50)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu1 or cpu, not '$PROFILE'" >&2
+    echo "error: PROFILE is h100x8, gpu or cpu, not '$PROFILE'" >&2
     exit 2
     ;;
 esac
@@ -59,16 +68,22 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/aqua}"
 tag="d$depth"
 go=(--run="${WANDB_RUN:-dummy}" --resume=auto --once)
 learned="arc_easy,arc_challenge,aqua=20000,gsm8k,smoltalk:$TALK=$talk"
-asked="AQUA|GSM8K|ARC-Easy|ARC-Challenge|MMLU"
-evaluate() {
-    train scripts.chat_eval --source="$1" --model_tag="$tag" --task_name="$asked" \
-        "${chat[@]}" --once
+evaluate() { # AQuA on all of its questions, then the others
+    local score=(scripts.chat_eval --source="$1" --model_tag="$tag" "${chat[@]}" --once)
+    train "${score[@]}" --task_name="AQUA" &&
+        train "${score[@]}" --task_name="GSM8K|ARC-Easy|ARC-Challenge|MMLU" ${others[@]+"${others[@]}"}
 }
+fetch_suite
 
 stage "tokenizer" python -m scripts.tok_train --dataset="$TEXT" "${tokenizer[@]}" --once
 stage "tokenizer evaluation" python -m scripts.tok_eval --once
-stage "base model" train scripts.base_train --depth="$depth" "${base[@]}" "${go[@]}"
+stage "base model" train scripts.base_train --depth="$depth" --arch=classic "${base[@]}" \
+    ${estimate[@]+"${estimate[@]}"} "${go[@]}"
 stage "base model loss" train scripts.base_loss --model_tag="$tag" --max_documents=500 --once
+if [ "$few_shot" = 1 ]; then
+    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" "${suite[@]}" \
+        ${core[@]+"${core[@]}"} --once
+fi
 stage "midtraining" train scripts.mid_train --model_tag="$tag" "${mid[@]}" "${go[@]}"
 stage "chat evaluation mid" evaluate mid
 stage "chat sft" train scripts.chat_sft --model_tag="$tag" --mixture="$learned" \

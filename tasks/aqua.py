@@ -7,6 +7,8 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 """
 
 import re
+from collections.abc import Sequence
+from functools import cached_property
 
 from tasks.base import (
     LETTERS,
@@ -21,6 +23,7 @@ from tasks.base import (
 )
 from tasks.hub import HubTask
 
+NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
 
@@ -41,6 +44,21 @@ class AQuA(HubTask):
     stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
     columns = ("question", "options", "rationale", "correct")
 
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """Conversation -> row. Rows without five options, one of them right, are skipped."""
+        valid = [
+            len(row["options"]) == NUM_OPTIONS and row["correct"] in LETTERS[:NUM_OPTIONS]
+            for row in self.data.rows
+        ]
+        if skipped := valid.count(False):
+            print(
+                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where}: not "
+                f"{NUM_OPTIONS} options with the right one among them",
+                flush=True,
+            )
+        return [i for i in super().order if valid[i]]
+
     def options(self, i: int) -> list[str]:
         """The options without the `A)` in front."""
         return [option.partition(")")[2].strip() for option in self.row(i)["options"]]
@@ -51,7 +69,7 @@ class AQuA(HubTask):
         return [user(question), assistant(f"{row['rationale'].strip()}\nAnswer: {row['correct']}")]
 
     def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[:5]
+        return LETTERS[:NUM_OPTIONS]
 
     def material(self, i: int) -> str:
         return "\n".join([self.row(i)["question"], *self.options(i)])

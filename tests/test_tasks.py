@@ -184,6 +184,16 @@ def test_aqua_counts_the_last_marker_and_nothing_else(loaded, answer, score):
     assert task.score(task[0], answer) == score
 
 
+@pytest.mark.parametrize("task_class", [AQuA, AQuALetter])
+def test_aqua_questions_without_five_options_are_skipped(loaded, monkeypatch, capsys, task_class):
+    whole = ROWS["deepmind/aqua_rat"][0]
+    broken = [{**whole, "options": whole["options"][:4]}, {**whole, "correct": "F"}]
+    monkeypatch.setitem(ROWS, "deepmind/aqua_rat", [broken[0], whole, broken[1], whole])
+    task = task_class("val")
+    assert len(task) == 2 and task[0] == task[1] == task_class("val")[1]
+    assert "skipped 2 of 4 questions of deepmind/aqua_rat" in capsys.readouterr().out
+
+
 def test_aqua_gives_one_instruction_in_each_of_its_forms(loaded):
     reasoned, letter = AQuA("train"), AQuALetter("train")
     assert (reasoned.kind, letter.kind) == ("generate", "choice")
