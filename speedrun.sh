@@ -102,18 +102,11 @@ python -m scripts.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu
 # ---- The stages ---------------------------------------------------------------------------------
 source dev/stages.sh
 
-# CORE's tasks are fetched before anything is trained: an address that is dead costs this section of
-# the report, not the run. EVAL_BUNDLE=<folder, zip or URL> names another one.
-few_shot=1
+few_shot=1 # the embedded world has few-shot tasks of its own
 if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
-    suite=(--suite=dclm ${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
-    if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
-        core+=("${suite[@]}")
-        shape+=("${suite[@]}" --core_metric_every=2000)
-    else
-        few_shot=0
-        echo "speedrun: the tasks of CORE cannot be had; going on without them" >&2
-    fi
+    fetch_suite
+    core+=("${suite[@]}")
+    shape+=(${estimate[@]+"${estimate[@]}"})
 fi
 
 tag="d$depth"

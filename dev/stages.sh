@@ -32,3 +32,17 @@ train() { # one process, or one per GPU
         python -m "$@"
     fi
 }
+
+# CORE's tasks are fetched before anything is trained: an address that is dead costs this section of
+# the report, not the run. EVAL_BUNDLE=<folder, zip or URL> names another one. Sets few_shot, the flags
+# of base_eval (suite) and those of base_train (estimate).
+fetch_suite() {
+    few_shot=1 estimate=()
+    suite=(--suite=dclm ${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
+    if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
+        estimate=("${suite[@]}" --core_metric_every=2000) # and at the end
+    else
+        few_shot=0
+        echo "the tasks of CORE cannot be downloaded; going on without them" >&2
+    fi
+}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import pyarrow.parquet as pq
 import pytest
 
 from nanochat import hub as hub_files
@@ -48,3 +49,25 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     for server in running:
         server.shutdown()
         server.server_close()
+
+
+def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] = ()) -> Path:
+    """
+    The first rows of every file of `hub`, in `folder`, for stages that read all of it; of the
+    repositories in `whole` all rows. The text and the conversations that the speedrun names are
+    there under their names.
+    """
+    names = {
+        "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",
+        "HuggingFaceTB/smol-smoltalk": "local/chat-instruct",
+        **{name: name for name in ("cais/mmlu", "openai/gsm8k", "openai/openai_humaneval")},
+        **{name: name for name in ("allenai/ai2_arc", "deepmind/aqua_rat")},
+    }
+    for name, source in names.items():
+        root = hub / "datasets" / source
+        for path in sorted(root.rglob("*.parquet")):
+            out = folder / "datasets" / name / path.relative_to(root)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            table = pq.read_table(path)
+            pq.write_table(table if name in whole else table.slice(0, rows), out)
+    return folder
