@@ -15,6 +15,7 @@ import pytest
 import scripts.plan
 from nanochat.common import REPOSITORY, read_json
 from scripts.plan import Plan
+from tests.hub_server import hub_served, small_hub
 
 STAGES = (
     "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
@@ -31,7 +32,7 @@ def environment(base: Path, **extra: str) -> dict[str, str]:
 def speedrun(base: Path, *words: str, **extra: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", "speedrun.sh", *words],
-        cwd=REPOSITORY, env=environment(base, **extra), capture_output=True, text=True, timeout=500,
+        cwd=REPOSITORY, env=environment(base, **extra), capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -107,6 +108,26 @@ def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path, recor
     record_property("kills survived", len(labels))
     again = speedrun(killed)
     assert again.stdout.count("finished already, skipped") == len(STAGES), again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_h100x8_runs_dry_on_eight_processes_to_its_last_section(hub, tmp_path, monkeypatch):
+    fakes = fake_machine(tmp_path, sandbox=False)  # no GPU: gloo instead of NCCL
+    with hub_served(hub, monkeypatch) as serve:
+        serve(small_hub(hub, tmp_path / "hub", rows=300))
+        bundle = {"EVAL_BUNDLE": str(hub / "eval_bundle")}
+        small = {"PROFILE": "h100x8", "DEPTH": "1", "DRY_RUN": "1"}
+        done = speedrun(tmp_path / "base", **{**fakes, **bundle, **small})
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        report = (tmp_path / "base" / "copy" / "report.md").read_text()
+        assert all(f"## {stage}" in report for stage in STAGES)
+        assert values(tmp_path / "base", "Base model training")["DDP world size"] == 8
+        final = values(tmp_path / "base", "Chat evaluation rl")
+        assert "GSM8K" in final and "HumanEval" not in final and "ChatCORE" in final
+        again = speedrun(tmp_path / "base", **{**fakes, **bundle, **small})
+    assert again.returncode == 0, again.stdout[-5000:] + again.stderr[-5000:]
+    assert again.stdout.count("finished already, skipped") == len(STAGES)
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):
