@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file. Raises ValueError naming the file when it does not parse."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it to start over") from error
 
 

@@ -14,21 +14,31 @@ import ast
 import atexit
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
 import os
+import signal
 import sys
 import textwrap
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import MissingInput, Refused
+from nanochat.common import REPOSITORY, MissingInput, Refused
 
 C = TypeVar("C")
+ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
+ACCESS = "give this user access to it, or name another path (generated files: NANOCHAT_BASE_DIR)"
+CHECK = "check the path"
+OS_FIXES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM} | dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS), ACCESS
+)
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -36,16 +46,41 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     """
     Parse the command line and run a script's `main`.
 
-    `MissingInput` and `Refused` end with their message and exit status 2, or that of their own;
-    other errors keep their traceback.
+    An error that the user can fix ends with its message and exit status 2, or that of its own;
+    internal errors keep their traceback. An interrupt ends with status 130.
     """
-    cfg = parse(default, doc, retired=retired)
     atexit.register(silence_teardown)  # registered first, so it runs last
     try:
-        main(cfg)
-    except (MissingInput, Refused) as error:
-        print(f"error: {error}", file=sys.stderr)
+        main(parse(default, doc, retired=retired))
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from error
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
         raise SystemExit(getattr(error, "status", 2)) from error
+
+
+def user_message(error: BaseException) -> str | None:
+    """
+    What to print in place of a traceback; None for an internal error.
+
+    Users can fix what this code rejects by a `raise` of ValueError or RuntimeError, and what the
+    operating system reports. The same exceptions from within a library are internal errors.
+    """
+    if isinstance(error, MissingInput | Refused):
+        return str(error)
+    if isinstance(error, OSError):
+        if error.errno is None or error.filename is None:
+            return str(error) or type(error).__name__
+        return f"{error.filename}: {error.strerror}\n  way out:  {OS_FIXES.get(error.errno, CHECK)}"
+    if type(error) not in (ValueError, RuntimeError):
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    own = Path(last.filename).parent.parent == REPOSITORY
+    return str(error) if own and (last.line or "").startswith("raise ") else None
 
 
 def silence_teardown() -> None:

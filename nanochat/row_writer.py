@@ -39,6 +39,7 @@ from nanochat.common import (
     write_atomic,
     write_json,
 )
+from nanochat.config import user_message
 from nanochat.dataset import open_source
 from nanochat.disk import claimed, locked, require_free
 from nanochat.packing import PACKING_RULE, Packer, pack
@@ -388,8 +389,11 @@ def main() -> None:
         assert rows.folder == folder, f"{rows.folder} is not {folder}"
         ensure(rows, source, tokenizer, order["rows_needed"], num_threads=1)
     except Exception as error:
-        traceback.print_exc()
-        write_atomic(folder / "packing.error", f"{type(error).__name__}: {error}")
+        message = user_message(error)
+        if message is None:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+        write_atomic(folder / "packing.error", message)
         raise SystemExit(1) from error
 
 

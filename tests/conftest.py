@@ -14,6 +14,7 @@ from nanochat.config import silence_teardown
 from nanochat.gpt import GPT, GPTConfig, build_model
 from nanochat.machine import Machine
 from nanochat.refine import recursive_config
+from tests.commands import Command
 from tests.training_runs import prepare
 
 atexit.register(silence_teardown)
@@ -55,6 +56,12 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Command:
+    """Runs scripts by their command lines."""
+    return Command(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="session")

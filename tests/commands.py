@@ -1,0 +1,45 @@
+"""Run a script as its command line does, in this process: starting one of its own takes seconds."""
+
+import runpy
+import sys
+from typing import NamedTuple
+
+import pytest
+
+
+class Done(NamedTuple):
+    """How a command ended: its exit status, and all that it printed."""
+
+    status: int
+    text: str
+
+
+class Command:
+    """Runs `python -m scripts.<name> <flags>`; made by the fixture `command`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+        self.patch, self.capfd = patch, capfd
+
+    def __call__(self, script: str, *flags: str) -> Done:
+        self.capfd.readouterr()
+        status = 0
+        with self.patch.context() as patch:
+            patch.setattr(sys, "argv", [script, *map(str, flags)])
+            try:
+                runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        captured = self.capfd.readouterr()
+        return Done(status, captured.out + captured.err)
+
+    def rejects(self, *command: str) -> str:
+        """What a command that must end with a user's error prints."""
+        status, text = self(*command)
+        assert status == 2 and "Traceback" not in text, text[-3000:]
+        return text
+
+    def works(self, *command: str) -> str:
+        """What a command that must succeed prints."""
+        status, text = self(*command)
+        assert status == 0, text[-3000:]
+        return text
