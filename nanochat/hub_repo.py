@@ -4,8 +4,8 @@ A data set repository of the hub, pinned to what it was when it was first used.
     repository, revision -> manifest: commit, files -> fetch(file) -> verified download
 
 The manifest lies beside the files. It names the commit that the branch stood at, and the SHA-256
-of every file from its first download on; both are enforced from then on. Knows nothing of what is
-in a file, but that parquet must be readable.
+of every file from its first download on; both are enforced from then on. Where the hub gives no
+digest, all content is decoded before one is recorded. Knows nothing else of what is in a file.
 """
 
 import os
@@ -56,8 +56,7 @@ class HubRepo:
                 print(f"{path}: {problem}; set aside as {bad.name}", flush=True)
         raise ValueError(
             f"{self.name}: {file} is refused, twice: {problem}; when the hub's file is wrong, "
-            "leave it out (of text: --num_shards, --val_shard), or use another revision in a new "
-            "base directory"
+            f"use fewer --num_shards, or delete {self.folder} and name another --revision"
         )
 
     def obtain(self, file: str, check: Callable[[Path], None]) -> str | None:
@@ -74,8 +73,7 @@ class HubRepo:
             by = "the manifest" if recorded else "the hub"
             return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
         if recorded is None:
-            problem = damage(path) if path.suffix == ".parquet" else None
-            if problem:
+            if problem := damage(path, whole=promised is None):
                 return problem
             check(path)
             with locked(self.folder / ".lock", "writing the manifest"):

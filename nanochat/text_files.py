@@ -9,24 +9,50 @@ or no valid UTF-8 is left out and counted; a file that cannot be read is a Value
 
 import gzip
 import json
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 READ_ROWS = 256  # parquet rows decoded at a time
 BATCH_CHARS = 1 << 22
+CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
+TEXT_TYPES = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_binary_view,
+)
 
 
-def damage(path: Path) -> str | None:
-    """What keeps a parquet file from being opened, or None."""
+def damage(path: Path, whole: bool = False) -> str | None:
+    """
+    What keeps a file from being read, or None.
+
+    Opens parquet files; with `whole`, decodes all content of parquet, JSON lines and CSV, which is
+    what finds damage where no digest is known.
+    """
     try:
-        pq.ParquetFile(path).close()
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
+        elif whole and path.suffix == ".csv":
+            deque(csv.open_csv(path, parse_options=CSV_FORMAT), maxlen=0)
+        elif whole:
+            deque(json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
-        return f"it is no readable parquet file ({str(error).splitlines()[0]})"
+        kind = path.suffix.removeprefix(".")
+        return f"it is no readable {kind} file ({str(error).splitlines()[0]})"
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -42,9 +68,27 @@ def check_file(path: Path) -> None:
     schema = pq.read_schema(path)
     column = schema.field("text").type if "text" in schema.names else None
     if column is None:
-        raise ValueError(f"{path} has no column `text`; its columns are {', '.join(schema.names)}")
-    if not (pa.types.is_string(column) or pa.types.is_large_string(column)):
-        raise ValueError(f"{path}: the column `text` holds {column}, not strings")
+        raise ValueError(
+            f"{path} has no column `text`; its columns are {', '.join(schema.names)}; rename the "
+            "one that holds the text, or leave the file out"
+        )
+    if not holds_text(column):
+        raise ValueError(
+            f"{path}: the column `text` holds {column}, not strings; convert it or leave the "
+            "file out"
+        )
+
+
+def check_texts(path: Path) -> None:
+    """Read all texts of a file. Raises ValueError where one cannot be read, or there is none."""
+    if not deque(file_texts(path, Counter()), maxlen=1):
+        raise ValueError(f"{path} holds no text; remove it or leave it out")
+
+
+def holds_text(column: pa.DataType) -> bool:
+    """True for strings and bytes, plain, large, as views or as a dictionary."""
+    values = column.value_type if pa.types.is_dictionary(column) else column
+    return any(is_type(values) for is_type in TEXT_TYPES)
 
 
 def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
@@ -70,21 +114,32 @@ def parquet_texts(path: Path, skipped: Counter) -> Iterator[str]:
 
 def jsonl_texts(path: Path, skipped: Counter) -> Iterator[str]:
     """The texts of a file with one JSON object per line."""
+    for number, value in json_lines(path):
+        fields = value if isinstance(value, dict) else {}
+        text = fields.get("text", 0)
+        if not isinstance(text, str | None):
+            raise ValueError(
+                f"{path}, line {number}: not a JSON object with a string `text`"
+                + (f", but one with {', '.join(fields)[:200]}" if fields else "")
+                + "; correct the line or leave the file out"
+            )
+        # Half a surrogate pair becomes bytes that are no UTF-8
+        yield from kept(None if text is None else text.encode(errors="surrogatepass"), skipped)
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of JSON in a file. Raises ValueError naming file and line."""
     number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-            for line in lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            for line in stream:
                 number += 1
-                if line.isspace():
-                    continue
-                text = json.loads(line)["text"]
-                # Half a surrogate pair becomes bytes that are no UTF-8
-                raw = None if text is None else text.encode(errors="surrogatepass")
-                yield from kept(raw, skipped)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError) as error:
+                if not line.isspace():
+                    yield number, json.loads(line)
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
         raise ValueError(
-            f"{path}, line {number}: not a JSON object with a string `text` "
-            f"({type(error).__name__}: {error}); mend the file or leave it out"
+            f"{path}, line {number}: not JSON ({type(error).__name__}: {error}); "
+            "correct the line or leave the file out"
         ) from error
 
 

@@ -22,11 +22,11 @@ from nanochat import records, report
 from nanochat.common import fingerprint, sha256_file, write_atomic
 from nanochat.config import settings, start
 from nanochat.mixture import parse_mixture, read_buckets
+from nanochat.text_files import json_lines
 from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
 from tasks.buckets import buckets as buckets_of
 from tasks.filters import Row, apply, parse
-from tasks.hub import lines
 from tasks.registry import every_benchmark, exam
 
 
@@ -102,7 +102,7 @@ def rows_of(cfg: Filter) -> Iterator[Row]:
         [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
         yield from ({"messages": conversation} for conversation in bucket.train)
         return
-    for number, line in lines(Path(cfg.rows).expanduser()):
+    for number, line in json_lines(Path(cfg.rows).expanduser()):
         problem = flaw(line.get("messages")) if isinstance(line, dict) else "no object"
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")

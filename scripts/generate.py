@@ -25,7 +25,7 @@ from nanochat import records, report
 from nanochat.common import Refused, fingerprint, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.records import append_line, read_lines
-from tasks.hub import lines
+from nanochat.text_files import json_lines
 
 INSTALL = "uv sync --inexact --group interop"
 
@@ -106,7 +106,7 @@ def main(cfg: Generate) -> None:
 
 def asked(path: str) -> Iterator[dict[str, Any]]:
     """Rows with their prompts as messages and a key of their content."""
-    for number, row in lines(Path(path).expanduser()):
+    for number, row in json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f'{path}, line {number}: neither "prompt" nor "messages"')
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]

@@ -6,8 +6,6 @@ Tasks whose rows come from a data set repository on the hub, pinned at first use
 Knows nothing of what a row means.
 """
 
-import gzip
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 
 from nanochat.common import base_dir
 from nanochat.hub_repo import open_repo
+from nanochat.text_files import CSV_FORMAT, json_lines
 from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
@@ -98,10 +97,9 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
     """The columns of a parquet or CSV file, or the fields of one with a JSON object per line."""
     try:
         if path.suffix == ".csv":
-            lines_inside = csv.ParseOptions(newlines_in_values=True)
-            return csv.read_csv(path, parse_options=lines_inside).select(list(columns))
+            return csv.read_csv(path, parse_options=CSV_FORMAT).select(list(columns))
         if path.suffix != ".parquet":
-            rows = [{column: row[column] for column in columns} for _, row in lines(path)]
+            rows = [{column: row[column] for column in columns} for _, row in json_lines(path)]
             return pa.Table.from_pylist(rows)
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError, KeyError) as error:
@@ -109,19 +107,6 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
             f"{path}: no table with the columns {', '.join(columns)} "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
-
-
-def lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line of JSON in a file. Raises ValueError naming file and line."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            for line in stream:
-                number += 1
-                if not line.isspace():
-                    yield number, json.loads(line)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
 
 
 class HubTask(Task):

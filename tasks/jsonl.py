@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import fingerprint, sha256_file
+from nanochat.text_files import json_lines
 from tasks.base import Conversation, Task, flaw
-from tasks.hub import lines
 
 HELD_OUT = 20  # one conversation in so many
 
@@ -40,7 +40,9 @@ class JSONL(Task):
         """Those of the split, in the order of the file."""
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file of conversations")
-        every = [conversation_in(line, f"{self.path}, line {n}") for n, line in lines(self.path)]
+        every = [
+            conversation_in(line, f"{self.path}, line {n}") for n, line in json_lines(self.path)
+        ]
         if not every:
             raise ValueError(f"{self.path} holds no conversation")
         return [c for c in every if is_held_out(c) == (self.split == "val")]

@@ -107,7 +107,7 @@ def test_the_data_floor_needs_no_torch(module):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
 def test_tasks_know_nothing_of_tokens_and_models(name):
-    floor = {"common", "hub", "hub_repo", "mixture", "sandbox", "tools"}
+    floor = {"common", "hub", "hub_repo", "mixture", "sandbox", "text_files", "tools"}
     assert {i for i in own_imports(name, "nanochat") if not i.startswith("world")} <= floor
     assert not any(i.split(".")[0] == "torch" for i in imports_of(name))
 
