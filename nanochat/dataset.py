@@ -18,7 +18,7 @@ from typing import Any
 from nanochat import world
 from nanochat.common import base_dir, read_json, write_json
 from nanochat.local_source import LocalSource
-from nanochat.source import DataConfig, Source
+from nanochat.source import DataConfig, Source, require_recorded
 from nanochat.text_files import in_batches
 
 WORLD_SEED = 0
@@ -33,7 +33,10 @@ class WorldSource(Source):
     @classmethod
     def open(cls, cfg: DataConfig) -> "WorldSource":
         if cfg.val_shard not in (None, "world_val") or cfg.revision is not None:
-            raise ValueError("the embedded world has one revision and one validation shard")
+            raise ValueError(
+                f"--val_shard={cfg.val_shard}, --revision={cfg.revision}: the embedded world has "
+                "one revision and one validation shard; leave both out"
+            )
         count = cfg.num_shards or WORLD_SHARDS
         return cls("embedded", [f"world_{i:05d}" for i in range(count)], "world_val")
 
@@ -63,8 +66,10 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
     The source that `cfg` names; or, where it names none, the one an earlier stage `recorded`.
 
     recorded: `Source.describe()` of then. Settings given in `cfg` beside it still apply. Raises
-    ValueError, naming the way out, when there is nothing to open or it is not what it was.
+    ValueError, naming the fix, when there is nothing to open or it is not what it was; then
+    nothing is recorded.
     """
+    must_be = None
     if cfg.dataset is None and cfg.data_dir is None:
         if recorded is None:
             raise ValueError(
@@ -76,29 +81,24 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
                 f"the text was a mixture, {recorded['mixture']}: name one of its texts by "
                 "--dataset or --data_dir"
             )
-        source = open_source(
-            DataConfig(
-                dataset=recorded.get("dataset"),
-                data_dir=recorded.get("data_dir"),
-                revision=cfg.revision or recorded.get("revision"),
-                val_shard=cfg.val_shard or recorded.get("val_shard"),
-                num_shards=cfg.num_shards or recorded["num_shards"],
-            )
+        must_be = recorded["fingerprint"] if cfg == DataConfig() else None
+        cfg = DataConfig(
+            dataset=recorded.get("dataset"),
+            data_dir=recorded.get("data_dir"),
+            revision=cfg.revision or recorded.get("revision"),
+            val_shard=cfg.val_shard or recorded.get("val_shard"),
+            num_shards=cfg.num_shards or recorded["num_shards"],
         )
-        if cfg == DataConfig() and source.fingerprint != recorded["fingerprint"]:
-            raise ValueError(
-                f"{source.name} is not the text that was recorded: fingerprint "
-                f"{source.fingerprint}, recorded {recorded['fingerprint']}; bring the old files "
-                "back, or name --dataset or --data_dir to accept the new ones"
-            )
-        return source
     if cfg.data_dir is not None:
-        return LocalSource.open(cfg)
+        return LocalSource.open(cfg, must_be)
     if cfg.dataset == "embedded":
-        return WorldSource.open(cfg)
-    from nanochat.hub_source import HubSource  # slow to import: not for those who only want --help
+        source = WorldSource.open(cfg)
+    else:
+        from nanochat.hub_source import HubSource  # slow to import, and --help needs none
 
-    return HubSource.open(cfg)
+        source = HubSource.open(cfg)
+    require_recorded(source, must_be)
+    return source
 
 
 def remember(described: Mapping[str, Any], tokenizer_tag: str) -> None:

@@ -9,14 +9,18 @@ where files come from, nor of tokens or rows.
 
 import itertools
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fingerprint, read_json
+from nanochat.common import base_dir, fingerprint, read_json
 from nanochat.text_files import file_texts, in_batches
+
+TAIL = "tail-of-"  # and the name of the only file: the shard of its last documents
+TAIL_SHARE = 0.01  # of the characters of the file; of a short one TAIL_CHARS, but at most a tenth
+TAIL_CHARS = 8192  # about one row of 2,048 tokens
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class DataConfig:
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, pinned from then on."""
     val_shard: str | None = None
-    """File kept for validation. Default: the last one in the order of names."""
+    """File kept for validation. Default: the last one in the order of names; of a single file, its
+    last documents (about 1% of the text)."""
     num_shards: int | None = None
     """Number of training shards to use, counted from the first. Default: all; they are downloaded
     only as they are needed."""
@@ -104,29 +109,106 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class FileSource(Source):
-    """A source whose shards are files, described by the manifest in `folder`."""
+    """
+    A source whose shards are files, described by the manifest in `folder`.
+
+    A single file is two shards: its documents before number `tail_start`, and those from there on.
+    """
 
     folder: Path
+    tail_start: int | None
+    """None where training and validation have files of their own."""
 
     @property
     def manifest(self) -> Path:
         return self.folder / "manifest.json"
 
+    @property
+    def tail(self) -> dict[str, int]:
+        """What `identity` and `describe` say of a single file."""
+        return {} if self.tail_start is None else {"tail_start": self.tail_start}
+
     @abstractmethod
     def fetch(self, shard: str) -> Path: ...
 
     def shard_sizes(self) -> dict[str, int]:
-        files = read_json(self.manifest)["files"]
-        return {shard: files[shard]["bytes"] for shard in self.shards()}
+        manifest = read_json(self.manifest)
+        sizes = {shard: manifest["files"][file_of(shard)]["bytes"] for shard in self.shards()}
+        if self.tail_start is not None:
+            tail = manifest["tail"]
+            share = (tail["documents"] - tail["tail_start"]) / tail["documents"]
+            sizes[self.val_shard] = int(sizes[self.val_shard] * share)
+        return sizes
 
     def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
-        path = self.fetch(shard)
+        path, skips = self.fetch(shard), Counter()
+        texts = file_texts(path, skips)
+        if shard.startswith(TAIL):
+            deque(itertools.islice(texts, self.tail_start), maxlen=0)
+            skips.clear()  # counted with the training part
+        else:
+            texts = itertools.islice(texts, self.tail_start)
         some = False
-        for texts in in_batches(file_texts(path, Counter() if skipped is None else skipped)):
+        for batch in in_batches(texts):
             some = True
-            yield texts
+            yield batch
+        if skipped is not None:
+            skipped.update(skips)
         if not some:
-            raise ValueError(f"{path} holds no text; remove it or leave it out")
+            raise ValueError(f"{path} holds no text; {self.without_it}")
+
+    @property
+    @abstractmethod
+    def without_it(self) -> str:
+        """How to go on without a file that cannot be used."""
+
+
+def file_of(shard: str) -> str:
+    """The name of the file that holds a shard."""
+    return shard.removeprefix(TAIL)
+
+
+def find_tail(path: Path) -> dict[str, int]:
+    """
+    Which documents of a source's only file are for validation: number `tail_start` and later ones.
+
+    They are the fewest of the last that hold TAIL_SHARE of the characters, or TAIL_CHARS of a short
+    text; at most half of the documents, and at most half of the characters unless the last
+    document alone has more. Raises ValueError for a file with a single document.
+    """
+    tail: deque[int] = deque()  # lengths
+    documents = chars = tail_chars = 0
+    for text in file_texts(path, Counter()):
+        documents += 1
+        chars += len(text)
+        tail.append(len(text))
+        tail_chars += len(text)
+        wanted = min(chars / 10, max(TAIL_SHARE * chars, TAIL_CHARS))
+        while tail_chars - tail[0] >= wanted:
+            tail_chars -= tail.popleft()
+    if documents < 2:
+        raise ValueError(
+            f"{path} is the only file and holds {documents} documents with text, but training and "
+            "validation need one each; divide it into documents, or add a file with validation text"
+        )
+    while len(tail) > 1 and (2 * len(tail) > documents or 2 * tail_chars > chars):
+        tail_chars -= tail.popleft()
+    print(
+        f"{path} is the only file: the last {len(tail):,} of its {documents:,} documents "
+        f"({tail_chars / chars:.1%} of the text) are held out for validation",
+        flush=True,
+    )
+    return {"tail_start": documents - len(tail), "documents": documents}
+
+
+def require_recorded(source: Source, recorded: str | None) -> None:
+    """Raise ValueError unless the source has the `recorded` fingerprint, where there is one."""
+    if recorded not in (None, source.fingerprint):
+        raise ValueError(
+            f"{source.name} is not the text that was recorded: fingerprint "
+            f"{source.fingerprint}, recorded {recorded}; bring the old files "
+            "back, or name --dataset or --data_dir to accept the new ones"
+        )
 
 
 def choose_shards(cfg: DataConfig, where: str, names: Sequence[str], val_shard: str) -> list[str]:
@@ -134,30 +216,38 @@ def choose_shards(cfg: DataConfig, where: str, names: Sequence[str], val_shard: 
     train = [name for name in names if name != val_shard]
     if not train:
         raise ValueError(
-            f"{where} holds a single file, {val_shard}: training and validation need one each; "
-            "split it, or add a file with validation text and name it with --val_shard"
+            f"{val_shard} is recorded as validation shard and is the only file of {where}, so none "
+            f"is left for training; delete its folder below {base_dir() / 'data'} to start over"
         )
     if cfg.num_shards is not None and cfg.num_shards > len(train):
         raise ValueError(
-            f"--num_shards={cfg.num_shards}, but {where} has {len(train)} training shards"
+            f"--num_shards={cfg.num_shards}, but {where} has {len(train)} training shards; use "
+            f"--num_shards={len(train)}, or leave it out for all of them"
         )
     return train[: cfg.num_shards]
 
 
 def choose_val_shard(cfg: DataConfig, where: str, names: Sequence[str]) -> str:
     """The validation shard of a source that is opened for the first time."""
-    if cfg.val_shard is not None and cfg.val_shard not in names:
+    options = names if len(names) > 1 else [TAIL + names[0]]
+    if cfg.val_shard in (None, *options):
+        return cfg.val_shard or options[-1]
+    if cfg.val_shard in names:
         raise ValueError(
-            f"--val_shard={cfg.val_shard}: {where} has no such file; "
-            f"its {len(names)} files are {names[0]} to {names[-1]}"
+            f"--val_shard={cfg.val_shard} is the only file of {where}, so none would be left for "
+            "training; leave --val_shard out to hold out its last documents, or add a file"
         )
-    return cfg.val_shard or names[-1]
+    raise ValueError(
+        f"--val_shard={cfg.val_shard}: {where} has no such file; "
+        + (f"its {len(names)} files are {names[0]} to {names[-1]}" if names[1:] else "")
+        + (f"it has only {names[0]}: leave --val_shard out" if not names[1:] else "")
+    )
 
 
-def check_val_shard(cfg: DataConfig, manifest: dict[str, Any], path: Path) -> None:
+def check_val_shard(cfg: DataConfig, manifest: dict[str, Any], path: Path, delete: Path) -> None:
     """Raise ValueError when another validation shard is asked for than the recorded one."""
     if cfg.val_shard not in (None, manifest["val_shard"]):
         raise ValueError(
             f"--val_shard={cfg.val_shard}, but {path} names {manifest['val_shard']}, and earlier "
-            f"stages may have trained on {cfg.val_shard}; delete {path} to start over"
+            f"stages may have trained on {cfg.val_shard}; delete {delete} to start over"
         )

@@ -207,11 +207,14 @@ def open_texts(
 
 
 def open_mixture(cfg: DataConfig, mix: MixConfig) -> Texts:
-    """The sources of a mixture of text."""
+    """The sources of a mixture of text; none is opened before all parts are checked."""
     if mix.mixture_tokens is not None:
-        raise ValueError("the budget of a mixture of text is the run's: no --mixture_tokens here")
+        raise ValueError(
+            f"--mixture_tokens={mix.mixture_tokens} is for conversations; the budget of a mixture "
+            "of text is the run's: --num_iterations or --target_param_data_ratio"
+        )
     declared = read_buckets(mix.buckets)
-    sources, tags = {}, {}
+    configs: dict[str, DataConfig] = {}
     for part in parse_mixture(mix.mixture):
         if part.rows is not None or part.source is not None:
             raise ValueError(
@@ -220,10 +223,15 @@ def open_mixture(cfg: DataConfig, mix: MixConfig) -> Texts:
             )
         entry = declared.get(part.name, {"dataset": part.name})
         if "task" in entry:
-            raise ValueError(f"{part.name} is declared as a task: it holds conversations, no text")
-        place = replace(cfg, dataset=entry.get("dataset"), data_dir=entry.get("data_dir"))
-        if part.name in sources:
+            raise ValueError(
+                f"{part.name} is declared as a task: it holds conversations, no text; use it in "
+                "the mixture of scripts.mid_train or scripts.chat_sft"
+            )
+        if part.name in configs:
             raise ValueError(f"{part.name} comes twice in the mixture; say {part.name}*2")
-        sources[part.name] = open_source(place)
-        tags[part.name] = tags_of(entry)
+        configs[part.name] = replace(
+            cfg, dataset=entry.get("dataset"), data_dir=entry.get("data_dir")
+        )
+    sources = {name: open_source(place) for name, place in configs.items()}
+    tags = {name: tags_of(declared.get(name, {})) for name in sources}
     return Texts(sources, replace(mix, buckets=None), tags)

@@ -52,6 +52,7 @@ CASES = {
     "R26": "scores agree with an independent implementation",
     "R27": "training and evaluation splits do not overlap unknown to us",
     "R32": "stated memory holds the allocator's peak; rehearsals leak nothing",
+    "R33": "following the fix that an error about own data names works",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",

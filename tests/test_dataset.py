@@ -136,10 +136,16 @@ def test_another_validation_shard_can_be_named_once_and_is_then_kept(folder, bas
         local(folder, val_shard="z.parquet")
 
 
-def test_a_single_file_is_refused_with_the_way_to_give_validation_text(tmp_path):
-    write_jsonl(tmp_path / "text/only.jsonl", ["one"])
-    with pytest.raises(ValueError, match="--val_shard"):
-        local(tmp_path / "text")
+def test_a_single_file_is_divided_and_its_identity_says_so(tmp_path):
+    texts = [f"{i} " * 50 for i in range(100)]
+    write_jsonl(tmp_path / "text/only.jsonl", texts)
+    source = local(tmp_path / "text")
+    assert (source.train_shards, source.val_shard) == (["only.jsonl"], "tail-of-only.jsonl")
+    train, val = (texts_of(source, shard) for shard in source.shards())
+    assert train + val == texts and len(val) == len(texts) - source.identity["tail_start"]
+    assert open_source(DataConfig(), source.describe()) == source
+    sizes = source.shard_sizes()
+    assert 0 < sizes[source.val_shard] < sizes["only.jsonl"] / 2
 
 
 def test_asking_for_more_shards_than_there_are_names_how_many_there_are(folder):
@@ -220,7 +226,7 @@ def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "empty.jsonl": (b"", "is empty"),
         "field.jsonl": (b'{"content": "one"}\n', "line 1.*string `text`"),
         "number.jsonl": (b'{"text": 17}\n', "line 1.*string `text`"),
-        "word.jsonl": (b"one\n", "line 1.*JSON object"),
+        "word.jsonl": (b"one\n", "line 1: not JSON"),
         "magic.jsonl.gz": (b'{"text": "one"}\n', "line 0.*BadGzipFile"),
     }
 

@@ -1,0 +1,311 @@
+"""One's own text by the command line: following the fix that an error names works."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.hub_server import hub_served
+
+STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
+
+
+def write(path: Path, texts: list = STORIES) -> Path:
+    """A file of documents in the format of its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+def manifests(base: Path) -> list[Path]:
+    """What is recorded of texts."""
+    return [*base.rglob("manifest.json"), *base.rglob("used_with_*.json")]
+
+
+@pytest.fixture
+def train(command) -> Callable:
+    """Trains a tokenizer on the text that flags name; `rejects` or `works`."""
+    return lambda how, *flags: getattr(command, how)("tok_train", "--vocab_size=300", *flags)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two files."""
+    write(tmp_path / "text/a.jsonl")
+    write(tmp_path / "text/b.parquet")
+    return tmp_path / "text"
+
+
+# ------------------------------------------------------------------------------------------------
+# R33: nothing is recorded until everything passed
+
+
+def content(name: str) -> bytes:
+    """A file that is refused."""
+    if name.startswith("schema"):
+        column = {"schema-number": {"text": [1, 2]}, "schema-name": {"content": ["one"]}}
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(column[name.partition(".")[0]]), sink)
+        return sink.getvalue().to_pybytes()
+    if name.startswith("blank"):
+        return b'{"text": ""}\n{"text": null}\n'
+    if name.startswith("late"):
+        return b'{"text": "fine"}\n' * 5000 + b'{"text": 17}\n'
+    if name.startswith("cut"):
+        return gzip.compress(os.urandom(9999).hex().encode())[:-100]
+    if name.startswith("flipped"):
+        lines = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(5000))
+        packed = bytearray(gzip.compress(lines))
+        packed[len(packed) // 2 : len(packed) // 2 + 16] = b"\xff" * 16
+        return bytes(packed)
+    return {
+        "empty.jsonl": b"",
+        "words.jsonl": b"just words\n",
+        "field.jsonl": b'{"content": "one"}\n',
+        "deep.jsonl": b"[" * 200_000 + b"]" * 200_000,
+        "words.parquet": b"just words",
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("empty.jsonl", "is empty"),
+        ("words.jsonl", "line 1: not JSON"),
+        ("field.jsonl", "line 1.*with content"),
+        ("deep.jsonl", "line 1.*RecursionError"),
+        ("late.jsonl", "line 5001.*string `text`"),
+        ("blank.jsonl", "holds no text"),
+        ("cut.jsonl.gz", "line .*EOFError"),
+        ("flipped.jsonl.gz", "flipped.jsonl.gz, line"),
+        ("words.parquet", "no readable parquet"),
+        ("schema-name.parquet", "no column `text`"),
+        ("schema-number.parquet", "holds int64, not strings"),
+    ],
+)
+def test_R33_leaving_out_a_refused_file_works(folder, base, train, name, said):
+    (folder / name).write_bytes(content(name))
+    text = train("rejects", f"--data_dir={folder}")
+    assert re.search(said, text) and f"{folder / name}" in text
+    assert re.search(r"remove it|leave it out|leave the file out", text)
+    assert not manifests(base)
+    (folder / name).unlink()
+    train("works", f"--data_dir={folder}")
+
+
+@pytest.mark.parametrize(
+    "flags, said, fixed",
+    [
+        (["--num_shards=2"], "use --num_shards=1", ["--num_shards=1"]),
+        (["--val_shard=z.jsonl"], "files are a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
+        (["--revision=dev"], "leave it out with --data_dir", []),
+        (["--num_shards=0"], "at least 1", ["--num_shards=1"]),
+        (["--dataset=a/b"], "not both", []),
+        (["--mixture=a"], "give no", []),
+    ],
+)
+def test_R33_correcting_a_refused_flag_works(folder, base, train, flags, said, fixed):
+    assert said in train("rejects", f"--data_dir={folder}", *flags)
+    assert not manifests(base)
+    train("works", f"--data_dir={folder}", *fixed)
+
+
+def test_R33_naming_a_folder_that_has_text_works(folder, base, train):
+    assert "there is no such folder" in train("rejects", f"--data_dir={folder}x")
+    said = train("rejects", f"--data_dir={folder / 'a.jsonl'}")
+    assert f"use the folder it is in: --data_dir={folder}" in said
+    (folder.parent / "none").mkdir()
+    assert "add one" in train("rejects", f"--data_dir={folder.parent / 'none'}")
+    write(folder.parent / "none/a.jsonl")
+    assert not manifests(base)
+    train("works", f"--data_dir={folder.parent / 'none'}")
+    train("works", f"--data_dir={folder}")
+
+
+def test_R33_naming_a_text_at_all_works(folder, base, train):
+    assert "give --dataset=" in train("rejects")
+    assert "<owner>/<name>" in train("rejects", "--dataset=climbmix")
+    assert "leave both out" in train("rejects", "--dataset=embedded", "--val_shard=a.jsonl")
+    assert not manifests(base)
+    train("works", "--dataset=embedded", "--max_chars=20000")
+
+
+def test_R33_of_one_document_either_fix_works(tmp_path, base, train):
+    one = write(tmp_path / "one/a.jsonl", STORIES[:1])
+    two = write(tmp_path / "two/a.jsonl", STORIES[:1])
+    for file in (one, two):
+        said = train("rejects", f"--data_dir={file.parent}")
+        assert "divide it into documents, or add a file" in said
+    assert not manifests(base)
+    write(one, STORIES[:2])
+    train("works", f"--data_dir={one.parent}")
+    write(two.with_name("b.jsonl"), STORIES[:1])
+    train("works", f"--data_dir={two.parent}")
+
+
+def test_R33_a_single_file_named_for_validation_can_be_fixed(tmp_path, base, train):
+    file = write(tmp_path / "one/a.jsonl")
+    flags = [f"--data_dir={file.parent}", "--val_shard=a.jsonl"]
+    assert "leave --val_shard out" in train("rejects", *flags)
+    assert not manifests(base)
+    train("works", *flags[:1])
+    shutil.rmtree(base)
+    train("rejects", *flags)
+    write(file.with_name("b.jsonl"))  # "or add a file"
+    train("works", *flags)
+
+
+def deleted(text: str) -> None:
+    """Delete what an error names for that."""
+    named = re.search(r"delete (that manifest|/\S+)", text)
+    assert named, text
+    path = re.search(r"/\S+manifest\.json", text)
+    target = Path(path[0] if path else named[1])
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+
+@pytest.mark.parametrize("fix", ["back", "delete"])
+@pytest.mark.parametrize("change", ["changed", "came", "went"])
+def test_R33_files_that_changed_can_be_restored_or_accepted(folder, train, change, fix):
+    train("works", f"--data_dir={folder}")
+    kept = shutil.copytree(folder, folder.parent / "kept")
+    if change == "went":
+        (folder / "a.jsonl").unlink()
+    else:
+        write(folder / {"changed": "a.jsonl", "came": "c.jsonl"}[change], STORIES[:9])
+    said = train("rejects", f"--data_dir={folder}")
+    assert {"changed": "a.jsonl is not the file", "came": "c.jsonl", "went": "a.jsonl"}[
+        change
+    ] in said
+    if fix == "back":
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+    else:
+        deleted(said)
+    train("works", f"--data_dir={folder}")
+
+
+def test_R33_another_validation_shard_can_be_accepted(folder, train):
+    train("works", f"--data_dir={folder}")
+    said = train("rejects", f"--data_dir={folder}", "--val_shard=a.jsonl")
+    deleted(said)
+    train("works", f"--data_dir={folder}", "--val_shard=a.jsonl")
+
+
+@pytest.mark.parametrize("fix", ["back", "accept"])
+def test_R33_a_recorded_text_that_changed_can_be_fixed(folder, base, train, fix):
+    train("works", f"--data_dir={folder}")
+    old = (folder / "a.jsonl").read_bytes()
+    write(folder / "a.jsonl", STORIES[:9])
+    for path in base.rglob("manifest.json"):  # as on another machine
+        path.unlink()
+    said = train("rejects")
+    assert "is not the text that was recorded" in said
+    assert not list(base.rglob("manifest.json"))
+    if fix == "back":
+        (folder / "a.jsonl").write_bytes(old)
+        train("works")
+    else:
+        train("works", f"--data_dir={folder}")
+        train("works")
+
+
+def test_R33_a_refused_mixture_can_be_corrected(folder, base, train, tmp_path):
+    write(tmp_path / "more/a.jsonl")
+    own = tmp_path / "buckets.json"
+    places = {"a": {"data_dir": str(folder)}, "b": {"data_dir": str(tmp_path / "none")}}
+    own.write_text(json.dumps({**places, "talk": {"task": "smoltalk"}}))
+    for mixture, said in (
+        ("a=50%,talk", "talk is declared as a task"),
+        ("a,a", "a comes twice"),
+        ("a=5,b", "text is taken by tokens"),
+        ("a=?", "a=?"),
+    ):
+        assert said in train("rejects", f"--mixture={mixture}", f"--buckets={own}")
+        assert not manifests(base)
+    assert str(tmp_path / "none") in train("rejects", "--mixture=a=50%,b", f"--buckets={own}")
+    assert "no such file" in train("rejects", "--mixture=a", f"--buckets={own}x")
+    shutil.copytree(tmp_path / "more", tmp_path / "none")
+    train("works", "--mixture=a=50%,b", f"--buckets={own}")
+
+
+# ------------------------------------------------------------------------------------------------
+# A single file
+
+
+def tail_of(base: Path) -> tuple[int, int]:
+    """The first document that is held out, and how many there are."""
+    [path] = base.rglob("manifest.json")
+    tail = json.loads(path.read_text())["tail"]
+    return tail["tail_start"], tail["documents"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "below/a.jsonl"])
+def test_the_last_documents_of_a_single_file_validate(tmp_path, base, command, train, name):
+    texts = [*STORIES, "quokka " * 30]
+    write(tmp_path / "text" / name, texts)
+    said = train("works", f"--data_dir={tmp_path / 'text'}")
+    start, documents = tail_of(base)
+    assert documents == len(texts) and f"last {documents - start} of its {documents} docu" in said
+    tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
+    assert not any("uo" in token for token in tokens)  # the validation text is not trained on
+    said = command.works("data", "--max_seq_len=32", "--workers=1")
+    assert f"{start} \u2502" in said and f"{documents - start} \u2502" in said
+    assert "are held out" not in said  # recorded, not searched for again
+
+
+def test_the_held_out_part_is_small_and_never_empty(tmp_path, base, train):
+    for texts, most in (
+        (STORIES[:2], 1 / 2),
+        ([STORIES[0], "x" * 9000], 1 / 2),
+        (["word " * 100] * 200, 1 / 10),
+        (["word " * 100] * 20_000, 1.01 / 100),
+    ):
+        shutil.rmtree(base, ignore_errors=True)
+        write(tmp_path / "text/a.jsonl", texts)
+        train("works", f"--data_dir={tmp_path / 'text'}")
+        start, documents = tail_of(base)
+        assert 0 < documents - start <= most * documents
+
+
+@pytest.mark.parametrize("documents", [1, 60])
+def test_a_hub_data_set_of_one_file_is_divided_too(
+    tmp_path, base, hub, command, train, monkeypatch, documents
+):
+    served = tmp_path / "hub/datasets/local/one"
+    write(served / "data/only.parquet", [f"text {i} " * 9 for i in range(documents)])
+    with hub_served(hub, monkeypatch) as serve:
+        serve(tmp_path / "hub")
+        if documents == 1:
+            assert "divide it" in train("rejects", "--dataset=local/one")
+            assert not manifests(base)
+            write(served / "data/only.parquet", ["one", "two", "three"])
+        train("works", "--dataset=local/one")
+        start, found = tail_of(base)
+        assert 0 < start < found == max(documents, 3)
+        said = command.works("data", "--max_seq_len=8", "--workers=1")
+        assert "tail-of-data/only.parquet" in said
+
+
+def test_R33_a_hub_flag_that_is_refused_pins_nothing(hub, base, train, monkeypatch):
+    name = "--dataset=local/mini-pretrain"
+    with hub_served(hub, monkeypatch) as serve:
+        serve()
+        for flag in ("--num_shards=99", "--val_shard=z.parquet", "--revision=nowhere"):
+            train("rejects", name, flag)
+            assert not manifests(base)
+        train("works", name, "--num_shards=1", "--max_chars=20000")
+        said = train("rejects", name, "--val_shard=shard_00003.parquet")
+        deleted(said)
+        train("works", name, "--val_shard=shard_00003.parquet", "--max_chars=20000")
