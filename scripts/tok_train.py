@@ -60,6 +60,10 @@ class Reading:
     chars: int = 0
     text_bytes: int = 0
     shards: int = 0
+    documents_cut: int = 0
+    """How many are longer than doc_cap."""
+    chars_cut: int = 0
+    """Characters beyond it."""
 
     def __iter__(self) -> Iterator[str]:
         for source, most in self.texts:
@@ -71,6 +75,9 @@ class Reading:
             print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
             self.shards += 1
             for text in source.texts(shard):
+                if len(text) > self.doc_cap:
+                    self.documents_cut += 1
+                    self.chars_cut += len(text) - self.doc_cap
                 text = text[: min(self.doc_cap, end - self.chars)]
                 self.documents += 1
                 self.chars += len(text)
@@ -104,6 +111,13 @@ def main(cfg: TokTrain) -> None:
     reading = Reading(shared_out(texts, cfg.max_chars), cfg.doc_cap)
     tokenizer = Tokenizer.train(reading, cfg.vocab_size)
     train_seconds = time.perf_counter() - started
+
+    if reading.documents_cut:
+        print(
+            f"--doc_cap={cfg.doc_cap}: of {reading.documents_cut:,} of {reading.documents:,} "
+            f"documents only the first {cfg.doc_cap:,} characters were read; "
+            f"{reading.chars_cut:,} characters were left out"
+        )
 
     run_id = records.new_run_id()  # the first stage of a run names it
     folder = tokenizer_dir(cfg.tokenizer_tag)
@@ -153,6 +167,8 @@ def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dic
         "characters": reading.chars,
         "text_bytes": reading.text_bytes,
         "shards_read": reading.shards,
+        "documents_cut": reading.documents_cut,
+        "characters_cut": reading.chars_cut,
         "MB of text per second": reading.text_bytes / 1e6 / train_seconds,
     }
 
