@@ -45,7 +45,7 @@ def damage(path: Path, whole: bool = False) -> str | None:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
         elif whole and path.suffix == ".csv":
-            deque(csv.open_csv(path, parse_options=CSV_FORMAT), maxlen=0)
+            csv.read_csv(path, parse_options=CSV_FORMAT)
         elif whole:
             deque(json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:

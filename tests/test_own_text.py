@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.hub_repo import open_repo
 from tests.hub_server import hub_served
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
@@ -309,3 +310,116 @@ def test_R33_a_hub_flag_that_is_refused_pins_nothing(hub, base, train, monkeypat
         said = train("rejects", name, "--val_shard=shard_00003.parquet")
         deleted(said)
         train("works", name, "--val_shard=shard_00003.parquet", "--max_chars=20000")
+
+
+# ------------------------------------------------------------------------------------------------
+# What files may be
+
+
+TEXT_TYPES = [
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.binary()),
+    pa.binary(),
+    pa.large_binary(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.binary_view(),
+]
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_a_column_of_any_type_of_text_is_read(folder, base, train, kind):
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    texts = ["quokka " * 40, None, "", "quokka " * 40]
+    is_bytes = any(t(values) for t in (pa.types.is_binary, pa.types.is_large_binary))
+    is_bytes = is_bytes or pa.types.is_binary_view(values)
+    column = pa.array([t and t.encode() if is_bytes else t for t in texts], values)
+    if values != kind:
+        column = column.dictionary_encode().cast(kind)
+    pq.write_table(pa.table({"text": column}), folder / "a.parquet")
+    train("works", f"--data_dir={folder}", "--num_shards=2")
+    record = json.loads((base / "report/tokenizer-training.json").read_text())
+    assert record["values"]["documents"] == len(STORIES) + 2
+    tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
+    assert any("uo" in token for token in tokens)
+
+
+def test_what_doc_cap_cuts_is_said_and_recorded(folder, base, train):
+    assert "--doc_cap" not in train("works", f"--data_dir={folder}")
+    write(folder / "a.jsonl", [*STORIES, "long " * 3000, "longer " * 2000])
+    next(base.rglob("manifest.json")).unlink()
+    said = train("works", f"--data_dir={folder}")
+    assert "--doc_cap=10000: of 2 of 42 documents" in said and "9,000 characters were left" in said
+    values = json.loads((base / "report/tokenizer-training.json").read_text())["values"]
+    assert (values["documents_cut"], values["characters_cut"]) == (2, 9000)
+
+
+def test_links_to_folders_of_text_are_followed(folder, base, train, tmp_path):
+    write(tmp_path / "elsewhere/below/c.jsonl", ["quokka " * 40] * 9)
+    (folder / "0").symlink_to(tmp_path / "elsewhere")
+    train("works", f"--data_dir={folder}", "--num_shards=1")
+    tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
+    assert any("uo" in token for token in tokens)
+
+
+@pytest.mark.parametrize("target", [".", "..", "sub", "a.jsonl.missing"])
+def test_R33_removing_a_refused_link_works(folder, base, train, target):
+    write(folder / "sub/c.jsonl")
+    link = folder / ("z.jsonl" if "missing" in target else "z")
+    link.symlink_to(folder / target)
+    said = train("rejects", f"--data_dir={folder}")
+    assert str(link) in said and "remove" in said
+    assert not manifests(base)
+    link.unlink()
+    train("works", f"--data_dir={folder}")
+
+
+def test_R33_removing_a_pipe_that_is_named_like_text_works(folder, train):
+    os.mkfifo(folder / "c.jsonl")
+    assert "no regular file" in train("rejects", f"--data_dir={folder}")
+    (folder / "c.jsonl").unlink()
+    train("works", f"--data_dir={folder}")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.csv", "data.parquet"])
+def test_damage_the_hub_has_no_digest_of_is_never_recorded(tmp_path, hub, base, monkeypatch, name):
+    whole = write(tmp_path / name) if ".csv" not in name else tmp_path / name
+    if name == "data.csv":
+        whole.write_text("text\n" + "".join(f'"{text}"\n' for text in STORIES))
+    if name == "data.parquet":
+        pq.write_table(pa.table({"text": STORIES}), whole, write_page_checksum=True)
+    good = whole.read_bytes()
+    middle = len(good) // 2
+    bad = good[:middle] + (b'"\xff' * 9)[: len(good) - middle] + good[middle + 18 :]
+    if name == "data.parquet":
+        bad = good[:200] + bytes([good[200] ^ 255]) + good[201:]
+    served = tmp_path / "hub/datasets/local/nodigest" / name
+    served.parent.mkdir(parents=True)
+    served.write_bytes(bad)
+    with hub_served(hub, monkeypatch) as serve:
+        serve(tmp_path / "hub", handler=without_digest)
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
+        with pytest.raises(ValueError, match="refused, twice"):
+            repo.fetch(name)
+        assert "sha256" not in repo.files()[name]
+        served.write_bytes(good)
+        shutil.rmtree(repo.folder)
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
+        assert repo.fetch(name).read_bytes() == good
+
+
+def without_digest(module) -> type:
+    """A server that gives no SHA-256 of its files, as the hub does of small ones."""
+
+    class Handler(module.Handler):
+        def send_content(self, stream, size, digest, headers):
+            super().send_content(stream, size, digest[:40], headers)
+
+    return Handler
+
+
+def test_a_deeply_nested_conversation_is_named(tmp_path, command):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    said = command.rejects("filter", f"--rows={path}", f"--out={tmp_path / 'out.jsonl'}")
+    assert f"{path}, line 1: not JSON (RecursionError" in said
