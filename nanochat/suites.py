@@ -15,7 +15,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import pooch
@@ -172,6 +172,12 @@ def read_task(
         num_fewshot = int(entry["num_fewshot"][0])
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"{place / 'core.yaml'}: task {dict(entry)} lacks {error}") from error
+    parts = PurePosixPath(uri).parts if isinstance(uri, str) else ()
+    if not parts or ".." in parts or PurePosixPath(uri).is_absolute():
+        raise ValueError(
+            f"{place / 'core.yaml'}: dataset_uri {uri!r} of {name} is no path inside eval_data/; "
+            "correct it or use another bundle"
+        )
     file = place / "eval_data" / uri
     if not file.is_file():
         return None
@@ -187,7 +193,7 @@ def read_items(file: Place) -> list[dict[str, Any]]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             items.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: not a JSON object ({error})") from error
     return items
 

@@ -25,6 +25,7 @@ class Command:
         status = 0
         with self.patch.context() as patch:
             patch.setattr(sys, "argv", [script, *map(str, flags)])
+            patch.delitem(sys.modules, f"scripts.{script}", raising=False)
             try:
                 runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)
             except SystemExit as ended:

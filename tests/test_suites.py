@@ -12,6 +12,7 @@ import threading
 import zipfile
 
 import pytest
+import yaml
 
 from nanochat import suites
 from nanochat.common import REPOSITORY, read_json, sha256_file
@@ -91,6 +92,29 @@ def test_missing_tasks_and_other_items_are_named(bundle):
     assert "2 of 22 tasks" in suite.about and "coqa" in suite.about
     assert "jeopardy has 12 of 2,117 items" in suite.about and "copa has" not in suite.about
     assert "not comparable with published CORE" in suite.about
+
+
+@pytest.mark.parametrize("uri", ["../../x.jsonl", "{outside}", "a/../../x.jsonl", "5", '""'])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_dataset_uri_outside_the_bundle_is_rejected(bundle, command, tmp_path, uri, packed):
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text(json.dumps(ITEMS["sense/copa.jsonl"][0]))
+    uri = uri.format(outside=outside)
+    core = bundle / "core.yaml"
+    core.write_text(CORE_YAML.replace("sense/copa.jsonl", uri))
+    place = bundle
+    if packed:
+        place = tmp_path / "bundle.zip"
+        with zipfile.ZipFile(place, "w") as file:
+            file.writestr("../outside.jsonl", outside.read_text())
+            for part in bundle.rglob("*"):
+                file.write(part, part.relative_to(bundle))
+    flags = ["--suite=dclm", f"--eval_bundle={place}", "--only_fetch"]
+    said = command.rejects("base_eval", *flags)
+    assert f"dataset_uri {yaml.safe_load(uri)!r} of copa is no path inside eval_data" in said
+    core.write_text(CORE_YAML)
+    if not packed:
+        assert "2 of 22 tasks" in command.works("base_eval", *flags)
 
 
 def test_folder_and_zip_give_the_same_suite(bundle, archive):
