@@ -10,7 +10,6 @@ can load them. Reading changes nothing on the disk: a run may be writing there.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
@@ -27,20 +26,25 @@ from torch import Tensor
 
 from nanochat.common import (
     MissingInput,
+    Refused,
     base_dir,
     fingerprint,
     fsync,
     json_text,
     read_json,
+    sealed,
     sha256_file,
+    unseal,
     write_atomic,
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import Machine
 from nanochat.refine import read_config
+from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
 FORMAT = 2
+MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
 # .replaced: the same step was being saved again when the process died
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
@@ -64,17 +68,35 @@ class Checkpoint:
         return fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
 
     def model_tensors(self) -> dict[str, Tensor]:
-        return load_file(self.folder / "model.safetensors")
+        return load_file(self.folder / MODEL_FILE)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer state was kept."""
+        return OPTIM_FILE in self.state["files"]
 
     def optim_tensors(self) -> dict[str, Tensor]:
-        """Raises MissingInput where the optimizer was not kept."""
-        path = self.folder / "optim.safetensors"
-        if not path.exists():
-            raise MissingInput(f"{self.folder} holds no optimizer state", "--resume=never")
-        return load_file(path)
+        """Raises Refused where the optimizer state was not kept."""
+        if not self.has_optimizer:
+            raise Refused(
+                f"{self.folder} holds no optimizer state",
+                "leave out --warm_start, or train that checkpoint anew with --save_optimizer",
+            )
+        return load_file(self.folder / OPTIM_FILE)
 
     def verify(self) -> None:
-        """Raises CorruptCheckpoint naming the first file that differs from its digest."""
+        """
+        Raises CorruptCheckpoint naming the first file that differs from its digest, and where the
+        folder or the list of files is not that of a saved step.
+        """
+        for name in (MODEL_FILE, TOKENIZER_FILE):
+            if name not in self.state["files"]:
+                raise CorruptCheckpoint(f"{self.folder}: its state.json lists no {name}")
+        if self.state["step"] != self.step:
+            raise CorruptCheckpoint(
+                f"{self.folder} was renamed: its state.json is that of step {self.state['step']}; "
+                f"rename the folder to step_{self.state['step']:06d}"
+            )
         for name, was in self.state["files"].items():
             path = self.folder / name
             if not path.is_file():
@@ -127,9 +149,9 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         tokenizer.save(temporary)
-        save_tensors(weights, temporary / "model.safetensors")
+        save_tensors(weights, temporary / MODEL_FILE)
         if optim_tensors is not None:
-            save_tensors(optim_tensors, temporary / "optim.safetensors")
+            save_tensors(optim_tensors, temporary / OPTIM_FILE)
         files = {}
         for path in sorted(temporary.iterdir()):
             fsync(path)
@@ -192,20 +214,22 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with the digest of all the rest of it."""
-    return {**state, "seal": hashlib.sha256(json_text(state).encode()).hexdigest()}
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """The content of a state.json. Raises CorruptCheckpoint unless it is what was written."""
     state = read_json(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         was = state.get("format") if isinstance(state, dict) else None
         raise CorruptCheckpoint(f"{path} has format {was}, not {FORMAT}")
-    rest = {name: value for name, value in state.items() if name != "seal"}
-    if json_text(sealed(rest)).encode() != path.read_bytes():
-        raise CorruptCheckpoint(f"{path} does not match its seal")
+    try:
+        rest = unseal(path.read_text(encoding="utf-8"), json_text)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from error
+    files = rest.get("files")
+    listed = isinstance(files, dict) and all(
+        isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values()
+    )
+    if not listed or "step" not in rest:
+        raise CorruptCheckpoint(f"{path} does not say which files of which step it is about")
     return rest
 
 
@@ -250,6 +274,14 @@ def open_checkpoint(
             say(f"checkpoint passed over: {error}")
     if last_error is not None:
         raise CorruptCheckpoint(f"no good checkpoint is left in {folder}") from last_error
+    return None
+
+
+def newest_state(folder: Path) -> dict[str, Any] | None:
+    """The newest state of a folder that can be read; its files are not verified."""
+    for step in list_steps(folder)[::-1]:
+        with contextlib.suppress(OSError, ValueError):
+            return read_state(step_folder(folder, step) / "state.json")
     return None
 
 

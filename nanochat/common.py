@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ class MissingInput(FileNotFoundError):
 
     def __init__(self, what: str, command: str):
         super().__init__(f"{what}\n  make it with:  {command}")
+        self.parts = (what, command)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), self.parts
 
 
 class Refused(RuntimeError):
@@ -111,6 +116,26 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it to start over") from error
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with the digest of all the rest of it, under `seal`."""
+    return {**value, "seal": hashlib.sha256(json_text(value).encode()).hexdigest()}
+
+
+def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
+    """
+    The JSON object that was `sealed` and then `written` as `text`, without its seal.
+
+    Raises ValueError where a single character is not as it was written.
+    """
+    value = json.loads(text)
+    rest = {n: v for n, v in value.items() if n != "seal"} if isinstance(value, dict) else {}
+    if not isinstance(value, dict) or "seal" not in value:
+        raise ValueError("it has no seal")
+    if written(sealed(rest)) != text:
+        raise ValueError("it does not match its seal")
+    return rest
 
 
 def free_bytes(path: Path) -> int:

@@ -17,7 +17,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, Refused, json_text, sealed
 from nanochat.gpt import build_model
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -166,6 +166,60 @@ def test_a_checkpoint_of_another_format_is_named(save, folder):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
     with pytest.raises(CorruptCheckpoint, match="format 1, not 2"):
         open_checkpoint(folder, 1)
+
+
+def test_R30_a_renamed_step_folder_is_not_taken_for_another_step(save, folder, capsys):
+    save(5)
+    save(7)
+    (folder / "step_000007").rename(folder / "step_000009")
+    assert open_checkpoint(folder).step == 5
+    assert "state.json is that of step 7; rename the folder to step_000007" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(CorruptCheckpoint, match="renamed"):
+        open_checkpoint(folder, 9)
+    (folder / "step_000009").rename(folder / "step_000007")
+    assert open_checkpoint(folder).step == 7
+
+
+def reseal(path, change):
+    """Edit a state.json and seal it anew, as its writer would."""
+    state = json.loads(path.read_text())
+    del state["seal"]
+    change(state)
+    path.write_text(json_text(sealed(state)))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda s: s["files"].pop("model.safetensors"), "lists no model.safetensors"),
+        (lambda s: s["files"].pop("tokenizer.json"), "lists no tokenizer.json"),
+        (lambda s: s["files"].clear(), "lists no model.safetensors"),
+        (lambda s: s.pop("files"), "does not say which files"),
+        (lambda s: s.update(files=["model.safetensors"]), "does not say which files"),
+        (lambda s: s["files"].update({"model.safetensors": 7}), "does not say which files"),
+        (lambda s: s.pop("step"), "does not say which files"),
+        (lambda s: s.update(step=3), "state.json is that of step 3"),
+        (lambda s: s["files"]["model.safetensors"].update(sha256="0" * 64), "SHA-256"),
+        (lambda s: s["files"]["model.safetensors"].update(bytes=1), "SHA-256"),
+    ],
+)
+def test_R30_a_state_that_was_edited_and_sealed_again_is_none(
+    save, folder, capsys, change, complaint
+):
+    save(1)
+    save(2)
+    reseal(folder / "step_000002" / "state.json", change)
+    assert open_checkpoint(folder).step == 1
+    assert complaint in capsys.readouterr().out
+
+
+def test_R30_files_that_are_not_listed_are_not_read(save, folder):
+    save(1)
+    reseal(folder / "step_000001" / "state.json", lambda s: s["files"].pop("optim.safetensors"))
+    with pytest.raises(Refused, match="no optimizer state(.|\n)*--save_optimizer"):
+        open_checkpoint(folder).optim_tensors()
 
 
 def test_the_tag_written_last_is_found_first(save, folder, tiny_gpt, tokenizer):
