@@ -3,37 +3,53 @@ Benchmarks that are looked at once: declared, refused without a word, and every 
 
     held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
 
+Both files carry digests of what they say, as records do.
+
 A benchmark is `dev`, for choosing, unless it was declared `final`, for telling. Whoever looks at a
 final one often chooses by it. Held out by file is not held out by origin: a bucket made of the same
 data set as a final benchmark is of its family, and not trained on. Knows no task, only names.
 """
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Refused, base_dir, read_json, write_json
-from nanochat.records import append_line, locked, read_lines
+from nanochat.common import Refused, base_dir, json_text, sealed, unseal, write_json
+from nanochat.records import append_line, locked, one_line, read_sealed_lines
+from nanochat.records import plain as plain_json
 
 FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
     """Name -> data set it is made of, of the benchmarks that are final."""
+    return declared()["final"]
+
+
+def declared() -> dict[str, dict[str, str]]:
+    """What held_out.json says: `final` and `since`. Raises Refused where it is damaged."""
     path = base_dir() / FILE
-    return read_json(path)["final"] if path.exists() else {}
+    if not path.exists():
+        return {"final": {}, "since": {}}
+    try:
+        return unseal(path.read_bytes().decode(), json_text)
+    except ValueError as error:
+        raise Refused(
+            f"{path}, which says what is held out, is damaged: {error}",
+            "restore the file, or delete it and declare again what is final: "
+            'python -m scripts.hold_out --final="..."',
+        ) from error
 
 
 def declare(final: Mapping[str, str]) -> Path:
     """Make benchmarks final; name -> the data set each is made of. None is ever made dev again."""
-    path = base_dir() / FILE
+    path, known = base_dir() / FILE, declared()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    known = read_json(path) if path.exists() else {"final": {}, "since": {}}
     new = {name: since for name in final if name not in known["since"]}
-    write_json(path, {"final": {**known["final"], **final}, "since": {**known["since"], **new}})
+    every = {"final": {**known["final"], **final}, "since": {**known["since"], **new}}
+    write_json(path, sealed(every))
     return path
 
 
@@ -74,13 +90,12 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with locked(folder):
-            append_line(folder / LEDGER, json.dumps(entry))
+            append_line(folder / LEDGER, one_line(sealed(plain_json(entry))))
 
 
-def accesses() -> list[dict[str, Any]]:
-    """Every access to a final benchmark, in order."""
-    path = base_dir() / LEDGER
-    return list(read_lines(path)) if path.exists() else []
+def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
+    """Every access to a final benchmark, in order; damaged lines are named in `damaged`."""
+    return read_sealed_lines(base_dir() / LEDGER, damaged)
 
 
 def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = ()) -> None:

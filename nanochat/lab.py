@@ -40,16 +40,18 @@ class Around(NamedTuple):
     """Every record ever written there, those of repeated stages too."""
     sweeps: Mapping[str, Sequence[Mapping[str, Any]]] = {}
     """Name of a sweep -> its ledger."""
+    damaged: Sequence[str] = ()
+    """What is wrong with records and accesses that were left out."""
 
 
 NOTHING = Around()
 
 
-def look_around(history: Sequence[Record]) -> Around:
-    """Read it, of the base directory."""
+def look_around(history: Sequence[Record], damaged: list[str]) -> Around:
+    """Read it, of the base directory. damaged: what is known to be so, to which is added."""
     ledgers = sorted((base_dir() / "sweeps").glob("*/ledger.jsonl"))
     sweeps = {path.parent.name: list(read_lines(path)) for path in ledgers}
-    return Around(held_out.accesses(), history, sweeps)
+    return Around(held_out.accesses(damaged), history, sweeps, damaged)
 
 
 def data_mix(records: Sequence[Record], around: Around) -> list[Table]:

@@ -4,9 +4,10 @@ One JSON record per stage: what it was asked, what it measured, what it cost, wh
     a stage ends -> write_record -> report/<slug>.json, and a line in report/records.jsonl
 
     {section, timestamp, key, settings, values, items, tables, series, metrics, files, provenance,
-     cost}
+     cost, seal}
 
-`<slug>.json` is the section as the report shows it; `records.jsonl` keeps every record ever
+`seal` is the digest of all the rest: a file or line that differs in a single bit is not read as a
+record. `<slug>.json` is the section as the report shows it; `records.jsonl` keeps every record ever
 written. Knows nothing of torch, nor of how a report looks. Artifacts go by one name everywhere,
 in `inputs` and in `outputs`, so that a reader can follow the chain: `data`, `tokenizer`, `rows`,
 and a checkpoint by the stage that made it: `base`, `mid`, `sft`, `rl`.
@@ -20,12 +21,20 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_atomic
+from nanochat.common import (
+    base_dir,
+    fingerprint,
+    read_json,
+    sealed,
+    sha256_file,
+    unseal,
+    write_atomic,
+)
 from nanochat.environment import git_state
 from nanochat.record_shape import check_record
 from nanochat.stats import mean
@@ -221,9 +230,9 @@ def write_record(
     with locked(folder):
         if extend and (old := read_if_sound(path)):
             record = extended(old, record)
-        record = plain(record)
-        append_line(folder / "records.jsonl", json.dumps(record, allow_nan=False))
-        write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        record = sealed(plain(record))
+        append_line(folder / "records.jsonl", one_line(record))
+        write_atomic(path, indented(record))
     return path
 
 
@@ -254,23 +263,44 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
     return record if whole else None
 
 
-def read_records(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
-    """The present record of every section, oldest first."""
-    found = {path: read_json(path) for path in report_folder(report_dir).glob("*.json")}
+def read_records(
+    report_dir: Path | str | None = None, damaged: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """
+    The present record of every section, oldest first.
+
+    Raises ValueError naming a damaged one, unless `damaged` is given: then such records are left
+    out, and what is wrong with them is appended there.
+    """
     records = []
-    for path, content in found.items():
-        if looks_like_one(content):
-            record = check_record(content, path)
+    for path in sorted(report_folder(report_dir).glob("*.json")):
+        try:
+            if not looks_like_one(read_json(path)):
+                continue
+            record = read_record(path)
             if path.stem != slug(record["section"]):
                 raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
             records.append(record)
+        except ValueError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
     return sorted(records, key=lambda record: record["timestamp"])
 
 
-def read_if_sound(path: Path) -> dict[str, Any] | None:
-    """A record; None where there is none, or a damaged one, of which is told."""
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in a file. Raises ValueError unless it is what was written, and a record."""
     try:
-        return check_record(read_json(path), path) if path.exists() else None
+        record = unseal(path.read_bytes().decode(), indented)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
+    return check_record(record, path)
+
+
+def read_if_sound(path: Path) -> dict[str, Any] | None:
+    """A record; None where there is none, or a damaged one, which is reported."""
+    try:
+        return read_record(path) if path.exists() else None
     except ValueError as error:
         print(f"passed over: {error}", flush=True)
         return None
@@ -281,14 +311,15 @@ def looks_like_one(content: Any) -> bool:
     return not isinstance(content, dict) or bool({"section", "provenance", "cost"} & content.keys())
 
 
-def read_history(report_dir: Path | str | None = None) -> list[dict[str, Any]]:
-    """Every record ever written to the folder, in the order of writing; no damaged ones."""
+def read_history(
+    report_dir: Path | str | None = None, damaged: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """
+    Every record ever written to the folder, in the order of writing, but for damaged ones. What is
+    wrong with those is appended to `damaged`.
+    """
     path = report_folder(report_dir) / "records.jsonl"
-    found = []
-    for record in read_lines(path) if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(check_record(record, path))
-    return found
+    return read_sealed_lines(path, damaged, lambda record: check_record(record, path))
 
 
 def report_folder(report_dir: Path | str | None = None) -> Path:
@@ -400,6 +431,38 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(value := json.loads(line), dict):
                     yield value
+
+
+def read_sealed_lines(
+    path: Path,
+    damaged: list[str] | None = None,
+    check: Callable[[dict[str, Any]], dict[str, Any]] = lambda value: value,
+) -> list[dict[str, Any]]:
+    """
+    The JSON objects of a file of sealed lines; none where there is no file. Lines that are not what
+    was written, or that `check` rejects with a ValueError, are left out and named in `damaged`.
+    """
+    found = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        if not line and number == len(lines):
+            continue
+        try:
+            found.append(check(unseal(line.decode(), one_line)))
+        except (ValueError, RecursionError) as error:
+            if damaged is not None:
+                damaged.append(f"{path}, line {number} is damaged: {error}; delete that line")
+    return found
+
+
+def one_line(value: Any) -> str:
+    """JSON as a line of a file has it."""
+    return json.dumps(value, allow_nan=False)
+
+
+def indented(value: Any) -> str:
+    """JSON as the file of a record has it: order kept, for people to read."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @contextlib.contextmanager

@@ -105,7 +105,8 @@ def write_report(
     """Draw, render and write; figures that the report no longer shows are removed."""
     from nanochat.figures import drawings  # brings matplotlib: not for those who only want --help
 
-    records = read_records(folder)
+    damaged: list[str] = []
+    records = read_records(folder, damaged)
     header = header_of(folder, records, hourly_rate)
     figures: dict[str, list[Figure]] = {}
     for record in records:
@@ -119,7 +120,7 @@ def write_report(
     shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}
     for stale in (path for path in figure_folder.glob("*.svg") if path.name not in shown):
         stale.unlink()
-    around = look_around(read_history(folder))
+    around = look_around(read_history(folder, damaged), damaged)
     write_atomic(report, render(records, header, time.strftime(TIME_FORMAT), figures, around))
 
 
@@ -188,7 +189,8 @@ def render(
     ordered = [by_name[name] for name in order]
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
     sections += render_lab(ordered, header, around)
-    top = "\n\n".join([render_header(header, generated), *render_faults(ordered)])
+    warnings = [*render_faults(ordered), *render_damage(around.damaged)]
+    top = "\n\n".join([render_header(header, generated), *warnings])
     return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
 
 
@@ -335,6 +337,14 @@ def render_faults(records: Sequence[Record]) -> list[str]:
         return []
     head = "> [!WARNING]\n> **Provenance: these sections do not belong together.**"
     return ["\n".join([head, *(f"> - {fault}" for fault in faults)])]
+
+
+def render_damage(damaged: Sequence[str]) -> list[str]:
+    """A warning that names the damaged records, which the report leaves out."""
+    if not damaged:
+        return []
+    head = "> [!WARNING]\n> **Damaged records, left out of this report.**"
+    return ["\n".join([head, *(f"> - {show(each)}" for each in damaged)])]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -39,7 +39,11 @@ def main(cfg: Report) -> None:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    if not read_records(cfg.report_dir):
+    damaged: list[str] = []
+    records = read_records(cfg.report_dir, damaged)
+    for each in damaged:
+        print(f"left out: {each}")
+    if not records:
         where = report_folder(cfg.report_dir)
         raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
     print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True))

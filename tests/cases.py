@@ -53,6 +53,7 @@ CASES = {
     "R27": "training and evaluation splits do not overlap unknown to us",
     "R32": "stated memory holds the allocator's peak; rehearsals leak nothing",
     "R33": "following the fix that an error about own data names works",
+    "R29": "flipped bits in records and the access ledger are found and named",
     "R30": "renamed folders and edited states are not taken for checkpoints",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",

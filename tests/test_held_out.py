@@ -1,9 +1,11 @@
 """Held-out discipline: final benchmarks are refused, looked at by name only, and written down."""
 
+import random
+
 import pytest
 
 from nanochat import held_out
-from nanochat.common import Refused
+from nanochat.common import Refused, read_json
 from scripts import hold_out
 from scripts.hold_out import HoldOut
 from tasks.base import ChoiceTask, Question, QuestionTask, assistant, user
@@ -26,9 +28,9 @@ def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_w
 
 def test_what_is_final_stays_final_and_keeps_its_date():
     held_out.declare({"KMMLU": "kmmlu"})
-    first = held_out.read_json(held_out.base_dir() / held_out.FILE)["since"]["KMMLU"]
+    first = read_json(held_out.base_dir() / held_out.FILE)["since"]["KMMLU"]
     held_out.declare({"GSM8K": "gsm8k"})
-    found = held_out.read_json(held_out.base_dir() / held_out.FILE)
+    found = read_json(held_out.base_dir() / held_out.FILE)
     assert set(found["final"]) == {"KMMLU", "GSM8K"} and found["since"]["KMMLU"] == first
 
 
@@ -38,6 +40,37 @@ def test_a_bucket_of_the_family_of_a_final_benchmark_is_refused_unless_waived():
     with pytest.raises(Refused, match="is made of arc, as is ARC-Challenge, which is final"):
         held_out.require_other_families({"arc_easy": "arc"})
     held_out.require_other_families({"arc_easy": "arc"}, ["arc"])
+
+
+def flips(path, count):
+    """A file with one bit flipped, `count` times; whole again afterwards."""
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(count):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        yield
+    path.write_bytes(whole)
+
+
+def test_R29_every_flipped_bit_of_the_ledger_is_found(base):
+    held_out.declare({"ARC-Easy": "arc"})
+    for name in "abc":
+        held_out.require_access(["ARC-Easy"], True, {"checkpoint": name})
+    ledger = base / held_out.LEDGER
+    for _ in flips(ledger, 100):
+        damaged = []
+        left = held_out.accesses(damaged)
+        assert len(left) < 3 and f"{ledger}, line " in damaged[0]
+    assert [entry["checkpoint"] for entry in held_out.accesses()] == ["a", "b", "c"]
+
+
+def test_R29_damage_to_what_is_final_is_refused_and_frees_no_benchmark(base):
+    held_out.declare({"ARC-Easy": "arc"})
+    for _ in flips(base / held_out.FILE, 100):
+        with pytest.raises(Refused, match="held_out.json.* is damaged(.|\n)*scripts.hold_out"):
+            held_out.require_access(["ARC-Easy"], False, {})
+    assert held_out.is_final("arc_easy")
 
 
 class Asked(ChoiceTask):

@@ -3,12 +3,14 @@
 import json
 import math
 import multiprocessing
+import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+import scripts.report
 from nanochat import records
 from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
 
@@ -124,6 +126,65 @@ def test_a_line_torn_by_a_killed_process_loses_only_itself(base):
         stream.write('{"section": "Base mo')
     write(values={"loss": 2.0})
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
+
+
+def flips(path, count):
+    """A file with one bit flipped, `count` times; whole again afterwards."""
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(count):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        yield
+    path.write_bytes(whole)
+
+
+def test_R29_every_flipped_bit_of_a_record_is_found(capsys):
+    write("Tokenizer training", {"loss": 0.1 + 0.2})
+    path = write(values={"CORE": estimate(0.25, 100, 0.0433)})
+    for _ in flips(path, 150):
+        damaged = []
+        assert [r["section"] for r in records.read_records(damaged=damaged)] == [
+            "Tokenizer training"
+        ]
+        [complaint] = damaged
+        assert str(path) in complaint and "delete it" in complaint
+        with pytest.raises(ValueError, match="base-model-training.json"):
+            records.read_records()
+        assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
+        assert str(path) in capsys.readouterr().out
+    assert len(records.read_records()) == 2
+
+
+def test_R29_every_flipped_bit_of_the_history_is_found(base):
+    for loss in (3.0, 2.0, 1.0):
+        write(values={"loss": loss})
+    path = base / "report" / "records.jsonl"
+    for _ in flips(path, 150):
+        damaged = []
+        left = records.read_history(damaged=damaged)
+        assert len(left) < 3 and f"{path}, line " in damaged[0]
+    assert len(records.read_history()) == 3
+
+
+def test_R29_the_report_names_damaged_records_and_leaves_them_out(base, capsys):
+    write("Tokenizer training", {"loss": 0.5})
+    path = write(values={"loss": 1.25})
+    path.write_text(path.read_text().replace("1.25", "1.24"))
+    scripts.report.main(scripts.report.Report())
+    assert f"left out: {path} is damaged: it does not match its seal" in capsys.readouterr().out
+    text = (base / "report.md").read_text()
+    assert "## Tokenizer training" in text and "## Base model training" not in text
+    assert "Damaged records" in text and f"{path} is damaged" in text and "1.24" not in text
+
+
+def test_a_record_of_before_records_had_seals_is_named(base):
+    path = write()
+    record = json.loads(path.read_text())
+    del record["seal"]
+    path.write_text(json.dumps(record, indent=1))
+    with pytest.raises(ValueError, match="is damaged: it has no seal; delete it and repeat"):
+        records.read_records()
 
 
 def test_run_ids_sort_by_time_and_differ():
