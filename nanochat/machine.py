@@ -9,11 +9,13 @@ environment variables are read here and nowhere else.
 
 import datetime
 import os
+import pickle
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,9 @@ from nanochat.hardware import device_name, keep_freed_memory
 from nanochat.meeting import name_attempt
 from nanochat.watch import Watch
 
+T = TypeVar("T")
+REPORT_SECONDS = 15.0  # between two lines on the progress of long work
+GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's own collectives: the watch ends hangs
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -36,7 +41,8 @@ class MachineConfig:
     deterministic: bool = False
     """Use only operations that give the same bits in every run; on a GPU it costs speed."""
     collective_timeout_minutes: float = 10.0
-    """How long ranks wait for each other before the run stops and names the one that hangs."""
+    """How long ranks wait for one that sends no heartbeat, or does not say what it does, before the
+    run stops and names it. A rank that reports its work is waited for without limit."""
 
     def __post_init__(self) -> None:
         if not self.collective_timeout_minutes > 0:
@@ -124,6 +130,39 @@ class Machine:
         with self.watch.waiting(what):
             yield
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[Callable[[str], None]]:
+        """
+        While inside, this rank does long work that others may wait for, without limit as long as
+        its heartbeat goes on. Yields a function that is given the progress of the work: others are
+        told so, and now and then it is printed.
+        """
+        printed = time.monotonic()
+
+        def report(progress: str) -> None:
+            nonlocal printed
+            if self.watch:
+                self.watch.rename(f"{what}: {progress}")
+            if time.monotonic() - printed > REPORT_SECONDS:
+                print(f"{what}: {progress}", flush=True)
+                printed = time.monotonic()
+
+        with self.watch.working(what) if self.watch else nullcontext():
+            yield report
+
+    def on_main(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns on the main rank, on every rank; what it raises, too."""
+        mine = attempt(self, self.is_main, what, work)
+        return unpack(mine, self.broadcast(mine.portable()))
+
+    def on_node(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns on the first rank of this node, on all its ranks; what it raises,
+        too, on the ranks of all nodes."""
+        mine = attempt(self, self.local_rank == 0, what, work)
+        every = self.gather(mine.portable())
+        failed = next((each for each in every if each.error), None)
+        return unpack(mine, failed or every[self.rank - self.local_rank])
+
     def synchronize(self) -> None:
         """Wait for the device's queue, so that a clock read next is true."""
         if self.device.type == "cuda":
@@ -139,6 +178,43 @@ class Machine:
             if self.watch:
                 self.watch.close()
             dist.destroy_process_group()
+
+
+class Attempt(NamedTuple):
+    """What one rank did for others: its result, or why there is none."""
+
+    result: Any = None
+    error: Exception | None = None
+
+    def portable(self) -> "Attempt":
+        """The same for other ranks: an error that pickle cannot carry becomes a RuntimeError."""
+        try:
+            copy = pickle.loads(pickle.dumps(self.error))
+        except Exception:
+            copy = None
+        if type(copy) is type(self.error) and str(copy) == str(self.error):
+            return self
+        return Attempt(error=RuntimeError(f"{type(self.error).__name__}: {self.error}"))
+
+
+def attempt(machine: Machine, mine: bool, what: str, work: Callable[[], Any]) -> Attempt:
+    """Do the work, where it is this rank's, and tell the others so as long as it takes."""
+    if not mine:
+        return Attempt()
+    with machine.working(what):
+        try:
+            return Attempt(work())
+        except Exception as error:
+            if machine.world_size == 1:
+                raise
+            return Attempt(error=error)
+
+
+def unpack(mine: Attempt, theirs: Attempt) -> Any:
+    """The result of a rank that worked for all. Raises its error; on itself with the traceback."""
+    if error := mine.error or theirs.error:
+        raise error
+    return theirs.result
 
 
 def visible_gpus() -> list[str]:
@@ -206,7 +282,7 @@ def join(
         store=dist.PrefixStore(attempt, store),  # pyright: ignore
         rank=rank,
         world_size=world_size,
-        timeout=2 * patience,  # where even the watch hangs
+        timeout=GROUP_TIMEOUT,
         device_id=device if kind == "cuda" else None,
     )
     dist.barrier()  # from here on the ranks' clocks run together

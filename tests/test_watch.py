@@ -81,6 +81,44 @@ def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, q
     assert not quick.is_set()
 
 
+def test_R31_named_work_is_waited_for_until_it_ends(store, quick):
+    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with watches[0].waiting("a barrier"), watches[1].waiting("a barrier"):
+        with watches[2].working("packing rows"):
+            assert not quick.wait(2)
+        assert quick.wait(5)  # it went on with what it does not name
+    for each in watches:
+        each.close()
+
+
+def test_R31_of_two_ranks_that_are_waited_for_both_must_name_work(store, quick, capsys):
+    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with watches[0].waiting("a barrier"), watches[2].working("packing rows"):
+        assert quick.wait(5)
+    for each in watches:
+        each.close()
+    text = capsys.readouterr().out
+    assert "rank 1: alive" in text and "at work by itself" in text and "packing rows for" in text
+
+
+def test_R31_a_rank_whose_beats_stop_in_named_work_is_not_waited_for(store, quick, capsys):
+    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with watches[0].waiting("a sum"), watches[1].working("a"), watches[2].working("b"):
+        time.sleep(0.1)
+        watches[2].close()  # its process is stopped
+        assert quick.wait(5)
+    watches[1].close()
+    assert "no sign of life for" in capsys.readouterr().out
+
+
+def test_R31_ranks_that_all_wait_for_each_other_end(store, quick):
+    watches = [Watch(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
+    with watches[0].waiting("a barrier"), watches[1].waiting("a sum"):
+        assert quick.wait(5)
+    for each in watches:
+        each.close()
+
+
 def test_R16_a_launcher_that_is_gone_is_said(quick, capsys):
     class Gone:
         def set(self, key, value):
