@@ -10,10 +10,18 @@ row without a counted token is never made. A bucket of conversations is encoded 
 mixtures take from it. Knows nothing of where conversations come from.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +29,14 @@ from nanochat.chat_format import Message, render
 from nanochat.common import base_dir, fingerprint, read_json, write_json
 from nanochat.disk import locked
 from nanochat.packing import Packer, pack
-from nanochat.row_writer import lock_path, write_rows
+from nanochat.row_writer import exit_with, lock_path, write_rows
 from nanochat.rows import Rows
+from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
 CHAT_RULE = 2  # part of the fingerprint: raise it when the same conversations give other rows
-BATCH = 256  # conversations handed to the packer at a time
+BATCH = 256  # conversations encoded, or handed to the packer, at a time
+POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
 
 Conversations = Iterable[Sequence[Message]]
 
@@ -65,18 +75,19 @@ def encode(
     conversations: Conversations,
     tokenizer: Tokenizer,
     max_seq_len: int,
+    report: Callable[[str], None] = lambda progress: None,
 ) -> Encoded:
     """
     Conversations as tokens, from the disk where that was done before.
 
     about: JSON-ready, decides which there are, and in which order. Those longer than a row lose
-    their end. Raises ValueError where none is left.
+    their end. report: called with the progress. Raises ValueError where none is left.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
         if not (folder / "encoded.json").exists():
-            write_encoded(folder, conversations, tokenizer, max_seq_len + 1)
+            write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
     counts = read_json(folder / "encoded.json")
     if not counts["conversations"]:
@@ -86,22 +97,121 @@ def encode(
 
 
 def write_encoded(
-    folder: Path, conversations: Conversations, tokenizer: Tokenizer, row_length: int
+    folder: Path,
+    conversations: Conversations,
+    tokenizer: Tokenizer,
+    row_length: int,
+    report: Callable[[str], None] = lambda progress: None,
 ) -> None:
-    """Encode to files; the record comes last, so that half of them is none."""
-    pieces = []
-    trained = skipped = 0
-    for conversation in conversations:
-        signed = signed_ids(*render(tokenizer, conversation, row_length))
-        counted = int((signed >= 0).sum())
-        trained += counted
-        skipped += not counted
-        pieces += [signed[1:]] if counted else []  # the packer puts the BOS in front
-    ids, ends = flatten(pieces)
-    np.save(folder / "ids.npy", ids)
+    """
+    Encode to files; the record comes last, so that half of them is none. Memory holds some batches
+    and the length of every conversation, however many there are.
+    """
+    tokenizer.save(folder)  # for the processes of the pool
+    total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
+    lengths: list[np.ndarray] = []
+    done = trained = skipped = 0
+    with growing_npy(folder / "ids.npy", np.int32) as append:
+        for batch in encode_batches(conversations, folder / TOKENIZER_FILE, row_length):
+            append(batch.ids)
+            lengths.append(batch.lengths)
+            trained, skipped = trained + batch.trained, skipped + batch.skipped
+            done += len(batch.lengths) + batch.skipped
+            report(f"{done:,}{total} conversations")
+    ends = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     np.save(folder / "ends.npy", ends)
-    counts = {"conversations": len(pieces), "trained": trained, "skipped": skipped}
+    counts = {"conversations": len(ends) - 1, "trained": trained, "skipped": skipped}
     write_json(folder / "encoded.json", counts)
+
+
+class EncodedBatch(NamedTuple):
+    """Some conversations, those that count, one after the other."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    trained: int
+    skipped: int
+
+
+def encode_batches(
+    conversations: Conversations, tokenizer_path: Path, row_length: int
+) -> Iterator[EncodedBatch]:
+    """
+    Batches of conversations in order, by all cores where there are many: the same for any number
+    of processes.
+    """
+    jobs = (partial(encode_batch, tokenizer_path, row_length, b) for b in batched(conversations))
+    many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
+    workers = min(many, os.cpu_count() or 1)
+    if workers < 2:
+        yield from (job() for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA would hang
+    pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
+    waiting: deque[Future[EncodedBatch]] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(job))
+            if len(waiting) > 2 * workers:  # what is read and not yet written stays bounded
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def follow_parent() -> None:
+    """In a process of the pool: end soon after the parent has ended, however it ended."""
+    threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
+
+
+def encode_batch(
+    tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
+) -> EncodedBatch:
+    """Encode some conversations; those in which nothing counts are only counted."""
+    tokenizer = read_tokenizer(tokenizer_path)
+    every = [signed_ids(*render(tokenizer, each, row_length)) for each in conversations]
+    counted = [int((signed >= 0).sum()) for signed in every]
+    kept = [signed[1:] for signed, count in zip(every, counted, strict=True) if count]  # no BOS
+    lengths = np.array([len(signed) for signed in kept], np.int64)
+    return EncodedBatch(flatten(kept)[0], lengths, sum(counted), len(every) - len(kept))
+
+
+@lru_cache(maxsize=1)
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer, read once in each process."""
+    return Tokenizer.read(path)
+
+
+def batched(conversations: Conversations) -> Iterator[list[Sequence[Message]]]:
+    """BATCH conversations at a time."""
+    source = iter(conversations)
+    while batch := list(islice(source, BATCH)):
+        yield batch
+
+
+@contextmanager
+def growing_npy(path: Path, dtype: type) -> Iterator[Callable[[np.ndarray], None]]:
+    """
+    Write a flat array to a .npy file piece by piece; yields what appends a piece. The file is what
+    `np.save` would write: numpy pads the header so that the length can be filled in at the end.
+    """
+    size = 0
+
+    def header() -> dict[str, Any]:
+        described = np.lib.format.dtype_to_descr(np.dtype(dtype))
+        return {"descr": described, "fortran_order": False, "shape": (size,)}
+
+    def append(piece: np.ndarray) -> None:
+        nonlocal size
+        stream.write(piece.astype(dtype, copy=False).tobytes())
+        size += len(piece)
+
+    with path.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header())
+        yield append
+        stream.seek(0)
+        np.lib.format.write_array_header_1_0(stream, header())
 
 
 def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """Packed conversations: whole, masked, and none in which nothing counts."""
 
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import numpy as np
 import pytest
 
+from nanochat import chat_rows
 from nanochat.chat_format import render
 from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
 from nanochat.loss import IGNORE
@@ -42,6 +46,44 @@ def test_every_conversation_lies_in_one_row_with_its_mask():
     assert counts["trained"] == sum(sum(render(TOKENIZER, c)[1]) for c in chats)
     filled = sum(len(e) for e in expected) / (counts["rows"] * 64)
     assert filled > 0.9
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_conversations_are_encoded_alike_by_any_number_of_processes(
+    base, monkeypatch, capsys, cores
+):
+    monkeypatch.setattr(chat_rows, "POOL_SHARE", 10)
+    monkeypatch.setattr(chat_rows, "BATCH", 7)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    used = []
+    submit = ProcessPoolExecutor.submit
+    monkeypatch.setattr(
+        ProcessPoolExecutor, "submit", lambda pool, job: used.append(job) or submit(pool, job)
+    )
+    chats = [chat("q" * (i % 23), "a" * (1 + i % 70) if i % 9 else "") for i in range(100)]
+    progress = []
+    found = encode({"name": "x"}, chats, TOKENIZER, 31, progress.append)
+    assert progress[-1] == "100 of 100 conversations" and len(progress) == 15
+    assert len(used) == (15 if cores > 1 else 0)
+    signed = [signed_ids(*render(TOKENIZER, c, 32)) for c in chats]
+    expected = [s[1:] for s in signed if (s >= 0).any()]
+    assert found.skipped == 100 - len(expected)
+    assert found.trained == sum(int((s >= 0).sum()) for s in signed)
+    folder = next((base / "rows").iterdir())
+    for name, array in (
+        ("ids", np.concatenate(expected)),
+        ("ends", np.cumsum([0, *map(len, expected)])),
+    ):
+        np.save(base / "expected.npy", array)
+        assert (folder / f"{name}.npy").read_bytes() == (base / "expected.npy").read_bytes()
+
+
+def test_a_conversation_amiss_is_named_whatever_process_finds_it(monkeypatch):
+    monkeypatch.setattr(chat_rows, "POOL_SHARE", 10)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    chats = [*[chat("q", "a")] * 400, [{"role": "user", "content": 7}]]
+    with pytest.raises(ValueError, match="message 0: the content of the user is text"):
+        encode({"name": "x"}, chats, TOKENIZER, 31)
 
 
 def test_B2_a_conversation_longer_than_a_row_is_cut_and_never_clogs_the_rows():
