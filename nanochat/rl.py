@@ -32,7 +32,7 @@ from nanochat.optim import MuonAdamW
 from nanochat.sampling import Sampling
 from nanochat.stopping import StopRequest
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import LoopConfig, Progress, Save, give_up
+from nanochat.train import LoopConfig, Progress, Save, give_up, require_resumable
 
 
 @dataclass(frozen=True)
@@ -352,8 +352,11 @@ class PolicyRun:
 def train_policy(run: PolicyRun, progress: Progress) -> bool:
     """
     Learn from `progress.step` to the end, rates falling linearly to 0. Returns False when asked to
-    stop early. The last thing is a checkpoint. Raises NotFinite and RanksDiffer as `train` does.
+    stop early. The last thing is a checkpoint. Raises NotFinite, RanksDiffer and Refused as `train`
+    does.
     """
+    if progress.step < run.num_steps:
+        require_resumable(progress)
     guard = Guard(run.loop.guard, progress.health, run.machine, watch_spikes=False)
     with StopRequest() as stop:
         while progress.step < run.num_steps:
@@ -378,6 +381,7 @@ def train_policy(run: PolicyRun, progress: Progress) -> bool:
             every = run.loop.save_every
             if every and progress.step % every == 0 and progress.step < run.num_steps:
                 run.save(progress)
+        progress.finished = True
         run.save(progress, final=True)
     return True
 

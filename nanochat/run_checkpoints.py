@@ -8,28 +8,30 @@ never saved, so that it never pushes a good checkpoint out. A save can be writte
 training; the next one waits for it. Knows nothing of what is trained.
 """
 
-import contextlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import torch
 
 from nanochat.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
     list_steps,
+    newest_state,
     open_checkpoint,
     sweep,
     weights_on_host,
     write_checkpoint,
 )
-from nanochat.common import Refused
 from nanochat.disk import RunLock
 from nanochat.gpt import GPT
 from nanochat.guard import NotFinite, first_not_finite, require_equal_ranks
+from nanochat.hardware import free_memory_bytes
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.rows import differences
@@ -44,9 +46,13 @@ class SavingConfig:
     starts again after a failure continues in any case."""
     keep: int = 2
     """Checkpoints to keep; older ones are deleted."""
-    async_save: bool = False
-    """Write checkpoints beside the training, which goes on once the state is copied: takes as much
-    memory of the host as a checkpoint is large. The last one is always waited for."""
+    async_save: bool | None = None
+    """Save checkpoints asynchronously: training goes on once the state is copied, which takes as
+    much memory of the host as a checkpoint is large; with less than that free, saving is
+    synchronous. The last one is always waited for. Default: on GPUs."""
+    save_optimizer: bool | None = None
+    """Keep the optimizer state in the checkpoint that a finished run ends with; all others have it.
+    Default: in pretraining, whose state --warm_start uses."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What a full or broken disk does to a run that cannot save on the way: stop it, or be told
     and go on. That the last save fails is always an error."""
@@ -54,6 +60,11 @@ class SavingConfig:
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
+
+    def of_stage(self, stage: str) -> "SavingConfig":
+        """The same, with the stage's default in place of None for `save_optimizer`."""
+        kept = stage == "base" if self.save_optimizer is None else self.save_optimizer
+        return replace(self, save_optimizer=kept)
 
 
 class Checkpoints:
@@ -70,19 +81,17 @@ class Checkpoints:
         self.lock = RunLock(folder.parent / f".{folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
+        on_gpu = machine.device.type == "cuda"
+        self.asynchronous = on_gpu if cfg.async_save is None else cfg.async_save
 
     def __enter__(self) -> Self:
         """Raises Refused, on every rank, where another run writes to the folder."""
-        refused = None
-        if self.machine.is_main:
-            try:
-                self.lock.acquire(self.machine.launch)
-                sweep(self.folder)
-            except Refused as error:
-                refused = error
-        refused = self.machine.broadcast(refused)
-        if refused:
-            raise refused
+
+        def take_lock() -> None:
+            self.lock.acquire(self.machine.launch)
+            sweep(self.folder)
+
+        self.machine.on_main(f"taking the lock of {self.folder}", take_lock)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -112,11 +121,11 @@ class Checkpoints:
         self.require_finite(model, optimizer)
         require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
         missed = self.written()  # the one before: a disk has one writer, and memory room for one
-        optim_tensors = optimizer.state_dict()
+        optim_tensors = None if self.drops_optimizer(progress) else optimizer.state_dict()
         problem = None
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            beside = self.cfg.async_save and not final
+            beside = not final and self.asynchronous and self.has_memory(model)
             weights = weights_on_host(model, copy=beside)
             write = partial(
                 write_checkpoint, self.folder, progress.step, weights, model.cfg,
@@ -132,13 +141,32 @@ class Checkpoints:
         if problem:
             self.machine.print0(f"{problem}; the training goes on")
 
+    def drops_optimizer(self, progress: Progress) -> bool:
+        """Whether the checkpoint of `progress` is to hold no optimizer state."""
+        dropped = self.cfg.save_optimizer is False or progress.optimizer_missing
+        return progress.finished and dropped
+
+    def has_memory(self, model: GPT) -> bool:
+        """Whether the host has memory for a copy of the state; if not, saving is synchronous from
+        now on."""
+        needed, free = checkpoint_bytes(model), free_memory_bytes(torch.device("cpu"))
+        if needed > free:
+            self.asynchronous = False
+            print(
+                f"saving synchronously: a copy of the state takes {needed / 1e9:.2f} GB of the "
+                f"host's memory, and {free / 1e9:.2f} GB are free",
+                flush=True,
+            )
+        return self.asynchronous
+
     def written(self) -> str | None:
         """Wait for the save under way; what the disk had against it, if anything."""
         if self.pending is None:
             return None
         (step, future), self.pending = self.pending, None
         try:
-            self.saved = future.result()
+            with self.machine.working(f"saving step {step}"):
+                self.saved = future.result()
         except OSError as error:
             return f"no checkpoint of step {step}: {error}"
         return None
@@ -180,14 +208,14 @@ class Checkpoints:
 
         A node that came later does not know of restarts, so an unfinished run is enough.
         """
-        restarted = self.machine.any(self.machine.restarts > 0)
-        again, found = False, None
-        if self.machine.is_main and self.machine.launch:
-            with contextlib.suppress(CorruptCheckpoint):
-                found = open_checkpoint(self.folder)
-            if found is not None and found.state.get("launch") == self.machine.launch:
-                again = restarted or found.step < num_steps
-        return self.machine.broadcast(again)
+        restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
+
+        def saved_before() -> bool:
+            newest = newest_state(self.folder) if launch else None
+            mine = newest is not None and newest.get("launch") == launch
+            return mine and (restarted or newest["step"] < num_steps)
+
+        return self.machine.on_main("reading checkpoints", saved_before)
 
     def resume(
         self,
@@ -218,33 +246,36 @@ class Checkpoints:
         for line in changed:
             self.machine.print0(f"continuing although {line}")
         model.load_state_dict(found.model_tensors())
-        optimizer.load_state_dict(found.optim_tensors())
         progress.load_state_dict(found.state["progress"])
+        progress.optimizer_missing = not found.has_optimizer
+        if found.has_optimizer:
+            optimizer.load_state_dict(found.optim_tensors())
         self.machine.print0(f"resumed {found.folder}")
         return True
 
     def chosen(self) -> Checkpoint | None:
         """
-        What the main rank finds to be the newest good checkpoint, as every rank sees it.
+        The newest good checkpoint, verified by one rank of each node.
 
-        Raises CorruptCheckpoint, on every rank, where one of them sees something else.
+        Raises CorruptCheckpoint, on every rank, where there is none, or where nodes differ.
         """
-        found, problem = None, None
-        if self.machine.is_main:
+
+        def newest() -> Checkpoint | None:
             try:
-                found = open_checkpoint(self.folder)
+                return open_checkpoint(self.folder)
             except CorruptCheckpoint as error:
-                problem = f"{error}; --resume=never starts anew and moves them aside"
-        wanted = self.machine.broadcast((found.step, found.fingerprint) if found else None)
-        if wanted and not self.machine.is_main:
-            try:
-                found = open_checkpoint(self.folder, wanted[0])
-                if found is None or found.fingerprint != wanted[1]:
-                    problem = f"rank {self.machine.rank} sees another step {wanted[0]} than rank 0"
-            except (OSError, ValueError) as error:
-                problem = f"rank {self.machine.rank}: {error}; is {self.folder} a shared disk?"
-        if problems := [p for p in self.machine.gather(problem) if p]:
-            raise CorruptCheckpoint(problems[0])
+                raise CorruptCheckpoint(
+                    f"{error}; --resume=never starts anew and moves them aside"
+                ) from error
+
+        found = self.machine.on_node("verifying checkpoints", newest)
+        steps = self.machine.gather((found.step, found.fingerprint) if found else None)
+        for rank, other in enumerate(steps):
+            if other != steps[0]:
+                raise CorruptCheckpoint(
+                    f"rank {rank} finds {shown(other)} in {self.folder}, rank 0 {shown(steps[0])}; "
+                    "the ranks of all nodes must see the same files: use a shared disk"
+                )
         return found
 
     def make_room(self) -> None:
@@ -256,15 +287,25 @@ class Checkpoints:
         self.machine.barrier()
 
     def bytes_to_come(self, model: GPT, saves: int) -> int:
-        """What so many saves take on the disk: those to keep and the one being written, at most."""
+        """
+        What `saves` saves take on the disk, the last of them that of the finished run: those to
+        keep and the one being written, at most.
+        """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
-        size = checkpoint_bytes(model)
-        return min(saves * size, max(size, (self.cfg.keep + 1) * size - there))
+        full = checkpoint_bytes(model)
+        last = checkpoint_bytes(model, optimizer=self.cfg.save_optimizer is not False)
+        largest = full if saves > 1 else last
+        total = (saves - 1) * full + last
+        return min(total, max(largest, (self.cfg.keep + 1) * largest - there))
 
 
-def checkpoint_bytes(model: GPT) -> int:
-    """Estimated size of one checkpoint with its optimizer state."""
+def shown(found: tuple[int, str] | None) -> str:
+    """A checkpoint as a message names it."""
+    return f"step {found[0]} ({found[1]})" if found else "no checkpoint"
+
+
+def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
+    """Estimated size of one checkpoint, with its optimizer state or without."""
     roles = model.param_roles()
-    return sum(
-        p.numel() * 4 * (2 if roles[n] == "matrix" else 3) for n, p in model.named_parameters()
-    )
+    states = {n: (1 if roles[n] == "matrix" else 2) if optimizer else 0 for n in roles}
+    return sum(p.numel() * 4 * (1 + states[n]) for n, p in model.named_parameters())

@@ -161,7 +161,8 @@ def carry_out(
         **stage.identity,
     }
     progress = Progress()
-    with Checkpoints(stage_folder(stage.kind) / tag, machine, cfg.saving) as checkpoints:
+    saving = cfg.saving.of_stage(stage.kind)
+    with Checkpoints(stage_folder(stage.kind) / tag, machine, saving) as checkpoints:
         checkpoints.begin(
             identity, cfg.allow_data_change, model, stage.optimizer, progress, stage.num_steps
         )
@@ -180,6 +181,11 @@ def carry_out(
             settings=dict(asked),
         )
 
+        def step_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+            with machine.working("waiting for rows that are being packed"):
+                mine = rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
+            return stage.split(mine)
+
         def begin_step(step: int, done: float) -> None:
             stage.change_model(done)
             model.begin_step(step, cfg.seed)
@@ -192,9 +198,7 @@ def carry_out(
             batch_tokens=stage.batch_tokens,
             device_rows=ready.device_rows,
             flops_per_token=model.flops_per_token,
-            rows=lambda step: stage.split(
-                rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
-            ),
+            rows=step_of,
             times_seen=lambda step: rows.times_seen(
                 step, step_rows, cfg.seed, machine.rank, machine.world_size
             ),

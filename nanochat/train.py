@@ -67,6 +67,10 @@ class Progress:
     """Time spent in all steps, the mean of the ranks: what a budget of seconds is compared with."""
     averaged: bool = False
     """The weights are the average that the run ended with: there is no going on from them."""
+    finished: bool = False
+    """All steps are done, as far as this run was planned."""
+    optimizer_missing: bool = False
+    """The checkpoint that was loaded holds no optimizer state: there is no going on from it."""
     health: Health = field(default_factory=Health)
     min_val: float | None = None
     last_val: float | None = None
@@ -89,7 +93,10 @@ class Progress:
 
 
 class Save(Protocol):
-    """Writes a checkpoint; `final` returns only when it is safe on disk."""
+    """
+    Writes a checkpoint; `final` returns only when it is safe on disk. That of a run which is
+    `progress.finished` may leave out the optimizer state.
+    """
 
     def __call__(self, progress: Progress, final: bool = False) -> None: ...
 
@@ -168,12 +175,8 @@ def train(run: Run, progress: Progress) -> bool:
     evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
     RanksDiffer, and Refused for more steps after the weights were averaged.
     """
-    if progress.averaged and not run.finished(progress):
-        raise Refused(
-            f"the run ended after step {progress.step} with the average of its weights, and cannot "
-            "be made longer",
-            "another --model_tag, or no --ema_decay",
-        )
+    if not run.finished(progress):
+        require_resumable(progress)
     guard = Guard(run.loop.guard, progress.health, run.machine)
     with run.stop as stop:
         while not run.finished(progress):
@@ -216,9 +219,30 @@ def train(run: Run, progress: Progress) -> bool:
                 run.save(progress)
         run.begin_step(progress.step, 1.0)
         progress.averaged = run.optimizer.take_average()
+        progress.finished = True
         run.save(progress, final=True)
         with last_evaluation(run.machine):
             return evaluate(run, progress, progress.step, stop, last=True)
+
+
+def require_resumable(progress: Progress) -> None:
+    """
+    Raise Refused where training cannot go on from `progress`; for runs with steps left to train.
+    """
+    progress.finished = False
+    if progress.averaged:
+        raise Refused(
+            f"the run ended after step {progress.step} with the average of its weights, and cannot "
+            "be made longer",
+            "another --model_tag, or no --ema_decay",
+        )
+    if progress.optimizer_missing:
+        raise Refused(
+            f"the run finished at step {progress.step}, and its last checkpoint holds no optimizer "
+            "state, so it cannot be made longer",
+            "train all steps anew with --resume=never, and keep the optimizer state of the last "
+            "checkpoint with --save_optimizer",
+        )
 
 
 def give_up(save: Save, progress: Progress, guard: Guard) -> None:

@@ -97,7 +97,7 @@ class ChatRL:
     hourly_rate: float | None = None
     """Dollars an hour that all devices together cost, for the estimate. Default: what such GPUs are
     rented for."""
-    saving: SavingConfig = field(default_factory=SavingConfig)
+    saving: SavingConfig = field(default_factory=lambda: SavingConfig(keep=1))
     rl: RLConfig = field(default_factory=RLConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(weight_decay=0.0))
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(eval_every=60, save_every=60))
@@ -123,17 +123,21 @@ def main(cfg: ChatRL) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine, cfg.seed)
     tag = cfg.from_tag or cfg.model_tag or None
-    parent = find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0)
+    parent = machine.on_node(
+        "verifying the checkpoint",
+        lambda: find_checkpoint(cfg.source, tag, cfg.from_step, machine.print0),
+    )
     spec = cfg.task or defaults(parent.state["source"]).rl
     asked, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
     key = records.stage_key(asked, inputs)
-    done = cfg.once and records.finished(SECTION, key, cfg.report_dir) is not None
-    if machine.broadcast(done):
+    if cfg.once and machine.on_main(
+        "verifying files", lambda: records.finished(SECTION, key, cfg.report_dir) is not None
+    ):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
     folder = stage_folder("rl") / (cfg.model_tag or parent.folder.parent.name)
-    with Checkpoints(folder, machine, cfg.saving) as checkpoints:
+    with Checkpoints(folder, machine, cfg.saving.of_stage("rl")) as checkpoints:
         practise(cfg, asked, parent, checkpoints, machine, started)
     machine.close()
 
@@ -152,7 +156,9 @@ def practise(
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
 
-    practised = questions(spec, cfg.split, cfg.seed)
+    with machine.working("loading the tasks"):
+        practised = questions(spec, cfg.split, cfg.seed)
+        held_out = held_out_questions(spec, cfg.eval_examples)
     answers = (cfg.num_iterations or 0) * cfg.rl.examples_per_step * cfg.rl.num_samples
     answers = answers or round(cfg.num_epochs * len(practised) * cfg.rl.num_samples)
     fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
@@ -167,7 +173,6 @@ def practise(
     chosen = unsolved(cfg, practised, engine(model), machine)
     practice = Practice(practised, tokenizer, cfg.rl, cfg.seed, machine, chosen)
     num_steps = cfg.num_iterations or practice.num_steps(cfg.num_epochs)
-    held_out = held_out_questions(spec, cfg.eval_examples)
     refuse_final(held_out, practised)
     exam = Exam(held_out, cfg.eval_samples, cfg.sampling, engine, machine)
     review = min(num_steps, math.ceil(cfg.eval_examples / practice.per_step))
@@ -208,18 +213,19 @@ def practise(
         metrics = checkpoint.folder.parent / METRICS_FILE
         names = [held_out.locate(i)[0].name for i in range(len(held_out))]
         made = {"rl": checkpoint.fingerprint}
-        records.write_record(
-            SECTION,
-            asked,
-            figures(read_metrics(metrics), names, before, after),
-            records.Provenance(run_id, cfg.seed, inputs, made),
-            records.Cost.since(started, machine),
-            cfg.report_dir,
-            tables=[watch.table()] if watch else (),
-            metrics=metrics,
-            files=[checkpoint.folder],
-        )
-        report.update(cfg.report_dir)
+        with machine.working("writing the report"):
+            records.write_record(
+                SECTION,
+                asked,
+                figures(read_metrics(metrics), names, before, after),
+                records.Provenance(run_id, cfg.seed, inputs, made),
+                records.Cost.since(started, machine),
+                cfg.report_dir,
+                tables=[watch.table()] if watch else (),
+                metrics=metrics,
+                files=[checkpoint.folder],
+            )
+            report.update(cfg.report_dir)
 
 
 def watched(

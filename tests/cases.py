@@ -55,6 +55,7 @@ CASES = {
     "R33": "following the fix that an error about own data names works",
     "R29": "flipped bits in records and the access ledger are found and named",
     "R30": "renamed folders and edited states are not taken for checkpoints",
+    "R31": "a rank that names its long work is waited for; a frozen one is not",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",

@@ -22,7 +22,7 @@ from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.run_checkpoints import Checkpoints, SavingConfig, checkpoint_bytes
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress
+from nanochat.train import Progress, require_resumable
 from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
@@ -47,8 +47,8 @@ def run(base, tiny_gpt, tokenizer, machine):
         cfg = SavingConfig(**changed)
         return Checkpoints(folder, changed.pop("machine", machine), cfg)
 
-    def save(checkpoints, step, final=False):
-        progress = Progress(step=step, health=Health(bad_steps=1, losses=[1.5]))
+    def save(checkpoints, step, final=False, **more):
+        progress = Progress(step=step, health=Health(bad_steps=1, losses=[1.5]), **more)
         state = {"identity": identity}
         checkpoints.save(tiny_gpt, optimizer, tokenizer, state, progress, final)
 
@@ -92,6 +92,39 @@ def test_R6_another_model_text_or_seed_is_refused_by_name(run):
             resume({**other, "seed": 1}, True)
 
 
+@pytest.mark.parametrize(
+    ("stage", "flag", "kept"),
+    [("base", None, True), ("mid", None, False), ("rl", None, False), ("sft", True, True)],
+)
+def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, stage, flag, kept):
+    cfg = SavingConfig(save_optimizer=flag).of_stage(stage)
+    with run.open(save_optimizer=cfg.save_optimizer) as checkpoints:
+        for step, finished in ((1, False), (2, True)):  # stopped by a signal, finished
+            run.save(checkpoints, step, final=True, finished=finished)
+            assert checkpoints.saved.has_optimizer is (kept or not finished)
+            assert (checkpoints.saved.folder / "optim.safetensors").exists() is (
+                kept or not finished
+            )
+    assert open_checkpoint(run.folder).step == 2
+
+
+def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
+    with run.open(save_optimizer=False) as checkpoints:
+        run.save(checkpoints, 2, final=True, finished=True)
+    progress = Progress()
+    with run.open(resume="auto", save_optimizer=True) as checkpoints:
+        checkpoints.begin(run.identity, False, run.model, run.optimizer, progress, 3)
+        assert progress.step == 2
+        with pytest.raises(Refused, match="step 2(.|\n)*--resume=never(.|\n)*--save_optimizer"):
+            require_resumable(progress)
+        # saved again as it is, it does not get the state of an optimizer that did nothing
+        progress.finished = True
+        checkpoints.save(
+            run.model, run.optimizer, Tokenizer.train(["a"], 265), {}, progress, final=True
+        )
+        assert not checkpoints.saved.has_optimizer
+
+
 def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
@@ -132,6 +165,14 @@ def test_R9_the_room_that_checkpoints_still_need_is_known(run):
         written = sum(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
         assert checkpoints.bytes_to_come(run.model, saves=99) == 4 * size - written
     assert size < written < 1.5 * size
+    small = sum(p.numel() for p in run.model.parameters()) * 4
+    cfg = SavingConfig(keep=1, save_optimizer=False)
+    with Checkpoints(run.folder, run.open().machine, cfg) as checkpoints:
+        found = [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 2, 99)]
+        assert found == [small, size, size]
+    with Checkpoints(run.folder.with_name("new"), run.open().machine, cfg) as checkpoints:
+        found = [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 2, 3, 99)]
+        assert found == [small, size + small, 2 * size, 2 * size]
 
 
 def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoint(run, machine):
@@ -146,33 +187,33 @@ def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoi
             checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 9)
 
 
-class Second(Machine):
-    """Rank 1 of two; the main rank has chosen `told`, and finds nothing amiss."""
+class SecondNode(Machine):
+    """The only rank of the second of two nodes; the first finds `first`."""
 
-    told = None
+    first = None
 
-    def broadcast(self, value):
-        return self.told
+    def on_node(self, what, work):
+        return work()
 
     def gather(self, value):
-        return [None, value]
+        return [self.first, value]
 
 
-def test_R15_ranks_that_see_different_checkpoints_do_not_start(run, machine):
+def test_R15_nodes_that_see_different_checkpoints_do_not_start(run, machine):
     with run.open() as checkpoints:
         run.save(checkpoints, 3)
-        checkpoints.written()
         good = checkpoints.saved.fingerprint
-    second = Second(1, 1, 2, machine.device, machine.dtype)
+    second = SecondNode(1, 0, 2, machine.device, machine.dtype)
     checkpoints = Checkpoints(run.folder, second)
-    for told, complaint in (
-        ((4, good), "rank 1: no step 4 in .*shared disk"),
-        ((3, "0" * 16), "rank 1 sees another step 3 than rank 0"),
+    for first, complaint in (
+        ((4, good), r"rank 1 finds step 3 \(\w+\) in .*, rank 0 step 4 .*shared disk"),
+        ((3, "0" * 16), r"rank 1 finds step 3 .*, rank 0 step 3 \(0000"),
+        (None, "rank 1 finds step 3 .*, rank 0 no checkpoint"),
     ):
-        Second.told = told
+        SecondNode.first = first
         with pytest.raises(CorruptCheckpoint, match=complaint):
             checkpoints.chosen()
-    Second.told = (3, good)
+    SecondNode.first = (3, good)
     assert checkpoints.chosen().step == 3
 
 
@@ -310,6 +351,23 @@ def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
         assert json.loads((run.folder / "step_000003" / "state.json").read_text())["step"] == 3
         assert checkpoints.saved.step == 3
     assert (run.folder / "latest").read_text() == "step_000003\n"
+
+
+def test_saving_is_asynchronous_on_gpus_unless_told(run, machine):
+    on_gpu = replace(machine, device=torch.device("cuda"))
+    for flag, expected in ((None, (False, True)), (True, (True, True)), (False, (False, False))):
+        cfg = SavingConfig(async_save=flag)
+        found = tuple(Checkpoints(run.folder, m, cfg).asynchronous for m in (machine, on_gpu))
+        assert found == expected
+
+
+def test_without_memory_for_a_copy_saving_is_synchronous(run, monkeypatch, capsys):
+    monkeypatch.setattr(run_checkpoints, "free_memory_bytes", lambda device: 1000)
+    with run.open(async_save=True) as checkpoints:
+        for step in (1, 2):
+            run.save(checkpoints, step)
+            assert checkpoints.pending is None and checkpoints.saved.step == step
+    assert capsys.readouterr().out.count("saving synchronously: a copy of the state takes") == 1
 
 
 # ------------------------------------------------------------------------------------------------
