@@ -29,7 +29,7 @@ def mixed_chat_rows(
     machine: Machine,
 ) -> Rows:
     """
-    The rows of `tokens` of each bucket; the main process of each machine packs.
+    The rows of `tokens` of each bucket; one process of each node packs.
 
     Which conversations of a bucket are taken, where it is not whole, depends on the seed.
     """
@@ -41,9 +41,10 @@ def mixed_chat_rows(
         ],
     }
     rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0)
-    if machine.local_rank == 0:
-        pack_encoded(rows, "train", mixed(list(buckets.values()), tokens, seed), tokenizer)
-    machine.barrier()
+    machine.on_node(
+        "packing conversations",
+        lambda: pack_encoded(rows, "train", mixed(list(buckets.values()), tokens, seed), tokenizer),
+    )
     return rows
 
 

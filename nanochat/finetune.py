@@ -20,7 +20,14 @@ from torch import Tensor
 from nanochat import records, report
 from nanochat.arms import taken
 from nanochat.chat_mix import mixed_chat_rows
-from nanochat.chat_rows import Conversations, encode, open_chat_rows, pack_encoded, split_rows
+from nanochat.chat_rows import (
+    Conversations,
+    Encoded,
+    encode,
+    open_chat_rows,
+    pack_encoded,
+    split_rows,
+)
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import fingerprint, write_json
 from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
@@ -254,8 +261,12 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
     machine = init_machine(cfg.machine, cfg.seed)
     tag = plan.from_tag or cfg.model_tag or None
-    parent = find_checkpoint(lesson.source, tag, plan.from_step, machine.print0)
-    talk = lesson.talk(parent)
+    parent = machine.on_node(
+        "verifying the checkpoint",
+        lambda: find_checkpoint(lesson.source, tag, plan.from_step, machine.print0),
+    )
+    with machine.working("loading conversations"):
+        talk = lesson.talk(parent)
     parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
     require_other_families(parents, plan.waive_families.split(","))
     every = [*talk.measured, *talk.learned]  # sentinels ask what is learned
@@ -263,10 +274,11 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     eval_tokens = plan.num_eval_tokens(machine)
     asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
-    done = cfg.once and records.finished(
-        lesson.section, records.stage_key(asked, inputs), cfg.report_dir
-    )
-    if machine.broadcast(bool(done)):
+    key = records.stage_key(asked, inputs)
+    if cfg.once and machine.on_main(
+        "verifying files",
+        lambda: records.finished(lesson.section, key, cfg.report_dir) is not None,
+    ):
         machine.print0(f"{lesson.section}: finished already, skipped")
         return machine.close()
     stage, answers, mixed = build_stage(lesson.kind, parent, talk, plan, cfg, inputs, machine)
@@ -274,21 +286,23 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     if machine.is_main and outcome:
         checkpoint = outcome.checkpoint
         assert checkpoint is not None, "the main rank writes checkpoints"
-        write_json(checkpoint.folder.parent / MIXTURE_FILE, mixed.state())
-        made = {lesson.kind: checkpoint.fingerprint}
-        records.write_record(
-            lesson.section,
-            asked,
-            {**lesson.figures(outcome, answers, mixed), **outcome.figures(at_start)}
-            | ({"Sentinels": worst(stage.watch.history)} if stage.watch else {}),
-            records.Provenance(stage.run_id, cfg.seed, inputs, made),
-            records.Cost.since(started, machine),
-            cfg.report_dir,
-            tables=[*mixed.tables(), *([stage.watch.table()] if stage.watch else [])],
-            metrics=checkpoint.folder.parent / METRICS_FILE,
-            files=[checkpoint.folder],
-        )
-        report.update(cfg.report_dir)
+        with machine.working("writing the report"):
+            write_json(checkpoint.folder.parent / MIXTURE_FILE, mixed.state())
+            records.write_record(
+                lesson.section,
+                asked,
+                {**lesson.figures(outcome, answers, mixed), **outcome.figures(at_start)}
+                | ({"Sentinels": worst(stage.watch.history)} if stage.watch else {}),
+                records.Provenance(
+                    stage.run_id, cfg.seed, inputs, {lesson.kind: checkpoint.fingerprint}
+                ),
+                records.Cost.since(started, machine),
+                cfg.report_dir,
+                tables=[*mixed.tables(), *([stage.watch.table()] if stage.watch else [])],
+                metrics=checkpoint.folder.parent / METRICS_FILE,
+                files=[checkpoint.folder],
+            )
+            report.update(cfg.report_dir)
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
@@ -373,30 +387,44 @@ def begin_watch(
 def val_rows(
     buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: Machine
 ) -> dict[str, Rows]:
-    """Name -> packed validation rows of each bucket; the main process of each machine packs."""
+    """Name -> packed validation rows of each bucket; one process of each node packs."""
     found = {}
     for bucket in buckets:
         about = {"rows": "val", **bucket.val.identity}
-        rows = open_chat_rows(about, tokenizer, max_seq_len, "val", machine.print0)
-        if machine.local_rank == 0 and not rows.is_packed("val"):
-            encoded = encode(bucket.val.identity, bucket.val, tokenizer, max_seq_len)
-            pack_encoded(rows, "val", encoded, tokenizer)
-        found[bucket.name] = rows
-    machine.barrier()
+        found[bucket.name] = open_chat_rows(about, tokenizer, max_seq_len, "val", machine.print0)
+
+    def pack() -> None:
+        for bucket in buckets:
+            rows = found[bucket.name]
+            if not rows.is_packed("val"):
+                encoded = encode_bucket(bucket.name, bucket.val, tokenizer, max_seq_len, machine)
+                pack_encoded(rows, "val", encoded, tokenizer)
+
+    machine.on_node("packing validation rows", pack)
     return found
+
+
+def encode_bucket(
+    name: str, conversations: Answers, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+) -> Encoded:
+    """The tokens of a bucket's conversations, from the disk where that was done before."""
+    with machine.working(f"encoding {name}") as report:
+        return encode(conversations.identity, conversations, tokenizer, max_seq_len, report)
 
 
 def train_rows(
     talk: Talk, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
-    mix, encoded = talk.mix, {}
-    for first in (True, False):  # one process of each machine encodes, then all read
-        if first == (machine.local_rank == 0):
-            for bucket in talk.learned:
-                about = bucket.train.identity
-                encoded[bucket.name] = encode(about, bucket.train, tokenizer, max_seq_len)
-        machine.barrier()
+
+    def encode_all() -> dict[str, Encoded]:
+        return {
+            bucket.name: encode_bucket(bucket.name, bucket.train, tokenizer, max_seq_len, machine)
+            for bucket in talk.learned
+        }
+
+    machine.on_node("encoding conversations", lambda: bool(encode_all()))
+    mix, encoded = talk.mix, encode_all()  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
     counts = resolve(talk.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
     tags = {bucket.name: bucket.tags for bucket in talk.learned}

@@ -83,8 +83,9 @@ class Exam:
         self.core: Estimate | None = None
         self.suite: Suite | None = None
         if cfg.core_metric_every:
-            mine = open_suite(cfg.suite, dataset) if machine.is_main else None
-            self.suite = machine.broadcast(mine)
+            self.suite = machine.on_main(
+                "opening the suite", lambda: open_suite(cfg.suite, dataset)
+            )
 
     def evaluation(self, device_rows: int) -> Evaluate:
         """What the loop calls at all cadences, `device_rows` at a time."""
@@ -97,8 +98,9 @@ class Exam:
 
             figures: dict[str, float] = {}
             if due(self.cfg.sample_every) and self.machine.is_main:
-                for said in samples(self.model, self.tokenizer).values():
-                    print(f"    {said!r}")
+                with self.machine.working("sampling"):
+                    for said in samples(self.model, self.tokenizer).values():
+                        print(f"    {said!r}")
             try:
                 if last or due(self.eval_every):
                     figures |= self.validation(device_rows, stopping)

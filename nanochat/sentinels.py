@@ -138,8 +138,9 @@ class Watch:
 
     def look(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
         """Ask the suite and judge; every rank calls this, the main one measures."""
-        now = self.suite.measure(model) if self.machine.is_main else {}
-        self.measured = self.machine.broadcast(now)
+        self.measured = self.machine.on_main(
+            "measuring sentinels", lambda: self.suite.measure(model)
+        )
         found = {}
         if self.parent.get("length", math.inf) <= CAN_ANSWER:
             rises = ("no_end", "unreadable", "repeated", "one_letter")
@@ -218,7 +219,7 @@ def open_watch(
     T = model.cfg.max_seq_len
     text = pretraining_text(parent, tokenizer, T, cfg.sentinel_tokens, machine)
     suite = Suite(tokenizer, text, chats, taught, shares, cfg.sentinel_answers)
-    before = machine.broadcast(suite.measure_parent(model) if machine.is_main else {})
+    before = machine.on_main("measuring sentinels", lambda: suite.measure_parent(model))
     return Watch(cfg, suite, before, num_steps, machine)
 
 

@@ -144,7 +144,8 @@ class Corpus:
         """Pack so many rows of each bucket (None: all); every rank waits until it is done."""
         if machine.local_rank == 0:
             for name, count in needed.items():
-                ensure(self.rows[name], self.texts.sources[name], self.tokenizer, count)
+                with machine.working(f"packing {name}"):
+                    ensure(self.rows[name], self.texts.sources[name], self.tokenizer, count)
         machine.barrier()
 
     def bytes_to_pack(self, needed: Mapping[str, int], machine: Machine) -> int:

@@ -75,11 +75,13 @@ def main(cfg: BaseEval) -> None:
         return print(open_suite(cfg.suite, dataset=None).about)
     machine = init_machine(cfg.machine)
     load, candidate, dataset = (open_hf if cfg.hf_path else open_own)(cfg, machine)
-    suite: Suite = machine.broadcast(open_suite(cfg.suite, dataset) if machine.is_main else None)
+    suite: Suite = machine.on_main("opening the suite", lambda: open_suite(cfg.suite, dataset))
     candidate.inputs["suite"] = suite.fingerprint
     key = records.stage_key(settings(cfg), candidate.inputs)
-    done = cfg.once and records.finished(candidate.section, key, cfg.report_dir) is not None
-    if machine.broadcast(done):
+    section = candidate.section
+    if cfg.once and machine.on_main(
+        "verifying files", lambda: records.finished(section, key, cfg.report_dir) is not None
+    ):
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
@@ -97,7 +99,8 @@ def main(cfg: BaseEval) -> None:
         f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f} over {len(scores)} tasks"
     )
     if machine.is_main:
-        write_section(cfg, machine, candidate, suite, scores, started)
+        with machine.working("writing the report"):
+            write_section(cfg, machine, candidate, suite, scores, started)
     machine.close()
 
 
@@ -106,7 +109,10 @@ Opened = tuple[Callable[[], Subject], Candidate, str | None]
 
 def open_own(cfg: BaseEval, machine: Machine) -> Opened:
     """One of our checkpoints: what loads it, who it is, and the data set it was trained on."""
-    checkpoint = find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0)
+    checkpoint = machine.on_node(
+        "verifying the checkpoint",
+        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
+    )
 
     def load() -> Subject:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")

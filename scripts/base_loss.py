@@ -68,17 +68,23 @@ class BaseLoss:
 def main(cfg: BaseLoss) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
-    checkpoint = find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0)
+    checkpoint = machine.on_node(
+        "verifying the checkpoint",
+        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
+    )
     inputs = {"base": checkpoint.fingerprint, **checkpoint.state["provenance"]["inputs"]}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.once and machine.broadcast(records.finished(SECTION, key, cfg.report_dir) is not None):
+    if cfg.once and machine.on_main(
+        "verifying files", lambda: records.finished(SECTION, key, cfg.report_dir) is not None
+    ):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
     # The model and its text
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
-    texts = open_texts(cfg.data, recorded=checkpoint.state["source"])
+    with machine.working("opening the text"):
+        texts = open_texts(cfg.data, recorded=checkpoint.state["source"])
     corpus = open_corpus(texts, tokenizer, model.cfg.max_seq_len)
     step_rows = cfg.device_batch_size or default_rows(model, machine)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu(machine) else 20 * 524_288)
@@ -129,7 +135,8 @@ def main(cfg: BaseLoss) -> None:
     values["train tokens scored"], values["val tokens scored"] = train.tokens, val.tokens
 
     if machine.is_main:
-        write_section(cfg, machine, values, inputs, checkpoint.state["provenance"], started)
+        with machine.working("writing the report"):
+            write_section(cfg, machine, values, inputs, checkpoint.state["provenance"], started)
     machine.close()
 
 

@@ -132,8 +132,9 @@ def main(cfg: BaseTrain) -> None:
     machine, report_dir = init_machine(cfg.stage.machine, cfg.stage.seed), cfg.stage.report_dir
     text = open_text(cfg, machine)
     key = records.stage_key(asked(cfg, machine), text.inputs)
-    done = cfg.stage.once and records.finished(SECTION, key, report_dir) is not None
-    if machine.broadcast(done):
+    if cfg.stage.once and machine.on_main(
+        "verifying files", lambda: records.finished(SECTION, key, report_dir) is not None
+    ):
         machine.print0(f"{SECTION}: finished already, skipped")
         return machine.close()
 
@@ -190,7 +191,8 @@ def main(cfg: BaseTrain) -> None:
         corpus.pack(needed, machine)
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
-        write_section(cfg, text, mixed, outcome, exam.core, started, at_start)
+        with machine.working("writing the report"):
+            write_section(cfg, text, mixed, outcome, exam.core, started, at_start)
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
@@ -238,7 +240,7 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     """Open tokenizer, source and rows; the main rank first, so that one process writes."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = remembered(cfg.tokenizer_tag)
-    texts = machine.broadcast(open_texts(cfg.data, cfg.mix, used) if machine.is_main else None)
+    texts = machine.on_main("opening the text", lambda: open_texts(cfg.data, cfg.mix, used))
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))

@@ -106,15 +106,20 @@ class ChatEval:
 def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine, cfg.seed)
-    checkpoint = find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0)
+    checkpoint = machine.on_node(
+        "verifying the checkpoint",
+        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0),
+    )
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
     missing = unavailable(cfg, names, machine)
-    tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
+    with machine.working("loading the tasks"):
+        tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
     inputs = parent_inputs(checkpoint)
     key = task_key(cfg, inputs)
-    before = scored_before(cfg, key, inputs) if cfg.once and machine.is_main else {}
-    known: dict[str, Estimate] = machine.broadcast(before)
+    known: dict[str, Estimate] = {}
+    if cfg.once:
+        known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
     todo = [task for task in tasks if task.name not in known]
     if not todo:
         machine.print0(f"{cfg.section}: finished already, skipped")
@@ -155,7 +160,8 @@ def main(cfg: ChatEval) -> None:
         scored = {key_of(task.name) for task in tasks} | {key_of(name) for name in missing}
         if scored >= {key_of(name) for name in every_task}:
             section.add_mean(tasks, known)
-        report.update(cfg.report_dir)
+        with machine.working("writing the report"):
+            report.update(cfg.report_dir)
     machine.close()
 
 

@@ -75,10 +75,14 @@ def main(cfg: EvalVariance) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine, cfg.seed)
     names = cfg.checkpoints.split("|")
-    models = [referred(name, machine.print0) for name in names]
+    models = machine.on_node(
+        "verifying checkpoints", lambda: [referred(name, machine.print0) for name in names]
+    )
     evaluated = defaults(models[0].state["source"]).evaluated
     wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
-    tasks = [task for task in (exam(n, cfg.unsafe_exec) for n in wanted) if task.kind == "generate"]
+    with machine.working("loading the tasks"):
+        every = [exam(name, cfg.unsafe_exec) for name in wanted]
+    tasks = [task for task in every if task.kind == "generate"]
     if not tasks:
         raise ValueError(f"none of {', '.join(wanted)} is scored by what the model writes")
     if machine.is_main:
@@ -94,7 +98,8 @@ def main(cfg: EvalVariance) -> None:
         machine.print0("  ".join(f"{cell!s:>14}" for cell in row))
     if machine.is_main:
         machine.print0(f"wrote {variance.save(found)}")
-        write_section(cfg, models, found, table, records.Cost.since(started, machine))
+        with machine.working("writing the report"):
+            write_section(cfg, models, found, table, records.Cost.since(started, machine))
     machine.close()
 
 

@@ -79,7 +79,8 @@ def main(cfg: GolfEval) -> None:
     scored = [score(cfg, path, machine) for path in files(cfg)]
     require_alike(scored)
     if machine.is_main:
-        write_section(cfg, machine, scored, started)
+        with machine.working("writing the report"):
+            write_section(cfg, machine, scored, started)
     machine.close()
 
 
@@ -147,7 +148,10 @@ def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
     """The checkpoint an artifact was made of; None where it is not here, or no longer that one."""
     origin = artifact.origin
     try:
-        found = find_checkpoint(origin["stage"], origin["tag"], origin["step"], machine.print0)
+        found = machine.on_node(
+            "verifying the checkpoint",
+            lambda: find_checkpoint(origin["stage"], origin["tag"], origin["step"], machine.print0),
+        )
     except (MissingInput, FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None

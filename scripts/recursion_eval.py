@@ -91,8 +91,14 @@ class Scored(NamedTuple):
 def main(cfg: RecursionEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
-    found = [find_checkpoint("base", tag, None, machine.print0) for tag in names(cfg.model_tags)]
-    plain = [find_checkpoint("base", t, None, machine.print0) for t in names(cfg.plain_tags) if t]
+
+    def find(tags: str | None) -> list[Checkpoint]:
+        return [find_checkpoint("base", tag, None, machine.print0) for tag in names(tags)]
+
+    found = machine.on_node("verifying checkpoints", lambda: find(cfg.model_tags))
+    plain = machine.on_node(
+        "verifying checkpoints", lambda: find(cfg.plain_tags) if cfg.plain_tags else []
+    )
     require_alike([*found, *plain])
     recursive = [score(cfg, checkpoint, machine) for checkpoint in found]
     for s in recursive:
@@ -110,7 +116,8 @@ def main(cfg: RecursionEval) -> None:
     for criterion in criteria:
         machine.print0(f"{criterion.name}: {criterion.told}")
     if machine.is_main:
-        write_section(cfg, machine, recursive, others, criteria, started)
+        with machine.working("writing the report"):
+            write_section(cfg, machine, recursive, others, criteria, started)
     machine.close()
 
 

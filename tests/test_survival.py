@@ -31,6 +31,10 @@ from tests.training_runs import (
     torchrun,
 )
 
+TUNE = (
+    "--max_seq_len=64 --num_iterations=4 --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
+).split()
+LATER = ("encode", "write", "suite", "verify")  # in the slow suite
 ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
 
 
@@ -239,4 +243,59 @@ def test_R16_a_frozen_rank_is_named_and_nobody_waits_for_long(base, rank):
         rf"rank {rank}: no sign of life for \d+ s \(process {frozen.pid} on ",
         text,
     ), text[-3000:]
+    assert re.search(rf"exitcode\s*: {HUNG} ", text)
+
+
+BY_THE_CLOCK = [*SMALL[1:], "--depth=2", "--max_wallclock_seconds=1", "--eval_tokens=1024"]
+SLOW_JOBS = {  # job -> the script that does it, and its flags
+    "pack": ("base_train", [*BY_THE_CLOCK, "--max_seq_len=48", "--total_batch_size=768"]),
+    "write": ("base_train", SMALL),
+    "suite": ("base_train", [*SMALL, "--core_metric_every=20", "--core_metric_max_per_task=2"]),
+    "verify": ("mid_train", ["--from_tag=one", "--mixture=world_facts=50", *TUNE]),
+    "encode": ("mid_train", ["--from_tag=one", "--mixture=world_facts=60", *TUNE]),
+}
+
+
+def slow_rank(base: Path, job: str, *flags: str, seconds: int = 20) -> subprocess.Popen[str]:
+    """Two ranks of which the first works for much longer than the timeout of 12 s."""
+    script, words = SLOW_JOBS.get(job, ("base_train", SMALL))
+    return begin(
+        base, *torchrun(2), "-m", "tests.slow_rank", str(seconds), job, script, *words, *flags,
+        "--collective_timeout_minutes=0.2", f"--model_tag=slow-{job}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("job", ["pack", *(pytest.param(j, marks=pytest.mark.slow) for j in LATER)])
+def test_R31_a_rank_that_names_its_long_work_is_waited_for(base, job):
+    process = slow_rank(base, job)
+    text = rest_of(process, 240)
+    assert process.returncode == 0, text[-3000:]
+    assert f"rank 0 is in {job}" in text and "collective_timeout" not in text
+
+
+@pytest.mark.slow
+def test_R31_a_rank_that_freezes_in_named_work_ends_the_run(base):
+    process = slow_rank(base, "pack", "--max_seq_len=40", "--total_batch_size=640", seconds=600)
+    for line in process.stdout or ():
+        if line.startswith("rank 0 is in pack"):
+            break
+    time.sleep(3)
+    workers(process)[0].suspend()
+    frozen = workers(process)[0]
+    began = time.monotonic()
+    while workers(process)[1].status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 60, "the other rank waits on"
+        time.sleep(0.1)
+    frozen.kill()
+    text = rest_of(process)
+    assert re.search(r"rank 0: no sign of life for \d+ s \(process \d+ on .*, packing ", text), text
+    assert re.search(rf"exitcode\s*: {HUNG} ", text)
+
+
+@pytest.mark.slow
+def test_R31_a_rank_that_works_unnamed_for_too_long_ends_the_run(base):
+    process = slow_rank(base, "step", seconds=60)
+    text = rest_of(process, 180)
+    assert process.returncode != 0
+    assert re.search(r"rank 1 has waited \d+ s in .*: rank 0: alive \(.* at work by itself", text)
     assert re.search(rf"exitcode\s*: {HUNG} ", text)

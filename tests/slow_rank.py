@@ -1,0 +1,39 @@
+"""
+A script whose rank 0 works for longer than the others may wait: python -m tests.slow_rank <seconds>
+<job> <script> <flags>
+
+Runs scripts.<script>; on rank 0 the job takes so many seconds longer than it would. Jobs: `pack` (a
+shard of text), `encode` (a bucket of conversations), `verify` and `write` (a checkpoint), `suite`
+(of few-shot tasks), and `step` (one of the training, which says nothing of itself).
+"""
+
+import importlib
+import os
+import runpy
+import sys
+import time
+
+SECONDS, JOB, SCRIPT = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+PLACES = {
+    "pack": ("nanochat.row_writer", "pack_shard"),
+    "encode": ("nanochat.chat_rows", "write_encoded"),
+    "verify": ("nanochat.checkpoint", "read_state"),
+    "write": ("nanochat.run_checkpoints", "write_checkpoint"),
+    "suite": ("nanochat.pretrain_exam", "open_suite"),
+    "step": ("nanochat.train", "train_step"),
+}
+
+if __name__ == "__main__":
+    if os.environ["RANK"] == "0":
+        module, name = importlib.import_module(PLACES[JOB][0]), PLACES[JOB][1]
+        plain = getattr(module, name)
+
+        def slow(*words, **flags):
+            setattr(module, name, plain)  # once
+            print(f"rank 0 is in {JOB}", flush=True)
+            time.sleep(SECONDS)
+            return plain(*words, **flags)
+
+        setattr(module, name, slow)
+    sys.argv[1:4] = []
+    runpy.run_module(f"scripts.{SCRIPT}", run_name="__main__", alter_sys=True)
