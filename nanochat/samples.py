@@ -8,7 +8,7 @@ The prompts are those of the seed report, so that report cards can be laid side 
 
 import torch
 
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, for_inference
 from nanochat.tokenizer import Tokenizer
 
 PROMPTS = (
@@ -31,7 +31,11 @@ def continue_greedily(model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens:
 
 
 def samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
-    """`sample 0` to `sample 6`, as the report names them."""
+    """
+    `sample 0` to `sample 6`, as the report names them. The inference copy generates: a compiled
+    model would be compiled for each of their lengths.
+    """
+    model = for_inference(model)
     return {
         f"sample {i}": continue_greedily(model, tokenizer, prompt, NEW_TOKENS)
         for i, prompt in enumerate(PROMPTS)

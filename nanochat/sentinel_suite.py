@@ -75,8 +75,11 @@ class Suite:
         return found
 
     def measure(self, model: GPT) -> dict[str, float]:
-        """Every figure of the suite; those of the answers only where conversations are asked."""
-        found = {}
+        """
+        Every figure of the suite; those of the answers only where conversations are asked. All are
+        of the inference copy: a compiled model would be compiled for each of their lengths.
+        """
+        model, found = for_inference(model), {}
         if self.text:
             sizes = self.tokenizer.token_bytes()
             found["text_bpb"] = bits_by_row(model, self.text, sizes, model.device).value
@@ -160,7 +163,7 @@ class Suite:
                 prompts.append(prompt[longest - T :])  # of a long one the end is read
         if not asked:
             return {}
-        engine = Engine(for_inference(model), self.tokenizer, len(asked))
+        engine = Engine(model, self.tokenizer, len(asked))
         groups = engine.generate(prompts, Sampling(longest, 0.0, None))
         said = [group[0] for group in groups]
         words = [self.tokenizer.decode(answer.ids) for answer in said]

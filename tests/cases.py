@@ -56,6 +56,7 @@ CASES = {
     "R29": "flipped bits in records and the access ledger are found and named",
     "R30": "renamed folders and edited states are not taken for checkpoints",
     "R31": "a rank that names its long work is waited for; a frozen one is not",
+    "R36": "no graph is compiled after the first use of what a run does",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",
