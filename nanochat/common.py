@@ -9,6 +9,7 @@ Imports no torch, so that a script which only moves files starts at once.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Control characters but tab and newline, separators of lines, surrogates, what reorders text
+# (bidirectional controls, Unicode UAX 9) and what is invisible, but for the joiners of emoji and
+# scripts
+UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    r"\ud800-\udfff\ufeff\ufff9-\ufffb]"
+)
 
 
 class MissingInput(FileNotFoundError):
@@ -46,6 +54,14 @@ class Refused(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), self.parts  # one rank refuses, all of them say so
+
+
+def printable(text: Any) -> str:
+    """
+    Text from elsewhere (models, data, users, errors) for a terminal or a log: what could control
+    the terminal, or show something else than what is there, as Python's escapes.
+    """
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def base_dir() -> Path:

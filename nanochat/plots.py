@@ -5,7 +5,8 @@ Figures of a run, as SVG whose bytes depend on the numbers alone.
 
 White ground, so that a figure reads the same in a light and in a dark page; the colours are
 those of Okabe and Ito ("Color Universal Design", 2008), told apart by the colour-blind, and
-curves differ in their dashes too. Knows nothing of records, files or reports.
+curves differ in their dashes too. Names and titles are shown as they are: no formulas, and control
+characters as escapes. Knows nothing of records, files or reports.
 """
 
 import io
@@ -18,6 +19,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+
+from nanochat.common import printable
 
 Points = Sequence[tuple[float, float]]  # (x, y), in order of x
 Format = Literal["svg", "png"]
@@ -36,6 +39,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",  # looks the same wherever it is shown
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
+    "text.parse_math": False,  # a name with two dollar signs is no formula
     "text.color": INK,
     "axes.labelcolor": FAINT,
     "axes.titlecolor": INK,
@@ -148,13 +152,13 @@ def bar_figure(
             error_kw={"ecolor": INK, "elinewidth": 1.0, "capsize": 2.0},
         )
         axes.bar_label(bars, [f"{values[name]:.3f}" for name in names], padding=4, fontsize=8)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), map(printable, names))
         axes.invert_yaxis()
         axes.axvline(0, color=FAINT, linewidth=0.8)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.margins(x=0.1, y=0.01)
-        axes.set_title(title)
+        axes.set_title(printable(title))
         return rendered(figure, form)
 
 
@@ -164,13 +168,14 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
         axes.plot(*columns(points), color=SKY, alpha=0.45, linewidth=0.9)
     for i, (name, points) in enumerate(panel.curves.items()):
         xs, ys = columns(points)
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        style: dict[str, Any] = {"label": printable(name), "color": COLOURS[i % len(COLOURS)]}
+        style["linestyle"] = DASHES[i % len(DASHES)]
         if name in panel.points:
             style["linestyle"] = "none"
         dots = len(xs) < 30 or name in panel.points
-        axes.plot(xs, ys, label=name, marker="o" if dots else None, markersize=3.5, **style)
-    axes.set_title(panel.title)
-    axes.set_xlabel(panel.x_label)
+        axes.plot(xs, ys, marker="o" if dots else None, markersize=3.5, **style)
+    axes.set_title(printable(panel.title))
+    axes.set_xlabel(printable(panel.x_label))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND_STEPS))
     if panel.log_x:
         axes.set_xscale("log")

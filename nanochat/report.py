@@ -5,7 +5,8 @@ The report card: report.md, rendered from the records of the stages.
 
 `render` is a pure function; `update` is what a stage calls after `records.write_record`. Names,
 order and keys of the fixed sections never change, so that report cards can be compared line by
-line; what we add comes after them. Nothing is read back from the text of a report.
+line; what we add comes after them. Nothing is read back from the text of a report. Names, settings
+and values are text from elsewhere (models, data, users): `escape` makes Markdown show it as it is.
 """
 
 import os
@@ -16,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from nanochat import environment
-from nanochat.common import base_dir, read_json, write_atomic, write_json
+from nanochat.common import base_dir, printable, read_json, write_atomic, write_json
 from nanochat.lab import MOVED, NOTHING, Around, data_mix, look_around, reliability
 from nanochat.records import TIME_FORMAT, read_history, read_records, report_folder, slug
 from nanochat.sections import COLUMNS, SECTIONS
@@ -35,6 +37,23 @@ from nanochat.summary import (
 )
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
+# What Markdown (CommonMark and GitHub's extensions of it) would not show as it is, within a line
+ACTIVE = re.compile(
+    r"""
+    [`\[\]]                           # code, links, images
+    | \\(?=[!-/:-@\[-`{-~]|$)         # escapes
+    | <(?=[a-z/!?]|[^\s<>]*@)         # HTML, links; not a special token such as <|bos|>
+    | &(?=\#?\w+;)                    # entities
+    | (?<![^\W_])_ | _(?![^\W_])      # emphasis; not within a word
+    | \*(?=[^*]*\*) | ~(?=[^~]*~) | \$(?=[^$]*\$)  # emphasis, formulas: all but the last
+    | :(?=//) | (?<=\bwww)\. | (?<=\w)@(?=\w)  # addresses that become links
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+BLOCK_START = re.compile(  # of a heading, a list, a rule, a quote, a numbered list
+    r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
+)
+LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
 class Figure(NamedTuple):
@@ -220,21 +239,21 @@ def render_header(header: Record, generated: str) -> str:
     lines = [
         f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment\n",
         "### Git Information",
-        f"- Branch: {git['branch']}",
-        f"- Commit: {git['commit']} ({'dirty' if git['dirty'] else 'clean'})",
-        f"- Message: {git['message'][:80]}",
+        bullet("Branch", git["branch"]),
+        bullet("Commit", f"{git['commit']} ({'dirty' if git['dirty'] else 'clean'})"),
+        bullet("Message", git["message"][:80]),
         "\n### Hardware",
-        f"- Platform: {machine['platform']}",
+        bullet("Platform", machine["platform"]),
         f"- CPUs: {machine['cores']} cores ({machine['logical_cores']} logical)",
         f"- Memory: {machine['memory_gib']:.1f} GB",
-        f"- GPUs: {', '.join(counted(gpus)) if gpus else 'None'}",
+        bullet("GPUs", ", ".join(counted(gpus)) if gpus else "None"),
         *([f"- GPU Memory: {machine['gpu_memory_gib']:.1f} GB total"] if gpus else []),
-        *([f"- CUDA Version: {machine['cuda']}"] if gpus else []),
+        *([bullet("CUDA Version", machine["cuda"])] if gpus else []),
         f"- Hourly Rate: ${header['hourly_rate']:.2f}/hour",
-        f"- CPU Model: {machine['cpu']}",
+        bullet("CPU Model", machine["cpu"]),
         "\n### Software",
-        f"- Python: {software['python']}",
-        f"- PyTorch: {software['torch']}",
+        bullet("Python", software["python"]),
+        bullet("PyTorch", software["torch"]),
         "\n\n### Bloat",
         render_bloat(header["bloat"]),
         f"\nRun started: {header['run_started']}\n\n---",
@@ -264,14 +283,15 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
     fixed = fixed_keys(record)
     entries = {**record["settings"], **record["values"]}
-    ours = [f"- {key}: {show(value)}" for key, value in entries.items() if key not in fixed]
-    ours += [f"- provenance: {show_provenance(record)}", f"- cost: {show_cost(record['cost'])}"]
-    own = [f"- {key}: {show(entries[key])}" for key in fixed if key in entries]
+    ours = [bullet(key, value) for key, value in entries.items() if key not in fixed]
+    ours += [bullet("provenance", show_provenance(record))]
+    ours += [bullet("cost", show_cost(record["cost"]))]
+    own = [bullet(key, entries[key]) for key in fixed if key in entries]
     tables = [render_table(t) for t in record["tables"] if t.get("title") not in MOVED]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
-    links = "\n".join(f"![{figure.title}]({figure.link})" for figure in figures)
+    links = "\n".join(f"![{escape(figure.title)}]({quote(figure.link)})" for figure in figures)
     body = "\n\n".join(block for block in [*lists, links] if block)
-    return f"## {record['section']}\ntimestamp: {record['timestamp']}\n\n{body}"
+    return f"## {escape(record['section'])}\ntimestamp: {record['timestamp']}\n\n{body}"
 
 
 def fixed_keys(record: Record) -> list[str]:
@@ -279,6 +299,26 @@ def fixed_keys(record: Record) -> list[str]:
     if record["section"] in SECTIONS:
         return SECTIONS[record["section"]].split(", ")
     return [*record["settings"], *record["values"]]
+
+
+def bullet(key: str, value: Any) -> str:
+    """A line of a list. Key and value are escaped together: neither can pair with the other."""
+    return "- " + BLOCK_START.sub(r"\1\\", escape(f"{key}: {show(value)}").lstrip())
+
+
+def cell(value: Any) -> str:
+    """A cell of a table."""
+    return escape(show(value)).replace("|", r"\|")
+
+
+def escape(text: str) -> str:
+    """Text as one line of Markdown that shows it and nothing else, as long as no block begins."""
+    return ACTIVE.sub(r"\\\g<0>", one_line(text))
+
+
+def one_line(text: str) -> str:
+    """Text without line breaks and control characters: both as escapes."""
+    return printable(LINE_BREAKS.sub(r"\\n", text))
 
 
 def show(value: Any) -> str:
@@ -293,7 +333,7 @@ def show(value: Any) -> str:
         return f"{value:,}" if value >= 10_000 else str(value)
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
-    return re.sub(r"\r\n|[\r\n\v\f\x85\u2028\u2029]", r"\\n", str(value))
+    return one_line(str(value))
 
 
 def show_repeats(value: Mapping[str, Any]) -> str:
@@ -323,11 +363,11 @@ def show_cost(cost: Record) -> str:
 
 def render_table(table: Record) -> str:
     """A table as Markdown, under its title. Whole numbers stand plain, others have 4 decimals."""
-    columns, title = table["columns"], table.get("title")
+    columns, title = [cell(column) for column in table["columns"]], table.get("title")
     rule = "|".join("-" * RULE_DASHES.get(column, len(column) + 2) for column in columns)
-    rows = [[str(c) if isinstance(c, int) else show(c) for c in row] for row in table["rows"]]
+    rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
     lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
-    return "\n".join([f"### {title}\n", *lines] if title else lines)
+    return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)
 
 
 def render_faults(records: Sequence[Record]) -> list[str]:
@@ -336,7 +376,7 @@ def render_faults(records: Sequence[Record]) -> list[str]:
     if not faults:
         return []
     head = "> [!WARNING]\n> **Provenance: these sections do not belong together.**"
-    return ["\n".join([head, *(f"> - {fault}" for fault in faults)])]
+    return ["\n".join([head, *(f"> - {escape(fault)}" for fault in faults)])]
 
 
 def render_damage(damaged: Sequence[str]) -> list[str]:
@@ -364,7 +404,7 @@ def render_summary(records: Sequence[Record], header: Record) -> str:
 def render_metrics(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of the summary, one column per stage."""
     rows = [
-        [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
+        [cell(name), *(cell(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
         for name, by in found.items()
     ]
     lines = [["Metric", *COLUMNS], *rows]

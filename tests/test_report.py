@@ -8,8 +8,10 @@ import os
 import random
 import re
 import shutil
+from xml.etree import ElementTree
 
 import pytest
+from markdown_it import MarkdownIt
 
 from nanochat import environment, report, summary
 from nanochat.common import MissingInput
@@ -375,6 +377,126 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
 )
 def test_values_print_on_one_line_in_the_fixed_formats(value, text):
     assert report.show(value) == text
+
+
+# ------------------------------------------------------------------------------------------------
+# S13: text from elsewhere
+
+HOSTILE = {
+    "html": "<script>alert(1)</script><img src=x onerror=alert(1)> </td></table><!-- <?a <b",
+    "comment": "<!-- the rest of the report",
+    "link": "[click](javascript:alert(1)) [a][b] [b]: javascript:alert(1)",
+    "image": "![x](https://evil.example/x.png) ![y][b]",
+    "address": "<https://evil.example> https://evil.example WWW.evil.example <a|b@evil.example>",
+    "terminal": "\x1b[2J\x1b]8;;https://evil.example\x07here\x9b31m \rover \x00 \x7f \b",
+    "order": "user\u202e\u2066gpj.exe\u2069 \u200b\ufeff \ud800",
+    "table": "a | b || c \\| d |",
+    "rule": "---|---|---",
+    "code": "`a` ``` b ```` ~~~ c",
+    "emphasis": "**bold** __bold__ _i_ *i* ~~gone~~ $x$ a*b*",
+    "formula": "$\\frac$ $\\href{javascript:alert(1)}{x}$",
+    "heading": "# top",
+    "lines": "one\n# top\n\n---\n<div>\n\n```\n| a |\n|---|\n\n    code\r\n\u2028end",
+    "list": "- item",
+    "number": "12. item",
+    "quote": "> quoted",
+    "underline": "====",
+    "entity": "&lt;script&gt; &#x202e; &amp;",
+    "escaped": "\\<b> \\[x](javascript:alert\\(1\\)) \\\\<i> \\",
+}
+HARMLESS = (
+    "<|bos|>If 5*x + 3 = 13, then x is 3.5 < 4",
+    "\ud55c\uad6d\uc5b4 \u4e2d\u6587 na\u00efve \u05e9\u05dc\u05d5\u05dd",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f",
+    "C:\\Users\\me & you, HuggingFaceFW/fineweb-edu, snake_case_d12, ~5%, $24.00/hour, #1, (n=3)",
+)
+RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+
+
+def plain(text: str) -> str:
+    """What a reader is to see of a text: on one line, without what hides or controls."""
+    lines = re.sub("\r\n|[\n\r\u2028]", r"\\n", text)
+    return re.sub(
+        "[\x00-\x1f\x7f-\x9f\u200b\u202e\u2066\u2069\ufeff\ud800]",
+        lambda found: ascii(found[0])[1:-1],
+        lines,
+    )
+
+
+def record_of(text: str):
+    """A record with `text` wherever a stage can put text from elsewhere."""
+    return record(
+        f"{text}",
+        settings={"run": text, text: text, "texts": [text, text]},
+        values={f"value {text}": text, f"score {text}": estimate(0.5, 10, 0.1)},
+        tables=[{"title": text, "columns": [text, "other"], "rows": [[text, text], [1, text]]}],
+        provenance={"run_id": text, "inputs": {text: text}, "outputs": {text: text}},
+        cost={"device": text},
+    )
+
+
+def reader_of(text: str):
+    """The report of hostile text as a renderer sees it: its tokens, and its visible text."""
+    evaluated = record("Chat evaluation sft", values={text: estimate(0.5, 10, 0.1)})
+    before = record("Chat evaluation mid", values={text: estimate(0.4, 10, 0.1)})
+    git = {"branch": text, "commit": text, "dirty": False, "message": text}
+    header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
+    header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
+    figures = {text: [report.Figure(text, "report of (me)/a.svg")]}
+    written = report.render([record_of(text), before, evaluated], header, "now", figures)
+    tokens = RENDERER.parse(written)
+    return written, [*tokens, *(child for token in tokens for child in token.children or [])]
+
+
+@pytest.mark.parametrize("text", [*HOSTILE.values(), *HARMLESS])
+def test_S13_a_report_shows_text_from_elsewhere_as_text(text):
+    written, tokens = reader_of(text)
+    assert plain(written.replace("\n", " ")) == written.replace("\n", " "), "nothing controls"
+    kinds = {token.type for token in tokens}
+    assert not kinds & {
+        *("html_block", "html_inline", "link_open", "code_block", "code_inline", "fence"),
+        *("s_open", "em_open", "ordered_list_open", "hardbreak"),
+    }
+    images = [token.attrs["src"] for token in tokens if token.type == "image"]
+    assert images == ["report%20of%20%28me%29/a.svg"]
+    assert [token.content for token in tokens if token.type == "strong_open"] == [""]
+    assert sum(token.type == "hr" for token in tokens) == 1, "that after the header"
+    # Every text is seen whole, where it belongs: headings, entries of lists, cells
+    seen = {"heading": [], "list_item": [], "th": [], "td": []}
+    for i, token in enumerate(tokens):
+        kind = token.type.removesuffix("_open")
+        if token.type.endswith("_open") and kind in seen:
+            inline = next(t for t in tokens[i:] if t.type == "inline")
+            seen[kind].append("".join(c.content for c in inline.children or ()).strip())
+    shown = " ".join(plain(text).split(" ")).strip()
+    assert seen["heading"].count(shown) == 2, "the section and its table"
+    assert {f"Branch: {shown}", f"GPUs: 1x {shown}", f"run: {shown}"} <= set(seen["list_item"])
+    assert {f"{shown}: {shown}", f"value {shown}: {shown}"} <= set(seen["list_item"])
+    assert shown in seen["th"] and seen["td"].count(shown) >= 4
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_S13_harmless_text_is_written_as_it_is(text):
+    written = reader_of(text)[0]
+    assert f"\n- run: {text}\n" in written and f"\n- Message: {text[:80]}\n" in written
+
+
+def test_S13_tables_keep_their_columns():
+    for text in HOSTILE.values():
+        tokens = [token.type for token in reader_of(text)[1]]
+        rows = " ".join(tokens).split("tr_open")[1:]
+        assert {row.count("td_open") + row.count("th_open") for row in rows} == {2, 5, 6}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values())
+def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
+    text = text.replace("\ud800", "")  # no record can hold it
+    curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
+    write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
+    report.update()
+    (drawing,) = (base / "report" / "figures").iterdir()
+    tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
+    assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
 
 
 # ------------------------------------------------------------------------------------------------
