@@ -49,7 +49,7 @@ class BaseEval:
     only_fetch: bool = False
     """Only get the tasks and say what they are; no model is needed."""
     once: bool = False
-    """Do nothing when this checkpoint was scored with these settings before."""
+    """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -78,10 +78,12 @@ def main(cfg: BaseEval) -> None:
     suite: Suite = machine.on_main("opening the suite", lambda: open_suite(cfg.suite, dataset))
     candidate.inputs["suite"] = suite.fingerprint
     key = records.stage_key(settings(cfg), candidate.inputs)
-    section = candidate.section
-    if cfg.once and machine.on_main(
-        "verifying files", lambda: records.finished(section, key, cfg.report_dir) is not None
-    ):
+    known: dict[str, TaskScore] = {}
+    if cfg.once:
+        known = machine.on_main(
+            "verifying files", lambda: scored_before(cfg, candidate, key, suite)
+        )
+    if len(known) == len(suite.tasks):
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
@@ -91,17 +93,39 @@ def main(cfg: BaseEval) -> None:
     machine.barrier()
     machine.print0(f"{candidate.name} on {suite.about}")
     subject = load()
-    scores = []
-    for task in suite.tasks:
+    scores = list(known.values())
+    for task in suite.tasks[len(scores) :]:
         scores.append(examine(subject, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
+        if machine.is_main:  # an abort keeps what was scored
+            write_section(cfg, machine, candidate, suite, scores, started)
     machine.print0(
         f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f} over {len(scores)} tasks"
     )
     if machine.is_main:
         with machine.working("writing the report"):
-            write_section(cfg, machine, candidate, suite, scores, started)
+            report.update(cfg.report_dir)
     machine.close()
+
+
+def scored_before(
+    cfg: BaseEval, candidate: Candidate, key: str, suite: Suite
+) -> dict[str, TaskScore]:
+    """The scores that the section's record has for this `stage_key`: of the first tasks, or all."""
+    record = records.finished(candidate.section, key, cfg.report_dir)
+    if record is None:
+        return {}
+    table = {
+        row[0]: dict(zip(record["tables"][0]["columns"], row, strict=True))
+        for row in record["tables"][0]["rows"]
+    }
+    found = {}
+    for task in suite.tasks:
+        if task.name in table:
+            outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
+            cropped, seconds = table[task.name]["Cropped"], float(table[task.name]["Seconds"])
+            found[task.name] = TaskScore(task.drawn(cfg.max_per_task), outcomes, cropped, seconds)
+    return found
 
 
 Opened = tuple[Callable[[], Subject], Candidate, str | None]
@@ -159,12 +183,14 @@ def write_section(
     scores: Sequence[TaskScore],
     started: float,
 ) -> None:
-    """The record and the report."""
+    """The record, with CORE where all tasks are scored."""
+    whole = len(scores) == len(suite.tasks)
     values: dict[str, Any] = {
         "Model": candidate.name,
-        "CORE metric": records.estimate(*core(scores)),
+        **({"CORE metric": records.estimate(*core(scores))} if whole else {}),
         **{score.task.name: records.estimate(*score.centred) for score in scores},
         "Tasks": f"{len(scores)}"
+        + f" of {len(suite.tasks)}, the evaluation has not ended" * (not whole)
         + (f", missing: {', '.join(suite.missing)}" * bool(suite.missing)),
         "Suite": suite.about,
         "Cropped items": sum(score.num_cropped for score in scores),
@@ -176,10 +202,9 @@ def write_section(
         records.Provenance(candidate.run_id, candidate.seed, candidate.inputs),
         records.Cost.since(started, machine),
         cfg.report_dir,
-        items=item_scores(scores),
+        items=item_scores(scores) if whole else task_items(scores),
         tables=[task_table(scores)],
     )
-    report.update(cfg.report_dir)
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
@@ -202,11 +227,15 @@ def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
 
 def item_scores(scores: Sequence[TaskScore]) -> dict[str, dict[str, Any]]:
     """What every item scored, and how CORE is made of it, for comparisons with other models."""
-    found = {
+    weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
+    return {**task_items(scores), "CORE metric": records.weighted_scores(weights)}
+
+
+def task_items(scores: Sequence[TaskScore]) -> dict[str, dict[str, Any]]:
+    """What every item of the tasks scored."""
+    return {
         score.task.name: records.item_scores(score.task.items, score.outcomes) for score in scores
     }
-    weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-    return {**found, "CORE metric": records.weighted_scores(weights)}
 
 
 if __name__ == "__main__":

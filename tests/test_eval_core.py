@@ -469,6 +469,31 @@ def test_a_model_is_scored_once_unless_something_changes(base, small_suite, caps
     assert len(evaluate(base, "one", once=True)["items"]) == len(first["items"]) - 1
 
 
+def test_an_aborted_evaluation_continues_with_the_next_task(base, small_suite, capsys, monkeypatch):
+    save_base("one", 1, "embedded")
+    straight = evaluate(base, "one")
+    (base / "report" / "base-model-evaluation.json").unlink()
+    third = made_up_suite()[2].name
+
+    def abort_at(subject, one_task, *rest):
+        if one_task.name == third:
+            raise OSError("no space left on device")
+        return examine(subject, one_task, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(base_eval, "examine", abort_at)
+        evaluate(base, "one", once=True)
+    partial = read_json(base / "report" / "base-model-evaluation.json")
+    assert len(partial["items"]) == 2 and "CORE metric" not in partial["values"]
+    assert partial["values"]["Tasks"] == "2 of 4, the evaluation has not ended"
+
+    capsys.readouterr()
+    resumed = evaluate(base, "one", once=True)
+    scored = re.findall(r"^(\S+): .* right, centred", capsys.readouterr().out, re.M)
+    assert scored == [one_task.name for one_task in made_up_suite()[2:]]
+    assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]
+
+
 def test_a_model_of_other_text_is_not_asked_about_the_embedded_world_unbidden(base, small_suite):
     save_base("web", 1, "somebody/web")
     folder = base / "nothing"
