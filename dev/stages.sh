@@ -25,9 +25,11 @@ stage() { # stage <name> <command...>
     echo "stage '$name' failed with status $status; run this script again to continue" >&2
     exit "$status"
 }
-train() { # one process, or one per GPU
+train() { # train <module> <flags...>: one process, or one per GPU
     if [ "$processes" -gt 1 ]; then
-        torchrun --standalone --nproc_per_node="$processes" -m "$@"
+        local module=$1
+        shift # behind the -- torchrun takes no flag for its own: --run is short for its --run_path
+        torchrun --standalone --nproc_per_node="$processes" -m "$module" -- "$@"
     else
         python -m "$@"
     fi

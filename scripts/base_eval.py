@@ -2,7 +2,7 @@
 Score a base model on a suite of few-shot tasks: the centred score of each, and their mean, CORE.
 
     python -m scripts.base_eval                                    # the checkpoint written last
-    torchrun --nproc_per_node=8 -m scripts.base_eval --model_tag=d24 --max_per_task=500
+    torchrun --nproc_per_node=8 -m scripts.base_eval -- --model_tag=d24 --max_per_task=500
     python -m scripts.base_eval --hf_path=openai-community/gpt2    # another project's model
 
 Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,

@@ -2,7 +2,7 @@
 Score a base model: bits per byte on training and validation text, and seven samples.
 
     python -m scripts.base_loss                                    # the checkpoint written last
-    torchrun --nproc_per_node=8 -m scripts.base_loss --model_tag=d24
+    torchrun --nproc_per_node=8 -m scripts.base_loss -- --model_tag=d24
 
 Reads   base_checkpoints/<tag>/ and the text that its state.json names
 Writes  the section "Base model loss"

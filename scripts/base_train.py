@@ -2,7 +2,7 @@
 Pretrain a base model.
 
     python -m scripts.base_train --depth=4 --num_iterations=20     # laptop, a minute
-    torchrun --nproc_per_node=8 -m scripts.base_train --depth=24   # one node of 8 GPUs
+    torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node of 8 GPUs
 
 Reads   tokenizer/ (scripts.tok_train); rows/, packed in the background where scripts.data has not
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"

@@ -3,7 +3,7 @@ Score a chat model on tasks, by the letters' logits or by what it writes.
 
     python -m scripts.chat_eval -i sft                       # all tasks of the model's world
     python -m scripts.chat_eval -i rl -a GSM8K -n 8 -t 1.0   # one task, 8 answers to each question
-    torchrun --nproc_per_node=8 -m scripts.chat_eval -i mid -a "ARC-Easy|MMLU"
+    torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i mid -a "ARC-Easy|MMLU"
 
 Reads   the checkpoint of a stage (base, mid, sft, rl) and the evaluation splits of the tasks
 Writes  the section "Chat evaluation <stage>", to which every call adds its tasks

@@ -2,7 +2,7 @@
 Reinforcement learning: the model answers, right answers become likelier.
 
     python -m scripts.chat_rl                                      # the SFT checkpoint written last
-    torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k,aqua
+    torchrun --nproc_per_node=8 -m scripts.chat_rl -- --task=gsm8k,aqua
 
 Reads   chatsft_checkpoints/<tag>/ and the tasks' training and evaluation questions
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"

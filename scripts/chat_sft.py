@@ -2,7 +2,7 @@
 Supervised fine-tuning: the model learns to answer as the best conversations do.
 
     python -m scripts.chat_sft                                     # the mid checkpoint written last
-    torchrun --nproc_per_node=8 -m scripts.chat_sft --source=base --mixture="smoltalk,gsm8k*4"
+    torchrun --nproc_per_node=8 -m scripts.chat_sft -- --source=base --mixture="smoltalk,gsm8k*4"
 
 Reads   mid_checkpoints/<tag>/ (or base_) and the training splits of the tasks in the mixture
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"

@@ -2,7 +2,7 @@
 Midtraining: a base model learns the form of conversations, of tools and of questions.
 
     python -m scripts.mid_train                                    # the base model written last
-    torchrun --nproc_per_node=8 -m scripts.mid_train --mixture="smoltalk,mmlu,gsm8k"
+    torchrun --nproc_per_node=8 -m scripts.mid_train -- --mixture="smoltalk,mmlu,gsm8k"
 
 Reads   base_checkpoints/<tag>/ and the training splits of the tasks in the mixture
 Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtraining"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import scripts.plan
 from nanochat.common import REPOSITORY, read_json
@@ -128,6 +129,17 @@ def test_h100x8_runs_dry_on_eight_processes_to_its_last_section(hub, tmp_path, m
         again = speedrun(tmp_path / "base", **{**fakes, **bundle, **small})
     assert again.returncode == 0, again.stdout[-5000:] + again.stderr[-5000:]
     assert again.stdout.count("finished already, skipped") == len(STAGES)
+
+
+@pytest.mark.parametrize("launcher", ["dev/stages.sh", "dev/launch/slurm.sh"])
+def test_torchrun_takes_no_flag_of_a_script_for_its_own(launcher):
+    text = (REPOSITORY / launcher).read_text()
+    launched = re.search(r"-m (\S+) (-- .*\$@.*)", text)
+    assert launched, "-- stands between the module and its flags"
+    words = ["-m", "scripts.base_train", *launched[2].split()[:1], "--run=dummy", "--log_every=9"]
+    parsed = get_args_parser().parse_args(words)
+    assert parsed.training_script == "scripts.base_train"
+    assert parsed.training_script_args[-2:] == ["--run=dummy", "--log_every=9"]
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):

@@ -43,7 +43,7 @@ trap stop USR1
 
 # srun does not take the number of CPUs over from sbatch; what is given later on the line counts
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-    "${launch[@]}" -m scripts.base_train --resume=auto --save_every=500 "$@" &
+    "${launch[@]}" -m scripts.base_train -- --resume=auto --save_every=500 "$@" &
 status=0
 while wait "$!" || status=$?; kill -0 "$!" 2>/dev/null; do status=0; done # a signal ends a wait
 if [ "$stopping" -eq 1 ] && [ "$status" -ne 0 ]; then
