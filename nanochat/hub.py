@@ -1,38 +1,71 @@
 """
-Files of data set repositories on the hub, fetched patiently.
+Files of data set repositories on the hub, with retries.
 
     (repository, revision) -> listing: commit, files -> remote_file, download
 
-huggingface_hub does the talking (HF_ENDPOINT and HF_TOKEN are its own) and continues a download
-that was cut off. Here is what it leaves to its callers: attempts, pauses, and errors that say what
-to do. Knows nothing of what is in a file.
+huggingface_hub sends the requests (HF_ENDPOINT, HF_TOKEN and the timeouts HF_HUB_DOWNLOAD_TIMEOUT
+and HF_HUB_ETAG_TIMEOUT are its own) and resumes a download that was cut off. This module adds a
+timeout to every request, retries, and error messages that name the fix. It reads no files.
 """
 
+import functools
 import itertools
+import random
+import re
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    set_client_factory,
+)
 from huggingface_hub.errors import (
-    HfHubHTTPError,
+    EntryNotFoundError,
+    FileMetadataError,
+    GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    XetDownloadError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars, hf_raise_for_status
+from huggingface_hub.utils._http import default_client_factory
 
+from nanochat.common import Refused
 from nanochat.disk import require_free
 
 X = TypeVar("X")
 
-ATTEMPTS = 6
+PATIENCE_SECONDS = 900.0  # from the first failure of a request to giving up
 PAUSE_SECONDS = 1.0  # before the second attempt; doubles with each further one
+MAX_PAUSE_SECONDS = 60.0
+JITTER = 1.25  # pauses are up to this factor longer, so that processes do not retry in step
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
+# Base classes of the transient errors of Python, httpx, requests and hf_xet. By name, because
+# huggingface_hub 1 uses httpx and 2 httpx2.
+TRANSIENT_ERRORS = {
+    *("ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "ProxyError"),
+    *("RemoteProtocolError", "Timeout", "ChunkedEncodingError", "XetDownloadError"),
+    "LocalEntryNotFoundError",  # without a cause
+}
+NO_NETWORK = (
+    "work without network: --dataset=embedded or --data_dir for text, jsonl:<file> for "
+    "conversations"
+)
+
+
+class NotTheHub(ValueError):
+    """The answer is no answer of the hub, such as the login page of a network."""
 
 
 class Listing(NamedTuple):
@@ -50,65 +83,158 @@ class RemoteFile(NamedTuple):
 
 
 def listing(repo: str, revision: str) -> Listing:
-    """Resolve a branch, tag or commit. Raises ValueError where there is no such thing."""
+    """Resolve a branch, tag or commit. Raises Refused where there is no such thing."""
     api = HfApi()
 
     def resolve() -> Listing:
-        commit = api.dataset_info(repo, revision=revision).sha
-        tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
-        files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
-        return Listing(commit or revision, {file.path: file.size for file in files})
+        try:
+            commit = api.dataset_info(repo, revision=revision).sha
+            tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
+            files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
+            return Listing(commit or revision, {file.path: file.size for file in files})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, HFValidationError) or getattr(error, "response", None) is not None:
+                raise
+            raise NotTheHub(f"unexpected content: {error!r}") from error
 
-    try:
-        return with_retries(repo, resolve)
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{repo} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{constants.ENDPOINT} has no data set {repo}, or it is private: then log in with "
-            "`hf auth login`"
-        ) from error
+    found = request(repo, revision, None, resolve)
+    outside = [name for name in found.sizes if not is_inside(name)]
+    if outside:
+        raise Refused(
+            f"{repo} lists {outside[0]!r}, which is outside of its folder",
+            "use another repository, or tell its owner",
+        )
+    return found
 
 
 def remote_file(repo: str, commit: str, name: str) -> RemoteFile:
     """Ask for the size and digest of a file."""
     url = hf_hub_url(repo, name, repo_type="dataset", revision=commit)
-    about = with_retries(name, lambda: get_hf_file_metadata(url))
-    is_sha256 = about.etag is not None and len(about.etag) == 64
-    return RemoteFile(about.size or 0, about.etag if is_sha256 else None)
+
+    def ask() -> RemoteFile:
+        about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        if about.etag is None or about.commit_hash is None:
+            raise NotTheHub("no ETag or no commit")
+        return RemoteFile(about.size or 0, about.etag if len(about.etag) == 64 else None)
+
+    return request(repo, commit, name, ask)
 
 
 def download(repo: str, commit: str, name: str, size: int, folder: Path) -> None:
-    """Fetch one file into `folder`, continuing what an earlier attempt left behind."""
+    """Fetch one file into `folder`, resuming what an earlier attempt left behind."""
     require_free(folder, size, f"downloading {name}", "lower --num_shards")
     print(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)", flush=True)
     began = time.monotonic()
-    with_retries(
-        name,
-        lambda: hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder),
-    )
+
+    def fetch() -> str:
+        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder)
+
+    request(repo, commit, name, fetch)
     print(f"downloaded {name} in {time.monotonic() - began:.1f} s", flush=True)
 
 
-def with_retries(what: str, action: Callable[[], X]) -> X:
-    """Run a request again, after growing pauses, while what stops it may pass."""
+def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
+    """Run a request to the hub with retries. Raises Refused with the fix when it fails."""
+    install_client()
+    try:
+        return with_retries(file or repo, action)
+    except Refused:
+        raise
+    except Exception as error:
+        refusal = refused(error, repo, revision, file)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def refused(error: BaseException, repo: str, revision: str, file: str | None) -> Refused | None:
+    """The sentence and the fix for an error that another attempt cannot mend, where known."""
+    error = root(error)
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, HFValidationError):
+        return Refused(
+            f"{repo!r} is no name of a repository ({first_line(error)})",
+            "name one as <owner>/<name>",
+        )
+    if isinstance(error, OfflineModeIsEnabled):
+        return Refused(
+            f"{file or repo} is not on the disk, and HF_HUB_OFFLINE forbids to download it",
+            f"unset HF_HUB_OFFLINE, or {NO_NETWORK}",
+        )
+    if isinstance(error, GatedRepoError) or code == 403:
+        return Refused(
+            f"{repo} is gated or forbidden to you ({code})",
+            f"request access at {constants.ENDPOINT}/datasets/{repo}, log in with `hf auth login`",
+        )
+    if isinstance(error, RevisionNotFoundError) and file is None:
+        return Refused(
+            f"{repo} has no revision {revision!r}", "name a branch, tag or commit with --revision"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return Refused(
+            f"{repo} no longer has commit {revision}, which the manifest pins",
+            "start over with today's commit in a new NANOCHAT_BASE_DIR",
+        )
+    if isinstance(error, EntryNotFoundError):
+        return Refused(
+            f"{repo} has no file {file} at commit {revision}, although the hub listed it",
+            "leave it out (of text: --num_shards, --val_shard), or use another --revision in a new "
+            "NANOCHAT_BASE_DIR",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return Refused(
+            f"{constants.ENDPOINT} has no data set {repo}, or it is private",
+            "check its name; log in with `hf auth login` if it is private",
+        )
+    if code == 401:
+        return Refused(
+            f"{constants.ENDPOINT} rejects your token (401)",
+            "log in again with `hf auth login`, or unset HF_TOKEN",
+        )
+    if isinstance(error, NotTheHub | FileMetadataError) or is_client_error(error):
+        return Refused(
+            f"what answers at {constants.ENDPOINT} is not the hub ({first_line(error)})",
+            "open that address in a browser to log in to the network if it asks for it; check "
+            f"HF_ENDPOINT and the proxy; or {NO_NETWORK}",
+        )
+    if code is not None:
+        return Refused(
+            f"{constants.ENDPOINT} answers to {file or repo}: {first_line(error)}",
+            f"check the name and HF_ENDPOINT, or {NO_NETWORK}",
+        )
+    return None
+
+
+def with_retries(what: str, action: Callable[[], X], patience_seconds: float | None = None) -> X:
+    """
+    Run a request again while its failures are transient, for PATIENCE_SECONDS by default.
+
+    Pauses double up to MAX_PAUSE_SECONDS; one that the server asks for (Retry-After) is honored.
+    Raises Refused when the time is over, any other error at once.
+    """
+    patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+    began = None
     for attempt in itertools.count(1):
         try:
             return action()
         except Exception as error:
             if not is_transient(error):
                 raise
-            if attempt == ATTEMPTS:
-                raise ConnectionError(
-                    f"{what}: gave up after {attempt} attempts: {error}; run the same command "
-                    "again to continue, or work without network: --dataset=embedded or --data_dir "
-                    "for text, jsonl:<file> for conversations"
+            began = time.monotonic() if began is None else began
+            asked = retry_after(error)
+            backoff = min(MAX_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** min(attempt - 1, 30))
+            pause = backoff if asked is None else max(asked, PAUSE_SECONDS)
+            pause *= random.SystemRandom().uniform(1, JITTER)  # not the generator of the run
+            if time.monotonic() - began + pause > patience:
+                wait = f"; the server asks to wait {asked:.0f} s" if asked is not None else ""
+                raise Refused(
+                    f"{what}: gave up after {attempt} attempts and the limit of "
+                    f"{patience / 60:.0f} min: {first_line(error)}{wait}",
+                    f"run the same command again to continue, or {NO_NETWORK}",
                 ) from error
-            pause = PAUSE_SECONDS * 2 ** (attempt - 1)
-            reason = str(error).strip().partition("\n")[0]
             print(
-                f"{what}: {type(error).__name__}: {reason}; "
-                f"attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s",
+                f"{what}: {first_line(error)}; trying again in {pause:.0f} s "
+                f"(attempt {attempt + 1}, limit {patience / 60:.0f} min)",
                 flush=True,
             )
             time.sleep(pause)
@@ -116,20 +242,86 @@ def with_retries(what: str, action: Callable[[], X]) -> X:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True for failures that a later attempt may not meet: an overloaded hub, a cut connection."""
-    if isinstance(error, OfflineModeIsEnabled):
+    """True for failures that may pass by themselves: an overloaded hub, a cut connection."""
+    error = root(error)
+    if isinstance(error, OfflineModeIsEnabled) or is_client_error(error):
         return False
-    if isinstance(error, HfHubHTTPError):
-        response = getattr(error, "response", None)
-        return response is not None and response.status_code in TRANSIENT_STATUS
-    if isinstance(error, LocalEntryNotFoundError):  # asking about a file failed
-        return error.__cause__ is None or is_transient(error.__cause__)
-    # huggingface_hub 1 speaks through httpx, 2 through httpx2
-    return (
-        isinstance(error, ConnectionError | TimeoutError | XetDownloadError)
-        or type(error).__module__.startswith("httpx")
-        or "Consistency check failed" in str(error)
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code in TRANSIENT_STATUS
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & TRANSIENT_ERRORS) or "Consistency check failed" in str(error)
+
+
+def is_client_error(error: BaseException) -> bool:
+    """True where no request was possible: an address that is none, a wrong certificate."""
+    return type(error).__name__ in ("UnsupportedProtocol", "InvalidURL", "TooManyRedirects") or (
+        "CERTIFICATE_VERIFY_FAILED" in str(error)
     )
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Seconds that the server asks to wait: Retry-After, or of a rate limit its end."""
+    response = getattr(root(error), "response", None)
+    headers = getattr(response, "headers", {})
+    wish = str(headers.get("Retry-After", "")).strip()
+    if wish.isdigit():
+        return float(wish)
+    limit = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
+    if limit and getattr(response, "status_code", None) == 429:
+        return float(limit[1])
+    try:
+        at = parsedate_to_datetime(wish)
+    except ValueError:
+        return None
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+def root(error: BaseException) -> BaseException:
+    """The cause of huggingface_hub's error that a file is neither on the hub nor on the disk."""
+    is_wrapper = isinstance(error, LocalEntryNotFoundError)
+    return (is_wrapper and error.__cause__) or error
+
+
+def first_line(error: BaseException) -> str:
+    """Type and message of an error, in one line."""
+    error = root(error)
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
+
+
+def is_inside(name: str) -> bool:
+    """True for a relative path that stays in its folder."""
+    path = PurePosixPath(name)
+    return not (path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name)
+
+
+@functools.cache
+def install_client() -> None:
+    """Make huggingface_hub use `new_client`, once per process."""
+    set_client_factory(new_client)
+
+
+def new_client() -> Any:
+    """The library's HTTP client, with timeouts and with `check_answer` before its own retries."""
+    client = default_client_factory()
+    client.event_hooks["request"].append(limit_time)
+    client.event_hooks["response"].append(check_answer)
+    return client
+
+
+def limit_time(http_request: Any) -> None:
+    """Set the timeouts that a request lacks: to connect, and to read and write a part."""
+    limits, default = http_request.extensions["timeout"], constants.HF_HUB_DOWNLOAD_TIMEOUT
+    http_request.extensions["timeout"] = {k: v or default for k, v in limits.items()}
+
+
+def check_answer(response: Any) -> None:
+    """Raise for a transient status, so that one place retries; and for a web page."""
+    if response.status_code in TRANSIENT_STATUS:
+        hf_raise_for_status(response)
+    if response.is_success and "text/html" in response.headers.get("Content-Type", ""):
+        raise NotTheHub("a web page")
 
 
 def hide_progress() -> None:

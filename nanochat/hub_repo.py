@@ -72,6 +72,9 @@ class HubRepo:
         if promised is not None and promised != digest:
             by = "the manifest" if recorded else "the hub"
             return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
+        size, listed = path.stat().st_size, self.files()[file].get("bytes")
+        if recorded is None and listed is not None and size != listed:
+            return f"it has {size} bytes, the listing says {listed}"
         if recorded is None:
             if problem := damage(path, whole=promised is None):
                 return problem

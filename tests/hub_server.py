@@ -38,11 +38,7 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
         server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         running.append(server)
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        patch.setenv("HF_ENDPOINT", endpoint)
-        patch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        use_endpoint(f"http://127.0.0.1:{server.server_port}", patch)
         return server
 
     yield start
@@ -71,3 +67,11 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
             table = pq.read_table(path)
             pq.write_table(table if name in whole else table.slice(0, rows), out)
     return folder
+
+
+def use_endpoint(endpoint: str, patch: pytest.MonkeyPatch) -> None:
+    """Make the server at that address the hub, for this process and its children."""
+    patch.setenv("HF_ENDPOINT", endpoint)
+    patch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
