@@ -6,13 +6,15 @@ The ground floor: where generated files live, and how they are written and named
 Imports no torch, so that a script which only moves files starts at once.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,23 @@ def printable(text: Any) -> str:
 def base_dir() -> Path:
     """The folder of everything generated: NANOCHAT_BASE_DIR, by default out/ in the repository."""
     path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()
-    path.mkdir(parents=True, exist_ok=True)
+    with require_writable(path):
+        path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def require_writable(path: Path) -> Iterator[None]:
+    """Raise Refused where what is done inside fails because nothing can be written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise
+        raise Refused(
+            f"{path} cannot be written: {error.strerror}",
+            "set NANOCHAT_BASE_DIR to a folder that you can write to",
+        ) from error
 
 
 def canonical_json(value: Any) -> str:

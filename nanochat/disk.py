@@ -16,7 +16,7 @@ from typing import TextIO
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import Refused, free_bytes
+from nanochat.common import Refused, free_bytes, require_writable
 
 SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 
@@ -24,10 +24,11 @@ SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file; when another process has it, say `what` is waited for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=2)
+        with require_writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=2)
     except Timeout:
         print(f"waiting for another process: {what}", flush=True)
         lock.acquire()
@@ -40,10 +41,11 @@ def locked(path: Path, what: str) -> Iterator[None]:
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """True while holding a lock file; False, at once, when another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        with require_writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
     except Timeout:
         yield False
         return
@@ -84,8 +86,9 @@ class RunLock:
 
     def try_to_acquire(self, launch: str) -> None:
         """Raises Refused where another process has it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+", encoding="utf-8")
+        with require_writable(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

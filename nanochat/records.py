@@ -30,6 +30,7 @@ from nanochat.common import (
     base_dir,
     fingerprint,
     read_json,
+    require_writable,
     sealed,
     sha256_file,
     unseal,
@@ -325,7 +326,8 @@ def read_history(
 def report_folder(report_dir: Path | str | None = None) -> Path:
     """Where records live: report/ under the base directory, or the folder given. Made if absent."""
     folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
-    folder.mkdir(parents=True, exist_ok=True)
+    with require_writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -468,6 +470,9 @@ def indented(value: Any) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder alone, among processes; a killed holder lets go by itself."""
-    with (folder / ".lock").open("w") as handle:
+    path = folder / ".lock"
+    with require_writable(path):
+        handle = path.open("w")
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

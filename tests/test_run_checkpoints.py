@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from nanochat import run_checkpoints
 from nanochat.checkpoint import CorruptCheckpoint, open_checkpoint, stage_folder
-from nanochat.common import REPOSITORY, Refused
+from nanochat.common import REPOSITORY, Refused, base_dir
 from nanochat.gpt import build_model
 from nanochat.guard import Health, NotFinite
 from nanochat.machine import Machine
@@ -263,6 +264,51 @@ def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run,
             run.open().__enter__()
     with run.open():
         assert "stale" not in capsys.readouterr().out  # it let go by itself
+
+
+WRITE = """
+from nanochat.common import Refused, base_dir
+from nanochat.disk import RunLock, claimed, locked
+from nanochat.records import Cost, Provenance, write_record
+acts = [
+    lambda: locked(base_dir() / "rows" / "x.lock", "packing").__enter__(),
+    lambda: claimed(base_dir() / "x.lock").__enter__(),
+    lambda: RunLock(base_dir() / "base_checkpoints" / ".d2.lock").acquire(),
+    lambda: write_record("A", {}, {}, Provenance("run", 0), Cost(1.0)),
+]
+for act in acts:
+    try:
+        act()
+    except Refused as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_a_read_only_base_directory_is_rejected_with_the_fix(base):
+    """Root may write everywhere but on a file system that is mounted read-only."""
+    base.mkdir(exist_ok=True)
+    words = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(base), str(base)]
+    done = subprocess.run(
+        [*words, sys.executable, "-c", WRITE], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    if "bwrap: " in done.stderr:
+        pytest.skip(f"bubblewrap does not work here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.endswith("cannot be written: Read-only file system") for line in lines[::2]] == (
+        [True] * 4
+    )
+    assert set(lines[1::2]) == {
+        "  way out:  set NANOCHAT_BASE_DIR to a folder that you can write to"
+    }
+
+
+def test_a_base_directory_below_a_file_is_rejected_with_the_fix(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "out"))
+    with pytest.raises(Refused, match="out cannot be written: Not a directory(.|\n)*BASE_DIR"):
+        base_dir()
 
 
 # ------------------------------------------------------------------------------------------------
