@@ -10,7 +10,7 @@ some tracks need (partial rotation, exclusive attention, a tied head, ...) is of
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -351,7 +351,7 @@ class GPT(nn.Module):
     """
     The model. `dtype` is the compute dtype: activations and matrix products; weights are float32.
 
-    Build it on the meta device and call `init_weights` after `to_empty`, or build it in place.
+    `build_model` makes a new one; elsewhere it is built on the meta device and loaded.
     """
 
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
@@ -399,9 +399,10 @@ class GPT(nn.Module):
         cfg = self.cfg
         plain = not cfg.residual_scalars
         std = TIED_STD if cfg.tie_embeddings else 1.0 if plain else 0.8
-        nn.init.normal_(self.embed.weight, std=std, generator=generator)
+        fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
         if self.head is not None:
-            nn.init.normal_(self.head.weight, std=0.0 if plain else 0.001, generator=generator)
+            std = 0.0 if plain else 0.001
+            fill(self.head.weight, nn.init.normal_, std=std, generator=generator)
         if self.bigrams is not None:
             nn.init.zeros_(self.bigrams.weight)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
@@ -418,9 +419,9 @@ class GPT(nn.Module):
             if attention.gain is not None and cfg.qk_gain_init is not None:
                 nn.init.constant_(attention.gain, cfg.qk_gain_init)
         for weight in self.value_embeds.parameters():
-            nn.init.uniform_(weight, -bound, bound, generator=generator)
+            fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
         if cfg.residual_scalars:
-            depth = torch.linspace(0, 1, cfg.n_layer, device=self.residual.device)
+            depth = torch.linspace(0, 1, cfg.n_layer)
             self.residual.copy_(1.15 - 0.10 * depth)
             self.skip.copy_(0.20 - 0.15 * depth)
 
@@ -430,10 +431,11 @@ class GPT(nn.Module):
         if scale == 0.0:
             nn.init.zeros_(weight)
         elif self.cfg.init == "orthogonal":  # entries of an orthonormal one: max(M, N)^-0.5
-            nn.init.orthogonal_(weight, gain=scale * max(1.0, M / N) ** 0.5, generator=generator)
+            gain = scale * max(1.0, M / N) ** 0.5
+            fill(weight, nn.init.orthogonal_, gain=gain, generator=generator)
         else:
             bound = 3**0.5 * N**-0.5 * scale  # a uniform variable's bound is sqrt(3) sigma
-            nn.init.uniform_(weight, -bound, bound, generator=generator)
+            fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
 
     def param_roles(self) -> dict[str, Role]:
         """The role of every parameter, by name, in the model's order."""
@@ -612,10 +614,22 @@ class GPT(nn.Module):
 
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
-    """A new model on `device`. Its weights follow from the seed alone: a CPU draws them."""
-    model = cfg.new(dtype)
+    """
+    A new model on `device`. Its weights follow from the seed alone: a CPU draws them, one parameter
+    at a time, so that a process needs host memory for the largest of them only.
+    """
+    with device:
+        model = cfg.new(dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
-    return model.to(device)
+    return model
+
+
+def fill(weight: Tensor, init: Callable[..., Any], *args: float, **settings: Any) -> None:
+    """Apply one of torch.nn.init's functions, on the CPU for a weight of any device."""
+    drawn = weight if weight.device.type == "cpu" else torch.empty(weight.shape)
+    init(drawn, *args, **settings)
+    if drawn is not weight:
+        weight.copy_(drawn)
 
 
 def for_inference(model: GPT) -> GPT:
