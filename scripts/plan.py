@@ -29,8 +29,7 @@ from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import read_if_sound, report_folder, slug
 from nanochat.run_checkpoints import SavingConfig, checkpoint_bytes
 from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
-from nanochat.stage import saves_to_come
-from nanochat.train import LoopConfig, Progress
+from nanochat.train import LoopConfig
 from scripts import base_train, chat_rl, chat_sft, mid_train
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
@@ -121,16 +120,16 @@ def main(cfg: Plan) -> None:
     embedded = (base.data.dataset or tokenizer.data.dataset) == "embedded"
     uses = disk_uses(cfg, base, tokenizer, model, horizon, embedded)
     needed = bytes_needed(uses)
-    listed = ", ".join(f"{use.name} {use.peak / 1e9:.2f}" for use in uses)
+    listed = ", ".join(f"{use.name} {in_bytes(use.peak)}" for use in uses if use.peak)
     print(
-        f"  disk                  {needed / 1e9:.2f} GB more at the peak, "
-        f"{free_bytes(base_dir()) / 1e9:.2f} GB free in {base_dir()}\n"
-        f"    GB by part: {listed}"
+        f"  disk                  {in_bytes(needed)} more at the peak, "
+        f"{in_bytes(free_bytes(base_dir()))} free in {base_dir()}\n"
+        f"    by part: {listed}"
     )
     for name in (WORLD if embedded else HUB).evaluated:
         if why := why_unavailable(name):
             print(f"  {TASKS[name].task.name} is left out of the chat evaluations: {why}")
-    require_free(base_dir(), needed, f"this run ({listed} GB)", "a smaller DEPTH")
+    require_free(base_dir(), needed, f"this run ({listed})", "a smaller DEPTH")
 
 
 def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
@@ -254,9 +253,8 @@ def checkpoint_use(
         return file_use(name, there, there)
     keep, size = cfg.saving.keep, checkpoint_bytes(model)
     last = size if stage == "base" else 4 * model.num_params()
-    on_the_way = keep + 1 if cfg.loop.save_every else 0
-    if steps is not None:
-        on_the_way = saves_to_come(cfg.loop, Progress(), steps) - 1
+    every = cfg.loop.save_every
+    on_the_way = 0 if not every else keep + 1 if steps is None else (steps - 1) // every
     peak = max(size * min(on_the_way, keep + 1), size * min(on_the_way, keep) + last)
     return Use(name, peak, size * min(on_the_way, keep - 1) + last, there)
 
@@ -274,6 +272,11 @@ def finished(section: str, stage: str, tag: str) -> bool:
 def bytes_in(folder: Path) -> int:
     """Size of all files below a folder, 0 where there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def in_bytes(size: float) -> str:
+    """A size for people."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def bytes_needed(uses: Sequence[Use]) -> float:

@@ -58,6 +58,7 @@ CASES = {
     "R31": "a rank that names its long work is waited for; a frozen one is not",
     "R36": "no graph is compiled after the first use of what a run does",
     "R35": "a hub that is silent, busy or closed: a bounded wait, then a fix; nothing pinned",
+    "R37": "disk and memory of a run are as its plan says; what cannot fit is rejected first",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",

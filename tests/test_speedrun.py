@@ -17,6 +17,7 @@ import scripts.plan
 from nanochat.common import REPOSITORY, read_json
 from scripts.plan import Plan
 from tests.hub_server import hub_served, small_hub
+from tests.training_runs import SMALL
 
 STAGES = (
     "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
@@ -228,20 +229,60 @@ def test_a_plan_without_a_sandbox_goes_on_without_humaneval(tmp_path):
     assert "HumanEval is left out of the chat evaluations: " in done.stdout
 
 
+def in_bytes(text: str) -> float:
+    """12.3 MB, 4.50 GB -> bytes."""
+    number, unit = text.split()
+    return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+
+
+def planned(capsys, plan: Plan, part: str = r"disk +") -> float:
+    """Bytes that the plan states, for the whole run or a part of it."""
+    capsys.readouterr()
+    scripts.plan.main(plan)
+    found = re.search(part + r"([\d.]+ [MG]B)", capsys.readouterr().out)
+    assert found
+    return in_bytes(found[1])
+
+
 def test_what_an_earlier_attempt_wrote_is_not_needed_again(base, capsys):
-    flags = "--depth=2 --max_seq_len=64 --num_iterations=9"
-
-    def needed() -> float:
-        scripts.plan.main(Plan(base=flags, tokenizer="--dataset=embedded --vocab_size=65536"))
-        found = re.search(r"disk +([\d.]+) GB more", capsys.readouterr().out)
-        assert found
-        return float(found[1])
-
-    before = needed()
+    plan = Plan(
+        base="--depth=2 --max_seq_len=64 --num_iterations=9",
+        tokenizer="--dataset=embedded --vocab_size=65536",
+    )
+    before = planned(capsys, plan)
     weights = base / "base_checkpoints" / "d2" / "step_9" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(bytes(100_000_000))
-    assert before - needed() == pytest.approx(0.1, abs=0.011)
+    assert before - planned(capsys, plan) == pytest.approx(1e8, abs=1e6)
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_R37_planned_checkpoints_are_those_that_a_run_writes(trained_base, capsys):
+    plan = Plan(base=" ".join([*SMALL, "--dataset=embedded"]), tokenizer="--vocab_size=512")
+    there = bytes_in(trained_base / "base_checkpoints" / "one")
+    assert planned(capsys, plan, "base checkpoints ") == pytest.approx(there, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_R37_disk_and_memory_of_the_cpu_profile_are_as_planned(tmp_path, record_property):
+    """With all steps but a few left out, which changes neither. Minutes are only recorded."""
+    begun = time.monotonic()
+    done = speedrun(tmp_path, PROFILE="cpu", DRY_RUN="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    stated = re.search(r"disk +([\d.]+ [MG]B) more at the peak", done.stdout)
+    assert stated
+    assert in_bytes(stated[1]) == pytest.approx(bytes_in(tmp_path), rel=0.15)
+    for section in ("Base model training", "Midtraining", "Chat SFT"):
+        mib = {k: float(str(v).removesuffix("MiB")) for k, v in values(tmp_path, section).items()
+               if "emory" in k}  # fmt: skip
+        if "Peak memory usage" in mib:
+            planned_mib = mib["Memory after imports"] + mib["Stated memory"]
+            assert planned_mib == pytest.approx(mib["Peak memory usage"], rel=0.15), section
+    record_property("minutes of the dry run", (time.monotonic() - begun) / 60)
 
 
 def test_no_installer_is_fetched_and_run_unchecked():
