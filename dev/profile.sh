@@ -21,7 +21,14 @@ if [ "$PROFILE" = cpu ]; then # also where there are GPUs
     export CUDA_VISIBLE_DEVICES=""
 fi
 case "$PROFILE" in
-h100x8) processes=8 ;;
+h100x8)
+    processes=8
+    if [ "$gpus" -gt 0 ] && [ "$gpus" -lt 8 ]; then # none: a dry run on the CPU
+        echo "error: PROFILE=h100x8 uses 8 GPUs, but there are $gpus
+  fix:  PROFILE=gpu uses all of them" >&2
+        exit 2
+    fi
+    ;;
 gpu) processes=$((gpus > 1 ? gpus : 1)) ;;
 gpu1 | h100x1)
     echo "error: PROFILE=$PROFILE is now PROFILE=gpu, which uses every GPU; CUDA_VISIBLE_DEVICES=0 chooses one" >&2
