@@ -26,10 +26,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat.chat_format import Message, render
-from nanochat.common import base_dir, fingerprint, read_json, write_json
+from nanochat.common import (
+    base_dir,
+    fingerprint,
+    read_sealed,
+    sealed,
+    sha256_file,
+    write_json,
+)
 from nanochat.disk import locked
 from nanochat.packing import Packer, pack
-from nanochat.row_writer import exit_with, lock_path, write_rows
+from nanochat.row_writer import exit_with, lock_path, warn_of_damage, write_rows
 from nanochat.rows import Rows
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
@@ -75,25 +82,44 @@ def encode(
     conversations: Conversations,
     tokenizer: Tokenizer,
     max_seq_len: int,
+    verify: bool = True,
     report: Callable[[str], None] = lambda progress: None,
 ) -> Encoded:
     """
     Conversations as tokens, from the disk where that was done before.
 
     about: JSON-ready, decides which there are, and in which order. Those longer than a row lose
-    their end. report: called with the progress. Raises ValueError where none is left.
+    their end. verify: compare what is on the disk with its SHA-256; damaged files are written
+    again. report: called with the progress. Raises ValueError where no conversation is left.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        if not (folder / "encoded.json").exists():
+        if (damage := encoded_damage(folder, verify)) is not None:
+            if damage:
+                print(f"{damage}: encoding these conversations again", flush=True)
             write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
-    counts = read_json(folder / "encoded.json")
+        counts = read_sealed(folder / "encoded.json")
     if not counts["conversations"]:
         raise ValueError(f"there is no conversation to train on in {dict(about)}")
     ids, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "ends"))
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
+
+
+def encoded_damage(folder: Path, verify: bool) -> str | None:
+    """What is wrong with encoded conversations; "" where there are none, None where all is well."""
+    try:
+        counts = read_sealed(folder / "encoded.json")
+    except FileNotFoundError:
+        return ""
+    except ValueError as error:
+        return str(error)
+    for name, digest in counts["sha256"].items() if verify else ():
+        path = folder / f"{name}.npy"
+        if not path.exists() or sha256_file(path) != digest:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
+    return None
 
 
 def write_encoded(
@@ -121,7 +147,8 @@ def write_encoded(
     ends = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     np.save(folder / "ends.npy", ends)
     counts = {"conversations": len(ends) - 1, "trained": trained, "skipped": skipped}
-    write_json(folder / "encoded.json", counts)
+    digests = {name: sha256_file(folder / f"{name}.npy") for name in ("ids", "ends")}
+    write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
 
 
 class EncodedBatch(NamedTuple):
@@ -238,7 +265,7 @@ def open_chat_rows(
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
     train = ["train"] if shard == "train" else []
-    return Rows(folder, train, "val", max_seq_len, "int32", made_of, say)
+    return Rows(folder, train, "val", max_seq_len, "int32", tokenizer.vocab_size, made_of, say)
 
 
 def pack_encoded(
@@ -248,10 +275,11 @@ def pack_encoded(
     with locked(lock_path(rows, shard), f"packing {shard}"):
         if rows.is_packed(shard):
             return rows.counts(shard)
+        warn_of_damage(rows, shard)
         packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
         digest = write_rows(rows, shard, pack(in_batches(pieces), packer))
         counts = {**asdict(packer.counts), "skipped": 0, "text_bytes": 0, "sha256": digest}
-        write_json(rows.counts_path(shard), counts)
+        write_json(rows.counts_path(shard), sealed(counts))
     return counts
 
 

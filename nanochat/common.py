@@ -171,6 +171,17 @@ def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
     return rest
 
 
+def read_sealed(path: Path) -> dict[str, Any]:
+    """
+    The JSON object that `write_json` wrote `sealed`. Raises ValueError naming the file when it is
+    not, byte for byte, what was written.
+    """
+    try:
+        return unseal(path.read_bytes().decode(), json_text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def free_bytes(path: Path) -> int:
     """Free space, in bytes, on the file system that holds `path`, or would."""
     while not path.exists():

@@ -405,11 +405,17 @@ def val_rows(
 
 
 def encode_bucket(
-    name: str, conversations: Answers, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+    name: str,
+    conversations: Answers,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    machine: Machine,
+    verify: bool = True,
 ) -> Encoded:
     """The tokens of a bucket's conversations, from the disk where that was done before."""
+    about = conversations.identity
     with machine.working(f"encoding {name}") as report:
-        return encode(conversations.identity, conversations, tokenizer, max_seq_len, report)
+        return encode(about, conversations, tokenizer, max_seq_len, verify, report)
 
 
 def train_rows(
@@ -417,14 +423,14 @@ def train_rows(
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
 
-    def encode_all() -> dict[str, Encoded]:
+    def encode_all(verify: bool) -> dict[str, Encoded]:
         return {
-            bucket.name: encode_bucket(bucket.name, bucket.train, tokenizer, max_seq_len, machine)
-            for bucket in talk.learned
+            each.name: encode_bucket(each.name, each.train, tokenizer, max_seq_len, machine, verify)
+            for each in talk.learned
         }
 
-    machine.on_node("encoding conversations", lambda: bool(encode_all()))
-    mix, encoded = talk.mix, encode_all()  # from the disk
+    machine.on_node("encoding conversations", lambda: bool(encode_all(verify=True)))
+    mix, encoded = talk.mix, encode_all(verify=False)  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
     counts = resolve(talk.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
     tags = {bucket.name: bucket.tags for bucket in talk.learned}

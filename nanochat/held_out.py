@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Refused, base_dir, json_text, sealed, unseal, write_json
+from nanochat.common import Refused, base_dir, read_sealed, sealed, write_json
 from nanochat.records import append_line, locked, one_line, read_sealed_lines
 from nanochat.records import plain as plain_json
 
@@ -34,10 +34,10 @@ def declared() -> dict[str, dict[str, str]]:
     if not path.exists():
         return {"final": {}, "since": {}}
     try:
-        return unseal(path.read_bytes().decode(), json_text)
+        return read_sealed(path)
     except ValueError as error:
         raise Refused(
-            f"{path}, which says what is held out, is damaged: {error}",
+            f"{error}; it lists what is held out",
             "restore the file, or delete it and declare again what is final: "
             'python -m scripts.hold_out --final="..."',
         ) from error

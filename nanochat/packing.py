@@ -7,8 +7,9 @@ A document is a piece; one longer than a row first gives off whole rows, and its
 Pieces wait in a bounded pool. A row takes the longest piece that fits what is left of it, again
 and again. Where none fits, the shortest one is cut: its front fills the row, its rest returns to
 the pool as a piece with a BOS of its own. Nothing is too short to be kept, because the shortest
-pieces fill the smallest gaps. A gap of one place takes a lone BOS. Tokens are dropped only at the
-end of a stream, where the last pieces no longer fill a row.
+pieces fill the smallest gaps. A gap of one place takes a lone BOS. Only the end of a stream may
+leave a row unfilled: its tokens are dropped where they are at most MAX_DROPPED of all, else the row
+is padded with BOS. Two BOS in a row are therefore padding, and nothing else.
 
 Pieces that must not be cut (conversations) need only other answers: where none fits, the row is
 filled up with lone BOS, and what is longer than a row loses its end.
@@ -24,13 +25,14 @@ from typing import Any
 
 import numpy as np
 
-PACKING_RULE = 1  # part of every fingerprint of rows: raise it when the same input packs otherwise
+PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same input packs otherwise
 
 # More pieces to choose from cut fewer documents. measured 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
 POOL_PIECES = 8192
 POOL_TOKENS = 1 << 24  # bounds the memory of the pool where rows are very long
 SPARE_TOKENS = 1 << 20  # used-up tokens that may stay in the store before it is compacted
+MAX_DROPPED = 0.005  # share of a stream's tokens that may be dropped at its end
 BLOCK_TOKENS = 1 << 20  # tokens laid out at a time: bounds the index arrays
 
 
@@ -47,7 +49,7 @@ class PackCounts:
     """Tokens of documents that lie in rows, BOS not counted."""
     bos: int = 0
     extra_bos: int = 0
-    """BOS that open no document: in front of the rests of cut ones, or alone at a row's end."""
+    """BOS that open no document: in front of the rests of cut ones, or padding at a row's end."""
     dropped: int = 0
     """Tokens of documents that lie in no row."""
 
@@ -148,7 +150,7 @@ class Packer:
         return self.pooled_tokens + self.pooled_pieces >= self.row_length
 
     def _fill_row(self) -> None:
-        """Plan one row. A row that the whole pool cannot fill is taken back and dropped."""
+        """Plan one row. One that the whole pool cannot fill is padded, or dropped."""
         first = len(self.plan)
         gap = self.row_length
         while gap and self.pooled_pieces:
@@ -167,11 +169,16 @@ class Packer:
                 self._put(start + gap - 1, length - gap + 1, rest=1)
                 self.counts.documents_cut += 1 - rest
                 gap = 0
-        if gap == 1 or not self.cut:
-            self.plan += [(0, 1, 1)] * gap
-        elif gap:
-            self.counts.dropped += sum(length - 1 for _, length, _ in self.plan[first:])
+        if gap > 1 and self.cut and self._may_drop(first):
+            self.counts.dropped += planned_tokens(self.plan[first:])
             del self.plan[first:]
+        else:
+            self.plan += [(0, 1, 1)] * gap
+
+    def _may_drop(self, first: int) -> bool:
+        """Whether the tokens planned from place `first` on are at most MAX_DROPPED of all."""
+        total = self.counts.tokens + self.counts.dropped + planned_tokens(self.plan)
+        return planned_tokens(self.plan[first:]) <= MAX_DROPPED * total
 
     def _lay_out(self) -> np.ndarray:
         """Turn the plan into rows and forget it."""
@@ -205,6 +212,11 @@ class Packer:
         for bucket in buckets.values():
             for i in range(len(bucket)):
                 bucket[i] = next(fresh)
+
+
+def planned_tokens(plan: list[tuple[int, int, int]]) -> int:
+    """Tokens of documents in a plan, BOS not counted."""
+    return sum(length - 1 for _, length, _ in plan)
 
 
 def gather(store: np.ndarray, starts: np.ndarray, lengths: np.ndarray, bos_id: int) -> np.ndarray:

@@ -87,6 +87,11 @@ class Exam:
                 "opening the suite", lambda: open_suite(cfg.suite, dataset)
             )
 
+    def require_rows(self) -> None:
+        """Wait for the validation rows of each text. Raises Refused where there is none."""
+        for rows in self.rows.values():
+            rows.require_val_rows(self.cfg.eval_half)
+
     def evaluation(self, device_rows: int) -> Evaluate:
         """What the loop calls at all cadences, `device_rows` at a time."""
 

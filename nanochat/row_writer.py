@@ -3,6 +3,7 @@ Text into packed rows, one shard at a time, by any number of processes.
 
     Source + Tokenizer -> open_rows -> Rows -> ensure (here, now) or start_packing (background)
 
+A shard of rows is packed from one file of the source, or from several small ones (`group_files`).
 Packing a shard is a pure function of the shard, the tokenizer and the row length. Processes share
 the work by lock files, on one machine or on a shared disk; the system lets go of the lock of one
 that died. A shard counts as packed when its record exists, which is written last, so a crash
@@ -36,6 +37,7 @@ from nanochat.common import (
     fingerprint,
     fsync,
     read_json,
+    sealed,
     write_atomic,
     write_json,
 )
@@ -50,6 +52,7 @@ from nanochat.tokenizer import Tokenizer
 # Bytes of rows per stored byte, until the first packed shard tells. A token of two bytes stands for
 # about 4 bytes of text, a byte of parquet or gzip for about 3.3; a little on the safe side.
 ROWS_PER_STORED_BYTE = {".parquet": 2.0, ".gz": 2.0, "": 0.6}
+GROUP_ROWS = 512  # about how many rows small files are gathered for: less than a row is left over
 
 
 def open_rows(
@@ -74,23 +77,60 @@ def open_rows(
         "packing_rule": PACKING_RULE,
     }
     folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
+    groups = group_files(source, max_seq_len + 1)
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
     rows = Rows(
         folder,
-        source.train_shards,
+        list(groups),
         source.val_shard,
         max_seq_len,
         "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        tokenizer.vocab_size,
         {
             "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
             "source": source.describe(),
             **made_of,
         },
         say,
+        {**groups, source.val_shard: [source.val_shard]},
     )
     write_index(rows, run_id)
     return rows
+
+
+def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
+    """
+    The training shards of rows of a source: name -> files packed into it, in order.
+
+    Each is the shortest run of consecutive files with text for about GROUP_ROWS rows; a shorter one
+    at the end joins the one before. A file that is large enough keeps its name. Depends on
+    row_length and the ordered files and their sizes only, so that the first shards of a source stay
+    the same when more files of it are used.
+    """
+    sizes, runs, rows = source.shard_sizes(), [[]], 0.0
+    for file in source.train_shards:
+        if rows >= GROUP_ROWS:
+            runs.append([])
+            rows = 0.0
+        runs[-1].append(file)
+        rows += sizes[file] * tokens_per_stored_byte(file) / row_length
+    if rows < GROUP_ROWS and len(runs) > 1:
+        last = runs.pop()
+        runs[-1] += last
+    return {group_name(files): files for files in runs}
+
+
+def group_name(files: list[str]) -> str:
+    """The name of the shard that is packed from files."""
+    if len(files) == 1:
+        return files[0]
+    return f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}"
+
+
+def tokens_per_stored_byte(file: str) -> float:
+    """About how many tokens a file of this name gives."""
+    return ROWS_PER_STORED_BYTE.get(Path(file).suffix, ROWS_PER_STORED_BYTE[""]) / 2
 
 
 def write_index(rows: Rows, run_id: str | None = None) -> None:
@@ -99,14 +139,13 @@ def write_index(rows: Rows, run_id: str | None = None) -> None:
     with locked(rows.folder / ".locks" / "index.lock", "writing index.json"):
         if run_id is None and path.exists():
             run_id = read_json(path)["run_id"]
-        shards = [*rows.train_shards, rows.val_shard]
         index = {
             **rows.recipe,
             "run_id": run_id,
             "dtype": rows.dtype.name,
             "val_shard": rows.val_shard,
             "totals": rows.totals(),
-            "shards": [{"shard": s, **rows.counts(s)} for s in shards if rows.is_packed(s)],
+            "shards": [{"shard": s, **rows.counts(s)} for s in rows.shards if rows.is_packed(s)],
         }
         write_json(path, index)
 
@@ -120,15 +159,17 @@ def pack_shard(
     The rows go to a `.part` file, which is renamed when it is safe on disk; then the record is
     written. The caller holds the shard's lock.
     """
+    warn_of_damage(rows, shard)
     packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
     skipped: Counter = Counter()
     text_bytes = 0
 
     def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         nonlocal text_bytes
-        for texts in source.documents(shard, skipped):
-            text_bytes += sum(len(text.encode()) for text in texts)
-            yield tokenizer.encode_flat(texts, num_threads=num_threads)
+        for file in rows.files[shard]:
+            for texts in source.documents(file, skipped):
+                text_bytes += sum(len(text.encode()) for text in texts)
+                yield tokenizer.encode_flat(texts, num_threads=num_threads)
 
     digest = write_rows(rows, shard, pack(encoded(), packer))
     counts = {
@@ -138,8 +179,18 @@ def pack_shard(
         "skipped_by_kind": dict(skipped),
         "sha256": digest,
     }
-    write_json(rows.counts_path(shard), counts)
+    write_json(rows.counts_path(shard), sealed(counts))
     return counts
+
+
+def warn_of_damage(rows: Rows, shard: str) -> None:
+    """Before a shard is packed: say so where it is because its record is damaged."""
+    try:
+        rows.counts(shard)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        rows.say(f"{error}: packing {shard} again")
 
 
 def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
@@ -237,20 +288,23 @@ def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) ->
     """About what fetching and packing will write, and of how many shards."""
     sizes = source.shard_sizes()
     row_bytes = rows.row_length * rows.dtype.itemsize
-    packed = [s for s in work_list(rows) if rows.is_packed(s)]
-    stored = sum(sizes[s] for s in packed)
-    known = sum(rows.bin_path(s).stat().st_size for s in packed) / stored if stored else None
-    todo, rows_bytes, have = [], 0.0, rows.packed_train_rows
+    done, todo = [], []
     for shard in work_list(rows):
-        if shard in packed:
-            continue
+        (done if rows.is_packed(shard) else todo).append(shard)
+    stored = sum(sizes[file] for shard in done for file in rows.files[shard])
+    packed = sum(rows.bin_path(shard).stat().st_size for shard in done)
+    files, shards, total, have = [], 0, 0.0, rows.packed_train_rows
+    for shard in todo:
         if shard != rows.val_shard and rows_needed is not None and have >= rows_needed:
             break
-        ratio = known or ROWS_PER_STORED_BYTE.get(Path(shard).suffix, ROWS_PER_STORED_BYTE[""])
-        todo.append(shard)
-        rows_bytes += sizes[shard] * ratio
-        have += int(sizes[shard] * ratio / row_bytes) if shard != rows.val_shard else 0
-    return int(rows_bytes) + (source.missing_bytes(todo) if todo else 0), len(todo)
+        estimates = (sizes[f] * tokens_per_stored_byte(f) for f in rows.files[shard])
+        known = sum(sizes[f] for f in rows.files[shard]) * packed / stored if stored else None
+        size = known or sum(estimates) * rows.dtype.itemsize
+        files += rows.files[shard]
+        shards += 1
+        total += size
+        have += int(size / row_bytes) if shard != rows.val_shard else 0
+    return int(total) + (source.missing_bytes(files) if files else 0), shards
 
 
 # ---------------------------------------------------------------------------------------------

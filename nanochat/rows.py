@@ -9,18 +9,20 @@ s * R to (s + 1) * R - 1 of that sequence, and every rank its slice of them. So 
 stopping, resuming, or another number of ranks changes nothing about what a step sees.
 
 A shard is there when its .json is, which is written last. Shards may still be packed while a run
-reads (`row_writer`): a step whose shard is missing waits for it. Knows nothing of text.
+reads (`row_writer`): a step whose shard is missing waits for it. Each shard is compared with its
+record once per run, before its first row is returned. Knows nothing of text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import MissingInput, read_json, sha256_file
+from nanochat.common import MissingInput, Refused, read_sealed, sha256_file
 from nanochat.stopping import StoppedWaiting
 
 POLL_SECONDS = 0.1
@@ -33,8 +35,8 @@ class Rows:
     The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length.
 
     recipe: what decides the rows, JSON-ready (`row_writer.open_rows`); it belongs into every
-    checkpoint. say: told what is waited for. `folder` may hold more shards than this run reads.
-    Raises ValueError naming a file whose size does not match its record.
+    checkpoint. say: told what is waited for. files: those of the source that are packed into each
+    shard, in order. `folder` may hold more shards than this run reads.
     """
 
     def __init__(
@@ -44,20 +46,27 @@ class Rows:
         val_shard: str,
         max_seq_len: int,
         dtype: str,
+        vocab_size: int,
         recipe: Mapping[str, Any],
         say: Callable[[str], None] = print,
+        files: Mapping[str, Sequence[str]] | None = None,
     ):
         self.folder = folder
         self.train_shards = train_shards
         self.val_shard = val_shard
         self.max_seq_len = max_seq_len
         self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.vocab_size = vocab_size
         self.recipe = recipe
         self.say = say
+        self.files = files or {}
+        self.verifies = True  # False where another rank on the same machine verifies the same steps
         self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
         self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
         self._starts = [0]  # place in the epoch of each shard's first row, as far as known
         self._maps: dict[str, np.ndarray] = {}
+        self._checks: dict[str, Future[str | None]] = {}
+        self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
         while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
             self._learn_next()
@@ -72,6 +81,11 @@ class Rows:
         """Names what these rows are: text, shards and their order, tokenizer, length, rule."""
         return self.recipe["fingerprint"]
 
+    @property
+    def shards(self) -> list[str]:
+        """All shards, the validation shard last."""
+        return [*self.train_shards, self.val_shard]
+
     # -----------------------------------------------------------------------------------------
     # Training
 
@@ -83,8 +97,11 @@ class Rows:
 
         Waits for shards that are being packed. Raises ValueError where rows_per_step does not
         divide, RuntimeError with the packer's message when packing failed, MissingInput when
-        nothing packs what is missing.
+        nothing packs what is missing, Refused when a shard of the step, whichever rank reads it,
+        is damaged.
         """
+        if self.verifies:
+            self.verify_train(self.row_ids(step, rows_per_step, seed)[:, 0])
         return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
 
     def row_ids(
@@ -109,11 +126,7 @@ class Rows:
             self._learn_next()
         epochs = np.zeros_like(numbers)
         if self._next_shard() is None:  # the length of an epoch is known
-            if not self._starts[-1]:
-                raise ValueError(
-                    f"{self.folder} holds no row: there is less text than one row of "
-                    f"{self.row_length} tokens; give more text or a smaller --max_seq_len"
-                )
+            assert self._starts[-1], f"{self.folder} holds no training row"
             epochs, numbers = np.divmod(numbers, self._starts[-1])
         starts = np.array(self._starts)
         shards = np.searchsorted(starts, numbers, side="right") - 1
@@ -125,7 +138,7 @@ class Rows:
         return np.stack([epochs, shards, rows], axis=1)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """The training rows that `row_ids` names."""
+        """The training rows that `row_ids` names, whether verified or not."""
         return self._read(self.train_shards, ids)
 
     def epochs_for(self, rows_needed: int) -> float | None:
@@ -161,23 +174,85 @@ class Rows:
     ) -> Iterator[np.ndarray]:
         """
         This rank's share of the first `num_rows` validation rows (None or too many: all of them);
-        of one `half` of these, 1 or 2, where one is given. Raises ValueError for half a row.
+        of one `half` of these, 1 or 2, where one is given. Raises Refused for half a row and for
+        damaged rows.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
         and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
         """
-        total = self.num_val_rows()
+        total = self.require_val_rows(half)
+        if self.verifies:
+            self.verify([self.val_shard])
         order = permutation(0, 0, 0, total)
         if half:
             order = order[half - 1 :: 2]
-            if not len(order):
-                raise ValueError(f"half {half} of the validation: {self.val_shard} has {total} row")
         order = order[: num_rows or total]
         bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
         mine = order[slice(*bounds)]
         for i in range(0, len(mine), rows_per_batch):
             rows = mine[i : i + rows_per_batch]
             yield self._read([self.val_shard], np.stack([np.zeros_like(rows), rows], axis=1))
+
+    def require_val_rows(self, half: int = 0) -> int:
+        """How many validation rows there are. Waits for them; raises Refused for an empty half."""
+        total = self.num_val_rows()
+        if total < max(1, half):
+            raise Refused(
+                f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
+                "--eval_half=0, or more validation text",
+            )
+        return total
+
+    # -----------------------------------------------------------------------------------------
+    # Damage
+
+    def verify_train(self, indices: np.ndarray) -> None:
+        """`verify` of training shards by index; the one that follows is checked meanwhile."""
+        last = int(indices.max())
+        self.verify([self.train_shards[i] for i in np.unique(indices)])
+        for shard in self.train_shards[last + 1 : last + 2]:
+            if self.is_packed(shard):
+                self._check(shard)
+
+    def verify(self, shards: Iterable[str]) -> None:
+        """
+        Compare shards with their records, each once. Waits for those that are being packed.
+
+        Raises Refused naming the file of a damaged one. It then counts as not packed.
+        """
+        shards = list(shards)
+        checks = [self._check(shard) for shard in shards]
+        for shard, check in zip(shards, checks, strict=True):
+            if damage := check.result():
+                self.discard(shard)
+                raise Refused(
+                    f"{damage}; nothing was trained on it",
+                    "run the same command again: it packs these rows anew",
+                )
+
+    def _check(self, shard: str) -> "Future[str | None]":
+        """Start the comparison of a shard with its record, unless that was done."""
+        if shard not in self._checks:
+            self.wait(shard)
+            self._checks[shard] = self._checker.submit(self.damage, shard)
+        return self._checks[shard]
+
+    def damage(self, shard: str) -> str | None:
+        """What is wrong with the rows of a packed shard; None when they are what was packed."""
+        path, counts = self.bin_path(shard), self.counts(shard)
+        if sha256_file(path) != counts["sha256"]:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
+        rows = np.memmap(path, self.dtype, "r") if counts["rows"] else np.zeros(1, self.dtype)
+        largest = max(int(rows.max()), ~int(rows.min()))  # ~id is stored where none counts
+        if largest >= self.vocab_size:
+            return f"{path} holds token id {largest}, but the vocabulary size is {self.vocab_size}"
+        return None
+
+    def discard(self, shard: str) -> None:
+        """Forget a shard: it is to be packed again."""
+        self.counts_path(shard).unlink(missing_ok=True)
+        self._checks.pop(shard, None)
+        self._maps.pop(shard, None)
 
     # -----------------------------------------------------------------------------------------
     # Files
@@ -201,37 +276,26 @@ class Rows:
         return self.folder / "packing.error"
 
     def is_packed(self, shard: str) -> bool:
-        """True when all rows of a shard are there."""
-        return self.counts_path(shard).exists()
+        """True when all rows of a shard are there and its record is sound."""
+        try:
+            self.counts(shard)
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
 
     def counts(self, shard: str) -> dict[str, Any]:
-        """The record of a packed shard. Raises ValueError if the file of rows does not match."""
-        counts = read_json(self.counts_path(shard))
-        if not isinstance(counts, dict) or not isinstance(counts.get("rows"), int):
-            raise ValueError(
-                f"{self.counts_path(shard)} does not say how many rows there are; delete it to "
-                "have them packed again"
-            )
+        """
+        The record of a packed shard. Raises FileNotFoundError where there is none, ValueError where
+        it is damaged or does not match the size of the file of rows.
+        """
+        record = self.counts_path(shard)
+        counts = read_sealed(record)
         path = self.bin_path(shard)
         expected = counts["rows"] * self.row_length * self.dtype.itemsize
         actual = path.stat().st_size if path.exists() else 0
         if actual != expected:
-            raise ValueError(
-                f"{path} has {actual} bytes, its record says {expected}; "
-                f"delete {self.counts_path(shard)} to have it packed again"
-            )
+            raise ValueError(f"{path} has {actual} bytes, its record {record} says {expected}")
         return counts
-
-    def verify(self, shards: list[str] | None = None) -> None:
-        """Compare the SHA-256 of packed shards (default: all) with their records."""
-        for shard in shards or [*self.train_shards, self.val_shard]:
-            if not self.is_packed(shard):
-                continue
-            if sha256_file(self.bin_path(shard)) != self.counts(shard)["sha256"]:
-                raise ValueError(
-                    f"{self.bin_path(shard)} is damaged: its SHA-256 is not the recorded one; "
-                    f"delete {self.counts_path(shard)} to have it packed again"
-                )
 
     def totals(self, shards: list[str] | None = None) -> dict[str, int]:
         """Sums of the records of packed shards, by default of the training shards."""
@@ -255,7 +319,7 @@ class Rows:
             if self.is_packed(shard):  # before it failed
                 break
             if failure is not None:
-                raise RuntimeError(f"packing {shard} failed: {failure}")
+                raise Refused(f"packing {shard} failed: {failure}", "mend it and run this again")
             if (now := stamp(self.alive_path)) != beat:
                 beat, heard = now, time.monotonic()
             if time.monotonic() - heard > SILENCE_SECONDS:
@@ -326,10 +390,17 @@ def require_half(half: int) -> None:
         raise ValueError(f"--eval_half={half}: 1 or 2, or 0 for all validation rows")
 
 
-def tokens_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (B, T + 1) -> tokens and targets, (B, T) int64 each."""
+def tokens_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+
+    A target is `ignore` where it is padding: a BOS after a BOS (`packing`). Every row begins with a
+    BOS.
+    """
     ids = rows.astype(np.int64)
-    return ids[:, :-1], ids[:, 1:]
+    is_bos = ids == ids[:, :1]
+    targets = np.where(is_bos[:, 1:] & is_bos[:, :-1], ignore, ids[:, 1:])
+    return ids[:, :-1], targets
 
 
 def flat(shard: str) -> str:

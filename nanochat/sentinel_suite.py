@@ -88,7 +88,8 @@ class Suite:
     def knowing_nothing(self) -> float:
         """Bits per byte of the text where every token is as likely."""
         sizes = self.tokenizer.token_bytes()
-        lengths = np.concatenate([sizes[targets].ravel() for _, targets in self.text])
+        targets = np.concatenate([targets.ravel() for _, targets in self.text])
+        lengths = np.where(targets == IGNORE, 0, sizes[targets])
         return math.log2(len(sizes)) * int((lengths > 0).sum()) / int(lengths.sum())
 
     @torch.no_grad()
@@ -245,7 +246,7 @@ def pretraining_text(
             ensure(rows, texts.sources[name], tokenizer, 0)
         each = max(1, num_tokens // max_seq_len // len(corpus.rows))
         for rows in corpus.rows.values():
-            found += [tokens_and_targets(batch) for batch in rows.val_batches(8, each)]
+            found += [tokens_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
     except (OSError, ValueError) as error:
         machine.print0(f"the text that was pretrained on is not watched: {error}")
         return []

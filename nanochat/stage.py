@@ -119,8 +119,9 @@ class Outcome:
     def figures(self, memory_at_start: int) -> dict[str, Any]:
         """What every section of training shows in the end."""
         machine, ready = self.run.machine, self.ready
+        rate = median_rate(self.run, self.progress)
         return {
-            "Tokens per second": f"{median_rate(self.run, self.progress):,.0f}",
+            "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
             "Batch tokens": self.run.batch_tokens,
             "Rows per device pass": ready.device_rows,
             "Compute dtype": str(machine.dtype).removeprefix("torch."),
@@ -134,9 +135,11 @@ class Outcome:
 
     @property
     def utilization(self) -> float | None:
-        """Share of the device's peak (MFU) at the median rate, None where the peak is unknown."""
-        flops = self.progress.flops / (self.progress.step * self.run.batch_tokens)  # of a token
+        """Share of the device's peak (MFU) at the median rate, None where one is unknown."""
         rate = median_rate(self.run, self.progress)
+        if rate is None:
+            return None
+        flops = self.progress.flops / (self.progress.step * self.run.batch_tokens)  # of a token
         return utilization(rate * flops, self.run.machine.device, self.run.machine.world_size)
 
 
@@ -171,6 +174,7 @@ def carry_out(
         step_rows = stage.batch_tokens // model.cfg.max_seq_len
         stop = StopRequest()
         rows.should_stop = lambda: stop.asked
+        rows.verifies = machine.local_rank == 0
         log = RunLog(
             cfg.log,
             checkpoints.folder,

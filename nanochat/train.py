@@ -432,8 +432,8 @@ def log_step(
     run.log(step, figures)
 
 
-def median_rate(run: Run, progress: Progress) -> float:
-    """Tokens per second over the latest timed steps; NaN where there were none."""
+def median_rate(run: Run, progress: Progress) -> float | None:
+    """Tokens per second over the latest timed steps; None where there were none."""
     if not progress.step_seconds:
-        return math.nan
+        return None
     return run.batch_tokens / statistics.median(progress.step_seconds)

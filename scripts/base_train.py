@@ -10,6 +10,8 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 
 import math
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +24,7 @@ from nanochat.dataset import remembered
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.held_out import require_other_families
+from nanochat.loss import IGNORE
 from nanochat.machine import Machine, init_machine
 from nanochat.mixture import MIXTURE_FILE, MixConfig, Resolution
 from nanochat.optim import MuonAdamW
@@ -170,7 +173,7 @@ def main(cfg: BaseTrain) -> None:
         rows=corpus.mixed(needed),
         num_steps=steps,
         batch_tokens=horizon.batch_tokens,
-        split=tokens_and_targets,
+        split=lambda batch: tokens_and_targets(batch, IGNORE),
         evaluation=exam.evaluation,
         identity=identity(cfg),
         state={
@@ -180,7 +183,7 @@ def main(cfg: BaseTrain) -> None:
             "provenance": {"run_id": text.run_id, "seed": seed, "inputs": text.inputs},
         },
         run_id=text.run_id,
-        background=lambda: corpus.packing(needed, machine),
+        background=lambda: pack_in_background(corpus, needed, exam, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
         also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
         max_seconds=cfg.max_wallclock_seconds,
@@ -196,6 +199,15 @@ def main(cfg: BaseTrain) -> None:
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
+
+
+def pack_in_background(
+    corpus: Corpus, needed: Mapping[str, int], exam: Exam, machine: Machine
+) -> ExitStack:
+    """Pack during training; returns when the validation rows are packed and can be scored."""
+    with corpus.packing(needed, machine) as packing:
+        exam.require_rows()
+        return packing.pop_all()
 
 
 def plan(cfg: BaseTrain, model: GPT, machine: Machine) -> Horizon:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nanochat.common import base_dir
+from nanochat.common import Refused, base_dir
 from nanochat.config import start
 from nanochat.dataset import remember, remembered
 from nanochat.disk import require_free
@@ -48,7 +48,7 @@ class Data:
     download_only: bool = False
     """Only download and verify; needs no tokenizer."""
     verify: bool = False
-    """Also compare the SHA-256 of rows that are there already."""
+    """Compare rows that are there already with their SHA-256; pack damaged ones again."""
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
@@ -73,7 +73,10 @@ def main(cfg: Data) -> None:
 def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:
     """Pack a text, and say what came of it."""
     if cfg.verify:
-        rows.verify()
+        for shard in filter(rows.is_packed, rows.shards):
+            if damage := rows.damage(shard):
+                console.print(f"{damage}: packing {shard} again", soft_wrap=True, highlight=False)
+                rows.discard(shard)
     began = time.monotonic()
     before = rows.totals()["text_bytes"]
     pack(rows, source, workers, console)
@@ -117,10 +120,10 @@ def download(source: Source, workers: int, console: Console) -> None:
 
 def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
     """Pack every shard that is missing, in `workers` processes."""
-    missing = [shard for shard in source.shards() if not rows.is_packed(shard)]
+    missing = [shard for shard in rows.shards if not rows.is_packed(shard)]
     if not missing:
         return
-    total = len(source.shards())
+    total = len(rows.shards)
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -138,7 +141,7 @@ def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
                 progress.advance(task)
                 say(f"packed {shard}: {rows.counts(shard)['rows']:,} rows")
             if failure := packing.failure():
-                raise RuntimeError(failure)
+                raise Refused(f"packing failed: {failure}", "mend it and run this again")
             assert running or not missing, f"packing ended without {missing}"
             time.sleep(POLL_SECONDS)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from nanochat import records, report
@@ -90,8 +89,9 @@ class Judge:
         self.scorer = self.model if self.is_text else Apart(self.model, self.tokenizer.bos_id)
         rows = judged_by(cfg, first, self.tokenizer, self.model.cfg.max_seq_len, machine)
         num_rows = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(rows))
-        split = tokens_and_targets if self.is_text else split_chat
-        self.batches = [split(b) for each in rows.values() for b in each.val_batches(8, num_rows)]
+        split = tokens_and_targets if self.is_text else split_rows
+        batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
+        self.batches = [split(batch, IGNORE) for batch in batches]
 
     def score(self, tensors: Mapping[str, Tensor]) -> ByRow:
         """Bits per byte, row by row."""
@@ -117,11 +117,6 @@ def judged_by(
     measured = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
     require_access((bucket.measures for bucket in measured if bucket.measures), False, {})
     return val_rows(measured, tokenizer, T, machine)
-
-
-def split_chat(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Signed rows -> tokens and targets."""
-    return split_rows(rows, IGNORE)
 
 
 def main(cfg: MergeScript) -> None:

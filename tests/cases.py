@@ -59,6 +59,8 @@ CASES = {
     "R36": "no graph is compiled after the first use of what a run does",
     "R35": "a hub that is silent, busy or closed: a bounded wait, then a fix; nothing pinned",
     "R37": "disk and memory of a run are as its plan says; what cannot fit is rejected first",
+    "R28": "damaged packed rows and foreign token ids are found before they are trained on",
+    "R34": "small files, giant documents and short validation text lose no text and give no NaN",
     "P1": "encoding and decoding give back any text and bytes",
     "P2": "merges are those of a naive trainer",
     "P3": "ids are tiktoken's",

@@ -9,6 +9,7 @@ import pytest
 from nanochat import chat_rows
 from nanochat.chat_format import render
 from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
+from nanochat.common import Refused
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 
@@ -106,6 +107,36 @@ def test_a_row_in_which_nothing_counts_is_never_made():
     assert ((np.asarray(rows._map("train")) >= 0).sum(axis=1) > 0).all()
     with pytest.raises(ValueError, match="no conversation to train on"):
         packed([[{"role": "user", "content": "alone"}]], name="y")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
+def test_R28_damaged_rows_of_conversations_are_packed_again():
+    chats = [chat("q" * i, "answer") for i in range(30)]
+    rows, _ = packed(chats)
+    path = rows.bin_path("train")
+    whole = path.read_bytes()
+    flip(path)
+    with pytest.raises(Refused, match="train.bin is damaged"):
+        open_chat_rows({"rows": "x"}, TOKENIZER, 63).batch(0, 4, seed=0)
+    packed(chats)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "ends.npy", "encoded.json"])
+def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys):
+    chats = [chat("q" * i, "answer") for i in range(30)]
+    encode({"name": "x"}, chats, TOKENIZER, 63)
+    [path] = base.glob(f"rows/*/{name}")
+    whole = path.read_bytes()
+    flip(path)
+    encode({"name": "x"}, chats, TOKENIZER, 63)
+    assert path.read_bytes() == whole
+    assert f"{path} " in (said := capsys.readouterr().out) and "again" in said
 
 
 def test_rows_come_back_as_tokens_and_targets():

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +16,26 @@ import psutil
 import pytest
 
 from nanochat import disk, row_writer, rows, text_files
-from nanochat.common import REPOSITORY, MissingInput, Refused, read_json, sha256_file
+from nanochat.common import (
+    REPOSITORY,
+    MissingInput,
+    Refused,
+    read_json,
+    read_sealed,
+    sealed,
+    sha256_file,
+    write_json,
+)
 from nanochat.dataset import open_source
+from nanochat.loss import IGNORE
 from nanochat.row_writer import ensure, open_rows, start_packing
-from nanochat.rows import Rows, differences, require_half
+from nanochat.rows import Rows, differences, require_half, tokens_and_targets
 from nanochat.source import DataConfig
 from nanochat.tokenizer import Tokenizer
 
 T = 32
 SEED = 7
+ROWS = 256  # in a step
 WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
 
 
@@ -39,12 +51,12 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Five jsonl files of texts of many lengths; the last one validates."""
+    """Five jsonl files of texts of many lengths, each large enough; the last one validates."""
     folder = tmp_path / "text"
     folder.mkdir()
     for shard in range(5):
         rng = random.Random(shard)
-        lengths = [int(rng.lognormvariate(2.5, 1)) + 1 for _ in range(60)]
+        lengths = [int(rng.lognormvariate(4.5, 1)) + 1 for _ in range(100)]
         lines = [json.dumps({"text": sentence(rng, n)}) for n in lengths]
         (folder / f"shard_{shard}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -73,19 +85,19 @@ def digests(found: Rows) -> dict[str, str]:
 def test_R4_any_number_of_ranks_sees_the_same_rows_in_every_step(folder, tokenizer, world_size):
     found = packed(folder, tokenizer)
     for step in range(60):  # over the ends of shards and epochs
-        whole = found.row_ids(step, 16, SEED)
-        parts = [found.row_ids(step, 16, SEED, r, world_size) for r in range(world_size)]
+        whole = found.row_ids(step, ROWS, SEED)
+        parts = [found.row_ids(step, ROWS, SEED, r, world_size) for r in range(world_size)]
         assert (np.concatenate(parts) == whole).all()
-        batches = [found.batch(step, 16, SEED, r, world_size) for r in range(world_size)]
-        assert (np.concatenate(batches) == found.batch(step, 16, SEED)).all()
-    assert 60 * 16 > 2 * found.packed_train_rows
+        batches = [found.batch(step, ROWS, SEED, r, world_size) for r in range(world_size)]
+        assert (np.concatenate(batches) == found.batch(step, ROWS, SEED)).all()
+    assert 60 * ROWS > 2 * found.packed_train_rows
 
 
 def test_a_batch_holds_the_rows_its_ids_name(folder, tokenizer):
     found = packed(folder, tokenizer)
-    batch = found.batch(3, 16, SEED)
-    assert batch.shape == (16, T + 1)
-    for row, (shard, index) in zip(batch, found.row_ids(3, 16, SEED), strict=True):
+    batch = found.batch(3, ROWS, SEED)
+    assert batch.shape == (ROWS, T + 1)
+    for row, (shard, index) in zip(batch, found.row_ids(3, ROWS, SEED), strict=True):
         path = found.bin_path(found.train_shards[shard])
         stored = np.fromfile(path, "<u2").reshape(-1, T + 1)
         assert (row == stored[index]).all()
@@ -95,10 +107,10 @@ def test_a_batch_holds_the_rows_its_ids_name(folder, tokenizer):
 def test_R5_resuming_anywhere_continues_with_the_very_same_rows(folder, tokenizer):
     source = source_of(folder)
     found = packed(folder, tokenizer)
-    uninterrupted = [found.batch(step, 16, SEED) for step in range(60)]
+    uninterrupted = [found.batch(step, ROWS, SEED) for step in range(60)]
     for step in [59, 0, 17, 33, 5]:  # mid-row of text, mid-shard, at and over epoch ends
         resumed = open_rows(source, tokenizer, T)
-        assert resumed.batch(step, 16, SEED).tobytes() == uninterrupted[step].tobytes()
+        assert resumed.batch(step, ROWS, SEED).tobytes() == uninterrupted[step].tobytes()
 
 
 def test_an_epoch_has_every_row_once_and_shards_in_frozen_order(folder, tokenizer):
@@ -143,10 +155,16 @@ def test_rows_that_do_not_divide_among_the_ranks_are_refused(folder, tokenizer):
         found.batch(0, 10, SEED, 0, 4)
 
 
-def test_text_shorter_than_a_row_is_an_error_that_says_so(folder, tokenizer):
-    found = packed(folder, tokenizer, max_seq_len=100_000)
-    with pytest.raises(ValueError, match="smaller --max_seq_len"):
-        found.batch(0, 1, SEED)
+def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
+    found = packed(folder, tokenizer, max_seq_len=200_000)
+    assert found.packed_train_rows == found.num_val_rows() == 1  # all four files in one row
+    source = source_of(folder)
+    texts = [text for file in source.train_shards for text in source.texts(file)]
+    tokens, targets = tokens_and_targets(found.batch(0, 1, SEED), IGNORE)
+    counted = found.totals()["tokens"] + len(texts)  # and a BOS behind each text
+    assert (targets == IGNORE).sum() == 200_000 - counted
+    assert found.totals()["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
+    assert (tokens[targets == IGNORE] == tokenizer.bos_id).all()
 
 
 def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer, monkeypatch):
@@ -157,7 +175,7 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer, monkeypatch
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder.parent / "narrow"))
     narrow = packed(folder, tokenizer)
     assert narrow.dtype == np.dtype("<u2")
-    assert (found.batch(1, 16, SEED) == narrow.batch(1, 16, SEED)).all()
+    assert (found.batch(1, ROWS, SEED) == narrow.batch(1, ROWS, SEED)).all()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -266,7 +284,7 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
 
     def failing(self, texts, **options):
         calls.append(1)
-        if len(calls) == 13:
+        if len(calls) == 250:
             raise RuntimeError("the power went")
         return encode(self, texts, **options)
 
@@ -334,25 +352,142 @@ def test_R6_the_recipe_names_what_differs(folder, tokenizer, tmp_path):
     )
 
 
-def test_a_row_file_of_the_wrong_size_is_refused_when_rows_are_opened(folder, tokenizer):
+def test_a_row_file_of_the_wrong_size_is_packed_again(folder, tokenizer, capsys):
     found = packed(folder, tokenizer)
-    path = found.bin_path("shard_1.jsonl")
+    expected, path = digests(found), found.bin_path("shard_1.jsonl")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"shard_1\.jsonl\.bin has .* bytes, its record says"):
-        open_rows(source_of(folder), tokenizer, T)
+    again = packed(folder, tokenizer)
+    assert digests(again) == expected
+    assert re.search(r"shard_1\.jsonl\.bin has .*: packing shard_1", capsys.readouterr().out)
 
 
-def test_a_flipped_bit_is_found_by_verify(folder, tokenizer):
+@pytest.mark.parametrize("shard", ["shard_0.jsonl", "shard_2.jsonl", "shard_4.jsonl"])
+def test_R28_no_flipped_bit_of_packed_rows_reaches_a_batch(folder, tokenizer, shard):
     found = packed(folder, tokenizer)
-    found.verify()
-    path = found.bin_path("shard_1.jsonl")
+    expected, path = digests(found), found.bin_path(shard)
+    content, rng = path.read_bytes(), random.Random(0)
+    for _ in range(20):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        reader = open_rows(source_of(folder), tokenizer, T, say=lambda line: None)
+        assert reader.is_packed(shard)
+        with pytest.raises(Refused, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
+            read_everything(reader)
+        assert digests(packed(folder, tokenizer)) == expected  # packed again, as it was
+
+
+def read_everything(found: Rows) -> None:
+    """One epoch, rank 0 of two, and the validation rows."""
+    for step in range(1 + found.packed_train_rows // ROWS):
+        found.batch(step, ROWS, SEED, 0, 2)
+    list(found.val_batches(64))
+
+
+def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
+    found = packed(folder, tokenizer)
+    boundary = found.counts("shard_0.jsonl")["rows"]
+    flip(found.bin_path("shard_1.jsonl"))
+    found.batch(0, 2 * (boundary // 2), SEED)  # the shard that follows is only read ahead
+    with pytest.raises(Refused, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
+        found.batch(0, 2 * boundary, SEED, 0, 2)
+
+
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[777] ^= 4
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard_1\.jsonl\.bin is damaged"):
-        found.verify()
-    found.counts_path("shard_1.jsonl").unlink()  # the way out that the message names
-    packed(folder, tokenizer).verify()
+
+
+def test_R28_ids_beyond_the_vocabulary_are_rejected(folder, tokenizer):
+    found = packed(folder, tokenizer)
+    path, record = found.bin_path("shard_0.jsonl"), found.counts_path("shard_0.jsonl")
+    rows = np.fromfile(path, "<u2")
+    rows[5000] = tokenizer.vocab_size
+    rows.tofile(path)
+    write_json(record, sealed({**read_sealed(record), "sha256": sha256_file(path)}))
+    reader = open_rows(source_of(folder), tokenizer, T)
+    with pytest.raises(Refused, match=r"holds token id 300, but the vocabulary size is 300"):
+        reader.batch(0, 2, SEED)
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_R28_a_shard_cut_by_a_row_with_its_count_adjusted(folder, tokenizer, seal):
+    found = packed(folder, tokenizer)
+    expected = digests(found)
+    path, record = found.bin_path("shard_0.jsonl"), found.counts_path("shard_0.jsonl")
+    path.write_bytes(path.read_bytes()[: -2 * (T + 1)])
+    whole = read_json(record)
+    counts = {**whole, "rows": whole["rows"] - 1}
+    if seal:
+        counts = sealed({name: value for name, value in counts.items() if name != "seal"})
+    write_json(record, counts)
+    if seal:
+        with pytest.raises(Refused, match="SHA-256 is not the recorded one"):
+            open_rows(source_of(folder), tokenizer, T).batch(0, 2, SEED)
+    assert digests(packed(folder, tokenizer)) == expected
+
+
+def test_verified_rows_are_read_once_in_a_run(folder, tokenizer, monkeypatch):
+    found, hashed = packed(folder, tokenizer), []
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(rows, "sha256_file", counted)
+    for _ in range(2):
+        read_everything(found)
+    assert sorted(hashed) == [f"shard_{i}.jsonl.bin" for i in range(5)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Small files
+
+
+@pytest.fixture
+def small_files(tmp_path: Path) -> Path:
+    """60 files of about 3,000 characters; with T = 32 about 20 of them are enough for a shard."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(60):
+        line = json.dumps({"text": sentence(random.Random(i), 600)})
+        (folder / f"{i:02d}.jsonl").write_text(line + "\n")
+    return folder
+
+
+def test_small_files_are_packed_in_groups_whatever_follows_them(small_files, tokenizer):
+    every = packed(small_files, tokenizer)
+    assert 2 <= len(every.train_shards) <= 5
+    files = [file for shard in every.train_shards for file in every.files[shard]]
+    assert files == source_of(small_files).train_shards
+    fewer = packed(small_files, tokenizer, num_shards=58)
+    assert fewer.folder == every.folder
+    assert fewer.train_shards[:-1] == every.train_shards[:-1]
+    assert fewer.train_shards[-1] != every.train_shards[-1]
+    assert (fewer.batch(0, ROWS, SEED) == every.batch(0, ROWS, SEED)).all()
+    totals = every.totals()
+    assert totals["documents"] == 59
+    assert totals["dropped"] < 0.005 * totals["tokens"]
+
+
+def test_large_files_keep_their_names_and_their_own_rows(folder, small_files, tokenizer):
+    alone = packed(folder, tokenizer)
+    assert alone.train_shards == source_of(folder).train_shards
+    assert all(alone.files[shard] == [shard] for shard in alone.shards)
+    for i in range(3):  # in front of the large ones
+        (folder / f"a_{i}.jsonl").write_bytes((small_files / f"0{i}.jsonl").read_bytes())
+    both = packed_elsewhere(folder, tokenizer)
+    first = [*(f"a_{i}.jsonl" for i in range(3)), "shard_0.jsonl"]
+    assert both.files[both.train_shards[0]] == first
+    assert both.train_shards[1:] == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
+    for shard in both.shards[1:]:
+        assert both.bin_path(shard).read_bytes() == alone.bin_path(shard).read_bytes()
+
+
+def packed_elsewhere(folder: Path, tokenizer: Tokenizer) -> Rows:
+    """The rows of a folder under another name: its manifest is a new one."""
+    return packed(folder.rename(folder.parent / "elsewhere"), tokenizer)
 
 
 def test_R9_rows_that_do_not_fit_on_the_disk_are_refused_with_both_numbers(
@@ -439,7 +574,7 @@ def test_an_error_of_the_packing_process_reaches_who_waits_with_its_message(fold
         for reader in (found, other_rank):
             with pytest.raises(RuntimeError, match=r"shard_1\.jsonl, line 2"):
                 for step in steps:
-                    reader.batch(step, 16, SEED)
+                    reader.batch(step, ROWS, SEED)
         assert found.is_packed("shard_0.jsonl")
     (folder / "shard_1.jsonl").unlink()
     with pytest.raises(ValueError, match="came or went"):

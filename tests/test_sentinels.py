@@ -54,7 +54,7 @@ def model():
 
 def suite_of():
     ids = torch.arange(65).repeat(4, 1).numpy()
-    text = [tokens_and_targets(ids)]
+    text = [tokens_and_targets(ids, IGNORE)]
     return Suite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 
