@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.common import Refused
 from nanochat.loss import IGNORE
 from nanochat.machine import Machine
 from nanochat.stats import Comparison, compare
@@ -39,8 +40,10 @@ class Bpb:
 
     @property
     def value(self) -> float:
-        """NaN where nothing was scored."""
-        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+        """Bits per byte. Raises Refused where nothing was scored: a report never shows NaN."""
+        if not self.bytes:
+            raise Refused("no token of the text could be scored", "give more validation text")
+        return self.nats / math.log(2) / self.bytes
 
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -73,7 +76,8 @@ def bits_per_byte(
     """
     Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
 
-    Raises Interrupted, on every rank, when `stopping` said on one of them to end early.
+    Raises Interrupted, on every rank, when `stopping` said on one of them to end early, and Refused
+    for a sum that is not finite.
     """
 
     def score(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -113,6 +117,11 @@ def bits_per_byte_of(
     *total, size, count, asked = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
     if asked:
         raise Interrupted
+    if not np.isfinite(total).all():
+        raise Refused(
+            f"the loss on {round(count):,} tokens is {sum(total)}: the weights are broken",
+            "take an earlier checkpoint, or train again with lower learning rates",
+        )
     return [Bpb(each, round(size), round(count)) for each in total]
 
 

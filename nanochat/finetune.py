@@ -29,7 +29,7 @@ from nanochat.chat_rows import (
     split_rows,
 )
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.common import fingerprint, write_json
+from nanochat.common import Refused, fingerprint, write_json
 from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
@@ -203,6 +203,18 @@ class AnswerLoss:
         """Nats per counted token."""
         self.by_bucket: dict[str, float] = {}
         """Bits per byte of each bucket, where there are several."""
+        for name, rows in buckets.items():
+            self.require_scorable(name, rows)
+
+    def require_scorable(self, name: str, rows: Rows) -> None:
+        """Raise Refused unless a byte of an answer is scored in a bucket."""
+        rows.require_val_rows(self.half)
+        some = rows.val_batches(64, self.num_rows, half=self.half)
+        if not any(self.token_bytes[batch[batch >= 0]].any() for batch in some):
+            raise Refused(
+                f"the validation conversations of {name} have no byte of an answer to score",
+                "another --val_mixture, or conversations with answers",
+            )
 
     def batches(self, rows: Rows, rows_per_pass: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""

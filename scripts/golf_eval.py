@@ -54,6 +54,10 @@ class GolfEval:
     machine: MachineConfig = field(default_factory=MachineConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
+    def __post_init__(self) -> None:
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ValueError(f"--max_documents is at least 1, got {self.max_documents}")
+
 
 class Scored(NamedTuple):
     """What one artifact is worth."""

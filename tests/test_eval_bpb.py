@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat import eval_bpb, world
+from nanochat.common import Refused
 from nanochat.eval_bpb import (
     bits_per_byte,
     document_batches,
@@ -61,8 +62,13 @@ def test_specials_and_ignored_targets_are_outside_both_sums(machine):
     assert result.value == pytest.approx(3 / 10)
 
 
-def test_nothing_scored_is_not_a_number(machine):
-    assert math.isnan(bits_per_byte(Uniform(), [], TOKEN_BYTES, machine).value)
+def test_R34_nothing_scored_and_broken_models_give_no_figure(machine):
+    with pytest.raises(Refused, match="no token of the text could be scored"):
+        _ = bits_per_byte(Uniform(), [], TOKEN_BYTES, machine).value
+    targets = np.array([[1, 2]])
+    broken = type("Broken", (), {"token_losses": lambda self, x, y: torch.full(y.shape, math.nan)})
+    with pytest.raises(Refused, match="loss on 2 tokens is nan"):
+        bits_per_byte(broken(), [(targets, targets)], TOKEN_BYTES, machine)
 
 
 def test_R24_B9_bpb_is_the_same_for_any_batch_size_and_any_number_of_ranks(machine, tiny_gpt):

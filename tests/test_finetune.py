@@ -6,7 +6,8 @@ import torch
 
 from nanochat.chat_format import render
 from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
-from nanochat.finetune import Apart, auto_batch
+from nanochat.common import Refused
+from nanochat.finetune import AnswerLoss, Apart, auto_batch
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -56,6 +57,32 @@ def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     assert (
         abs(blind.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
     )  # else nothing was kept apart
+
+
+def val_rows_of(name, answers):
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
+    rows = open_chat_rows({"rows": name}, TOKENIZER, 63, "val")
+    pack_encoded(rows, "val", encode({"name": name}, chats, TOKENIZER, 63), TOKENIZER)
+    return rows
+
+
+def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
+    good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
+    apart = Apart(model_of(), TOKENIZER.bos_id)
+
+    def answer_loss(half=0, **buckets):
+        return AnswerLoss(apart, buckets, TOKENIZER, machine, 8, half)
+
+    figures = answer_loss(good=good).evaluation(2)(0, lambda: False, True)
+    assert figures and np.isfinite(list(figures.values())).all()
+    with pytest.raises(Refused, match="of empty have no byte of an answer"):
+        answer_loss(good=good, empty=empty)
+    one = val_rows_of("one", ["a"])
+    with pytest.raises(Refused, match="--eval_half=2 has no row: val holds 1 validation rows"):
+        answer_loss(half=2, one=one)
 
 
 def test_a_short_stage_takes_smaller_batches():
