@@ -1,0 +1,78 @@
+"""Short and damaged text from the command line: no NaN, no traceback, no training on damage."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY
+from nanochat.row_writer import ensure, open_rows
+from nanochat.runlog import read_metrics
+from nanochat.source import DataConfig
+from nanochat.texts import open_texts
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from tests.training_runs import TRAIN, environment, python
+
+SMALL = "--depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2 --dtype=float32"
+WORDS = "the boat sails to a north wind and back again over cold water".split()
+
+
+@pytest.fixture
+def text(tmp_path: Path, base: Path) -> Path:
+    """A folder: one file to train on, and one of five words to validate; and a tokenizer."""
+    folder, rng = tmp_path / "own", random.Random(0)
+    folder.mkdir()
+    texts = [" ".join(rng.choice(WORDS) for _ in range(90)) for _ in range(60)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (folder / "b.jsonl").write_text(json.dumps({"text": " ".join(WORDS[:5])}) + "\n")
+    Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
+    return folder
+
+
+def train(base: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *TRAIN, *SMALL.split(), f"--data_dir={text}", *more],
+        cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def test_R34_validation_shorter_than_a_row_gives_no_nan(text, base):
+    done = train(base, text)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + python(base, "-m", "scripts.base_loss", "--sliding_documents=1")
+    [bpb] = [e["val_bpb"] for e in read_metrics(base / "base_checkpoints/d1/metrics.jsonl")][-1:]
+    assert 0 < bpb < 20
+    written = [said, *(p.read_text() for p in base.rglob("*.jsonl"))]
+    written += [
+        p.read_text() for p in (base / "report").rglob("*.*") if p.suffix in (".md", ".json")
+    ]
+    assert len(written) > 3 and "Minimum validation bpb" in "".join(written)
+    assert not re.findall(r"(?i).*\bnan\b.*", "\n".join(written))
+
+
+def test_R34_half_of_one_validation_row_is_rejected(text, base):
+    done = train(base, text, "--eval_half=2")
+    assert done.returncode == 2
+    assert "--eval_half=2 has no row: b.jsonl holds 1 validation rows" in done.stderr
+    assert "Traceback" not in done.stderr and "\nstep " not in done.stdout
+
+
+def test_R28_damaged_rows_stop_a_run_and_are_packed_again(text, base):
+    source = open_texts(DataConfig(data_dir=str(text))).only
+    tokenizer = Tokenizer.load("main")
+    rows = open_rows(source, tokenizer, 256)
+    ensure(rows, source, tokenizer)
+    path = rows.bin_path("a.jsonl")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5001] + b"\xff" + whole[5002:])  # an id beyond the vocabulary
+    done = train(base, text)
+    assert done.returncode == 2
+    assert f"{path} is damaged" in done.stderr and "same command again" in done.stderr
+    assert "Traceback" not in done.stderr and "\nstep " not in done.stdout
+    again = train(base, text)
+    assert again.returncode == 0, again.stderr
+    assert path.read_bytes() == whole
