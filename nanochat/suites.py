@@ -9,10 +9,13 @@ in the form published with nanochat.
 """
 
 import csv
+import functools
 import hashlib
 import io
 import json
+import stat
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -22,8 +25,9 @@ import pooch
 import yaml
 
 from nanochat import world_suite
-from nanochat.common import base_dir, fingerprint, sha256_file
+from nanochat.common import Refused, base_dir, fingerprint, sha256_file
 from nanochat.eval_core import FewShotTask
+from nanochat.hub import is_inside, with_retries
 
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 # Of the archive behind that address, as several independent public projects pin it (2026-06)
@@ -53,8 +57,13 @@ CORE_TASKS = {
     "boolq": 3_270,
     "bigbench_language_identification": 10_000,
 }
-ATTEMPTS = 5  # to download the bundle
 TIMEOUT_SECONDS = 30
+PATIENCE_SECONDS = 120.0  # a run goes on without the bundle, so it does not wait for long
+# Limits of an archive, unpacked; the largest file known, hellaswag's, has about 8 MB
+MAX_MEMBERS = 10_000
+MAX_MEMBER_BYTES = 256 << 20
+MAX_TOTAL_BYTES = 1 << 30
+MAX_RATIO = 100  # unpacked bytes per packed byte, of members above 1 MB
 HINT = "unpack one by hand and name it: --eval_bundle=<folder or zip>"
 
 Place = Path | zipfile.Path  # a folder, or one in an archive: both are read the same way
@@ -87,7 +96,7 @@ def open_suite(cfg: SuiteConfig, dataset: str | None) -> Suite:
     """
     The suite asked for, or that which suits a model trained on `dataset`.
 
-    Raises ValueError, FileNotFoundError or ConnectionError naming what is amiss and the way out.
+    Raises ValueError, FileNotFoundError or Refused with what is wrong and the fix.
     """
     default = "embedded" if dataset == "embedded" and cfg.eval_bundle is None else "dclm"
     if (cfg.suite or default) == "dclm":
@@ -105,27 +114,69 @@ def fetched(location: str) -> Path:
         if not path.exists():
             raise FileNotFoundError(f"there is no evaluation bundle {path}; {HINT}")
         return path
+    known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
     folder = base_dir() / "data" / "eval_bundle"
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:8]}-{Path(location).name}"
-    store = pooch.create(
-        folder, base_url="", registry={name: None}, urls={name: location}, retry_if_failed=ATTEMPTS
-    )
+    store = pooch.create(folder, base_url="", registry={name: known}, urls={name: location})
+    downloader: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
     try:
-        downloader: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
-        return Path(store.fetch(name, downloader=downloader))
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors
-        raise ConnectionError(f"{location} cannot be downloaded ({error}); {HINT}") from error
+        fetch = functools.partial(store.fetch, name, downloader=downloader)
+        return Path(with_retries(location, fetch, PATIENCE_SECONDS))
+    except Refused as error:
+        raise Refused(error.parts[0], HINT) from error
+    except ValueError as error:  # pooch's, of another digest
+        raise Refused(f"{location} is not the published bundle: {error}", HINT) from error
+    except OSError as error:  # requests' errors too
+        raise Refused(f"{location} cannot be downloaded ({error})", HINT) from error
 
 
 def open_bundle(path: Path) -> Suite:
-    """Read a bundle. Raises ValueError naming the file that is none, or the line in it."""
-    archive = None
+    """
+    Read a bundle. Raises ValueError naming the file that is none, or the line in it; Refused for
+    an archive that is damaged or unsafe.
+    """
     if path.is_dir():
-        root: Place = path
-    elif zipfile.is_zipfile(path):
-        archive, root = sha256_file(path), zipfile.Path(path)
-    else:
+        return read_bundle(path, path, None)
+    if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is neither a folder nor a zip file; {HINT}")
+    try:
+        if problem := danger(path):
+            raise Refused(f"{path}: {problem}", HINT)
+        return read_bundle(path, zipfile.Path(path), sha256_file(path))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        why = f"{path} is a damaged or unusual zip file ({error})"
+        raise Refused(why, f"delete it if it was downloaded, to have it anew; or {HINT}") from error
+
+
+def danger(path: Path) -> str | None:
+    """What keeps an archive from being used: a path outside of it, a link, too many bytes."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    for member in members:
+        name = member.orig_filename
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        packed = max(member.compress_size, (1 << 20) // MAX_RATIO)
+        if not is_inside(name):
+            return f"{name!r} is a path outside of the archive"
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            return f"{name!r} is a link or a device, not a file"
+        if member.flag_bits & 1:
+            return f"{name!r} is encrypted"
+        if member.file_size > min(MAX_MEMBER_BYTES, MAX_RATIO * packed):
+            return (
+                f"{name!r} has {member.file_size:,} bytes unpacked, {member.compress_size:,} packed"
+            )
+    names = [member.filename for member in members]
+    total = sum(member.file_size for member in members)
+    if len(set(names)) < len(names):
+        return "two members have the same name"
+    if len(names) > MAX_MEMBERS or total > MAX_TOTAL_BYTES:
+        return f"{len(names):,} members with {total:,} bytes are too many"
+    return None
+
+
+def read_bundle(path: Path, root: Place, archive: str | None) -> Suite:
+    """The tasks of a folder, or of an archive of that SHA-256."""
     inside = [root, *(place for place in root.iterdir() if place.is_dir())]
     found = [place for place in inside if (place / "core.yaml").is_file()]
     if not found:
@@ -189,12 +240,13 @@ def read_task(
 
 def read_items(file: Place) -> list[dict[str, Any]]:
     """The items of a task."""
-    items = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
+    items: list[dict[str, Any]] = []
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
             items.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{file}, line {number}: not a JSON object ({error})") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        line = len(items) + 1
+        raise ValueError(f"{file}, line {line}: not a JSON object ({error})") from error
     return items
 
 

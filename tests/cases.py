@@ -81,6 +81,7 @@ CASES = {
     "S11": "the calculator takes only small arithmetic",
     "S12": "files without a name count towards the sandbox's disk limit",
     "S13": "text of models, data and users is shown as text: reports, logs, terminals",
+    "S14": "an evaluation bundle of another digest, or an unsafe one, is refused before use",
     "V1": "OpenAI's client works unchanged",
     "V2": "who hangs up frees everything at once",
     "V3": "many users are served alike, too many refused politely",

@@ -14,8 +14,8 @@ import zipfile
 import pytest
 import yaml
 
-from nanochat import suites
-from nanochat.common import REPOSITORY, read_json, sha256_file
+from nanochat import hub, suites
+from nanochat.common import REPOSITORY, Refused, read_json, sha256_file
 from nanochat.eval_bpb import Interrupted
 from nanochat.eval_core import FewShotTask, Subject, examine
 from nanochat.runlog import read_metrics
@@ -144,6 +144,7 @@ def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatc
         ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "baseline for jeopardy"),
         ("eval_data/sense/copa.jsonl", '{"query": 1}\n{"que', "copa.jsonl, line 2"),
         ("eval_data/sense/copa.jsonl", "", "copa has no items"),
+        ("eval_data/sense/copa.jsonl", "[" * 100_000, "copa.jsonl, line 1"),
     ],
 )
 def test_a_file_that_is_amiss_is_named(bundle, file, text, message):
@@ -196,10 +197,117 @@ def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
     assert "2 of 22 tasks" in capsys.readouterr().out and not (base / "report").exists()
 
 
-def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch):
-    monkeypatch.setattr(suites, "ATTEMPTS", 0)
-    with pytest.raises(ConnectionError, match="/gone.zip.*--eval_bundle"):
+def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch, capsys):
+    with pytest.raises(Refused, match="(?s)/gone.zip.*--eval_bundle"):
         fetched(f"{web[0]}/gone.zip")
+    assert "trying again" not in capsys.readouterr().out, "404 is final"
+    monkeypatch.setattr(suites, "PATIENCE_SECONDS", 2.0)
+    with pytest.raises(Refused, match="(?s)gave up.*--eval_bundle"):
+        fetched("http://127.0.0.1:1/refused.zip")
+    assert "trying again" in capsys.readouterr().out
+
+
+def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive, monkeypatch):
+    monkeypatch.setattr(suites, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.01)
+    answers = ["silence", "429", "503", "file"]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answers.pop(0)
+            if answer == "silence":
+                threading.Event().wait(1)
+            elif answer == "file":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(archive.read_bytes())
+            else:
+                self.send_response(int(answer))
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    path = fetched(f"http://127.0.0.1:{server.server_port}/bundle.zip")
+    server.shutdown()
+    assert sha256_file(path) == sha256_file(archive) and not answers
+
+
+def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, base, monkeypatch):
+    address, asked = web
+    monkeypatch.setattr(suites, "PUBLISHED_URL", f"{address}/bundle.zip")
+    monkeypatch.setattr(suites, "PUBLISHED_SHA256", "0" * 64)
+    with pytest.raises(Refused, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
+        open_suite(SuiteConfig("dclm"), None)
+    assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
+    monkeypatch.setattr(suites, "PUBLISHED_SHA256", sha256_file(archive))
+    assert open_suite(SuiteConfig("dclm"), None).about == "DCLM, the published bundle"
+    (copy,) = (path for path in base.rglob("*.zip"))
+    copy.write_bytes(b"damaged since")
+    assert open_suite(SuiteConfig("dclm"), None).about == "DCLM, the published bundle"
+    assert asked == ["/bundle.zip"] * 3
+
+
+def member(name: str, mode: int = 0) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)
+    info.external_attr, info.compress_type = mode << 16, zipfile.ZIP_DEFLATED
+    return info
+
+
+UNSAFE = {
+    "parent": (member("eval_bundle/../../up.txt"), b"x", "outside of the archive"),
+    "absolute": (member("/tmp/absolute.txt"), b"x", "outside of the archive"),
+    "backslash": (member("..\\up.txt"), b"x", "outside of the archive"),
+    "symlink": (member("eval_bundle/link", 0o120777), b"/etc/passwd", "link"),
+    "device": (member("eval_bundle/device", 0o020666), b"", "link or a device"),
+    "bomb": (member("eval_bundle/bomb"), bytes(8 << 20), "8,388,608 bytes unpacked"),
+    "twice": (member("eval_bundle/core.yaml"), b"x", "the same name"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("case", UNSAFE)
+def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, monkeypatch, case):
+    info, content, message = UNSAFE[case]
+    with zipfile.ZipFile(archive, "a") as file:
+        file.writestr(info, content)
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("it was read"))
+    before = set(archive.parent.rglob("*"))
+    for location in (str(archive), f"{web[0]}/bundle.zip"):
+        with pytest.raises(Refused, match=f"(?s){message}.*--eval_bundle"):
+            open_suite(SuiteConfig("dclm", location), None)
+    new = {path.name for path in set(archive.parent.rglob("*")) - before if path.is_file()}
+    assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
+
+
+def test_S14_an_archive_with_too_much_in_it_is_refused(archive, monkeypatch):
+    for limit in ("MAX_MEMBERS", "MAX_MEMBER_BYTES", "MAX_TOTAL_BYTES"):
+        with monkeypatch.context() as patch, pytest.raises(Refused, match="bytes"):
+            patch.setattr(suites, limit, 4)
+            open_bundle(archive)
+
+
+def test_S14_a_damaged_archive_is_refused_by_name(archive):
+    content = bytearray(archive.read_bytes())
+    name = b"eval_bundle/eval_data/sense/copa.jsonl"
+    start = content.index(name) + len(name)
+    content[start + 100] ^= 1
+    archive.write_bytes(content)
+    with pytest.raises(Refused, match=f"(?s){archive.name}.*damaged"):
+        open_bundle(archive)
+
+
+def test_S14_the_command_ends_without_a_traceback(archive, base):
+    with zipfile.ZipFile(archive, "a") as file:
+        file.writestr(*UNSAFE["parent"][:2])
+    command = [sys.executable, "-m", "scripts.base_eval", "--suite=dclm", "--only_fetch"]
+    command.append(f"--eval_bundle={archive}")
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "outside of the archive" in done.stderr
 
 
 def test_the_embedded_world_needs_no_bundle():
