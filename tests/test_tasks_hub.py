@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import chat_format, hub_repo
-from nanochat.common import read_json, sha256_file
+from nanochat import hub as hub_files
+from nanochat.common import Refused, read_json, sha256_file
 from nanochat.tools import calculate
 from tasks import registry
 from tasks.aqua import MARKER, AQuA
@@ -127,7 +128,7 @@ def test_what_a_repository_does_not_hold_or_holds_twice_is_named(serve, tmp_path
         load("own/data", "test", ["text"])
     with pytest.raises(ValueError, match="'data' is no repository"):
         load("data", "train", ["text"])
-    with pytest.raises(ValueError, match="no data set own/nothing"):
+    with pytest.raises(Refused, match="no data set own/nothing"):
         load("own/nothing", "test", ["text"])
 
 
@@ -136,7 +137,8 @@ def test_without_a_hub_the_error_says_what_to_do(serve, monkeypatch, tmp_path):
     server = serve()
     server.shutdown()
     server.server_close()
-    with pytest.raises(ConnectionError, match="run the same command again"):
+    monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
+    with pytest.raises(Refused, match="run the same command again"):
         len(make("aqua", "train"))
 
 
