@@ -23,8 +23,18 @@ import tiktoken
 import rustbpe
 from nanochat.common import MissingInput, base_dir, fingerprint, read_json, write_json
 
+if not hasattr(rustbpe, "split"):
+    raise ImportError(
+        f"{rustbpe.__file__} is the package of that name from PyPI, which lacks what is used here; "
+        "install the one in rustbpe/: `uv sync`, or `pip install ./rustbpe`"
+    )
+
 FORMAT = 1
-PATTERN = rustbpe.DEFAULT_PATTERN  # GPT-4's, with numbers of at most two digits
+# GPT-4's, with numbers of at most two digits
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 PROBE = "aB 12,\n \t\u00e9\u6f22'"  # letters, digits, signs and spaces, which a pattern must match
 FILE_NAME = "tokenizer.json"
 # bos starts every document and conversation; in the other pairs, what stands between start and end

@@ -2,8 +2,11 @@
 a regex engine, its errors, and what it promises about time, threads and signals."""
 
 import collections
+import importlib.metadata
 import itertools
+import logging
 import multiprocessing
+import os
 import random
 import resource
 import signal
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rustbpe
+from nanochat.common import REPOSITORY
 
 GPT4_BY_TIKTOKEN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
@@ -29,7 +34,7 @@ GPT4_BY_TIKTOKEN = (
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SCANNED = [
     rustbpe.DEFAULT_PATTERN,
-    rustbpe.DEFAULT_PATTERN.replace("{1,2}", "{1,3}"),
+    rustbpe.DEFAULT_PATTERN.replace("{1,3}", "{1,2}"),
     GPT4_BY_TIKTOKEN,
     GPT2,
 ]
@@ -195,18 +200,20 @@ def test_P1_a_megabyte_without_spaces_survives_a_round_trip(mixed, unit):
     check_round_trip(mixed, unit * (1_000_000 // len(unit.encode())))
 
 
-def test_P1_a_lone_surrogate_is_a_value_error(mixed):
-    for attempt in [
-        lambda: mixed.encode("a\ud800b"),
-        lambda: mixed.batch_encode(["fine", "\udfff"]),
-        lambda: mixed.encode_flat(["fine", "\udfff"]),
-        lambda: trained(["fine", "\udc80"]),
-        lambda: rustbpe.split("\ud800"),
+def test_P1_a_lone_surrogate_is_the_error_of_str_encode(mixed):
+    for attempt, number in [
+        (lambda: mixed.encode("a\ud800b"), 0),
+        (lambda: mixed.batch_encode(["fine", "a\ud800b"]), 1),
+        (lambda: mixed.encode_flat(["fine", "a\ud800b"]), 1),
+        (lambda: trained(["fine", "a\ud800b"]), 1),
+        (lambda: trained(["fine"] * 70 + ["a\ud800b"], buffer_size=8), 70),
+        (lambda: rustbpe.split("a\ud800b"), 0),
     ]:
-        with pytest.raises(ValueError, match="surrogates not allowed"):
+        with pytest.raises(UnicodeEncodeError, match="surrogates not allowed") as found:
             attempt()
-    with pytest.raises(ValueError, match="text 70 "):
-        trained(["fine"] * 70 + ["\ud800"], buffer_size=8)
+        assert isinstance(found.value, ValueError) and found.value.object == "a\ud800b"
+        assert (found.value.start, found.value.end) == (1, 2)
+        assert found.value.__notes__ == [f"text {number} is not valid Unicode"]
 
 
 @settings(max_examples=500, deadline=None)
@@ -312,6 +319,74 @@ def test_a_tokenizer_is_rebuilt_from_its_ranks(mixed):
     assert again.encode("It's 2026, isn't it?") == mixed.encode("It's 2026, isn't it?")
 
 
+# What version 0.1.0 of the package rustbpe of PyPI gives, by running it. The texts have ties.
+PUBLIC_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+PUBLIC_TEXTS = ["hello hello world 12345 12345"] * 5 + ["It's 2026, isn't it?\n", "\u4e2d\u6587 x"]
+PUBLIC_TOKENS = [
+    *(b"12", b"45", b"el", b"hel", b"lo", b"123", b"hello", b" w", b" hello", b"ld", b"or"),
+    *(b" wor", b" world", b" i", b" x", b"'s", b"'t", b"02", b"202", b"?\n", b"It", b"sn"),
+    *(b"\x96\x87", b"\xad\xe6", b"\xb8\xad\xe6", b"\xe4\xb8\xad\xe6", b" it", b" isn"),
+    b"\xe4\xb8\xad\xe6\x96\x87",
+]
+PUBLIC_IDS = [262, 32, 261, 257, 54]
+
+
+def test_defaults_give_the_tokens_of_the_public_package():
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(iterator=PUBLIC_TEXTS, vocab_size=290, buffer_size=3)
+    assert tokenizer.get_pattern() == rustbpe.DEFAULT_PATTERN == PUBLIC_PATTERN
+    ranks = tokenizer.get_mergeable_ranks()
+    assert [token for token, _ in ranks[256:]] == PUBLIC_TOKENS
+    assert [rank for _, rank in ranks] == list(range(tokenizer.vocab_size))
+    assert tokenizer.batch_encode(texts=("hello 123456", "")) == [PUBLIC_IDS, []]
+    assert tokenizer.encode(text="hello 123456") == PUBLIC_IDS
+    assert tokenizer.decode(ids=PUBLIC_IDS) == "hello 123456"
+
+
+def test_progress_goes_to_the_logger_rustbpe(caplog, capfd):
+    rng = random.Random(0)
+    texts = [random_text(rng, "abcdefgh", 300) for _ in range(20)]
+    trained(texts, 1300)
+    assert not caplog.records, "only a logger that is at level INFO gets them"
+    with caplog.at_level(logging.INFO, logger="rustbpe"):
+        trained(texts, 1300)
+    said = [record.getMessage() for record in caplog.records]
+    assert {(record.name, record.levelname) for record in caplog.records} == {("rustbpe", "INFO")}
+    assert said[0] == "counted 20 texts" and said[-1] == "training finished: 1044 merges"
+    assert any(" 5" in line and "%" in line for line in said) and len(said) <= 14
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_a_log_handler_ends_the_training(monkeypatch):
+    class Broken(logging.Handler):
+        def emit(self, record):
+            raise KeyError("the handler broke")
+
+    logger, handler = logging.getLogger("rustbpe"), Broken()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    with pytest.raises(KeyError, match="the handler broke"):
+        trained(["some text"], 260)
+
+
+def test_our_version_is_one_that_pypi_cannot_have():
+    ours = tomllib.loads((REPOSITORY / "rustbpe" / "pyproject.toml").read_text())["project"]
+    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"rustbpe=={ours['version']}" in wanted and "+" in ours["version"]
+    assert importlib.metadata.version("rustbpe") == ours["version"]
+
+
+def test_the_public_package_in_our_place_is_a_clear_error(tmp_path):
+    (tmp_path / "rustbpe.py").write_text("class Tokenizer: pass\n")
+    command = [sys.executable, "-c", "import nanochat.tokenizer"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode and "pip install ./rustbpe" in done.stderr
+
+
 def test_an_untrained_tokenizer_is_the_bytes():
     tokenizer = rustbpe.Tokenizer()
     assert tokenizer.vocab_size == 256
@@ -362,6 +437,8 @@ def test_what_is_not_text_is_a_type_error(mixed):
         lambda: trained([b"bytes"]),
         lambda: mixed.encode_flat(["a", None]),
         lambda: mixed.encode(3),
+        lambda: mixed.batch_encode("hi"),
+        lambda: mixed.encode_flat("hi"),
     ]:
         with pytest.raises(TypeError):
             attempt()

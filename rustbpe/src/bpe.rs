@@ -44,6 +44,11 @@ impl Default for Words {
 }
 
 impl Words {
+    /// The number of distinct words.
+    pub fn len(&self) -> usize {
+        self.counts.len()
+    }
+
     pub fn push(&mut self, word: &[u8], count: u64) {
         self.symbols.extend(word.iter().map(|&byte| u32::from(byte)));
         self.symbols.push(NONE);
@@ -69,12 +74,13 @@ struct PairState {
 
 /// Learns merges until there are `vocab_size` tokens, the 256 bytes included, or no pair is left.
 ///
-/// `stop` is asked now and then whether to give up. Fails on a `vocab_size` below 256, on distinct
-/// words of more than 4 GB together, and on counts beyond 64 bits.
+/// `stop` is asked now and then, with the number of merges so far, whether to give up. Fails on a
+/// `vocab_size` below 256, on distinct words of more than 4 GB together, and on counts beyond 64
+/// bits.
 pub fn train(
     words: Words,
     vocab_size: u32,
-    mut stop: impl FnMut() -> bool,
+    mut stop: impl FnMut(usize) -> bool,
 ) -> Result<Vec<Pair>, Error> {
     check_vocab_size(vocab_size)?;
     if words.symbols.len() >= NONE as usize {
@@ -86,7 +92,7 @@ pub fn train(
     let mut trainer = Trainer::new(words);
     let mut merges = Vec::new();
     while trainer.lengths.len() < vocab_size as usize {
-        if merges.len() % 64 == 0 && stop() {
+        if merges.len() % 64 == 0 && stop(merges.len()) {
             return Err(Error::Interrupted);
         }
         let Some(pair) = trainer.pop() else { break };
@@ -351,7 +357,7 @@ mod tests {
     fn fast(words: &[(Vec<u8>, u64)], vocab_size: u32) -> Result<Vec<Pair>, Error> {
         let mut laid_out = Words::default();
         words.iter().for_each(|(word, count)| laid_out.push(word, *count));
-        train(laid_out, vocab_size, || false)
+        train(laid_out, vocab_size, |_| false)
     }
 
     #[test]
@@ -381,6 +387,6 @@ mod tests {
         assert!(fast(&[], 255).unwrap_err().to_string().contains("255"));
         let words = [(b"abc".to_vec(), u64::MAX)];
         assert!(fast(&words, 256).unwrap_err().to_string().contains("count"));
-        assert_eq!(train(Words::default(), 257, || true), Err(Error::Interrupted));
+        assert_eq!(train(Words::default(), 257, |_| true), Err(Error::Interrupted));
     }
 }

@@ -93,7 +93,8 @@ impl Tokenizer {
     ///
     /// Takes `buffer_size` texts at a time and keeps none. The result does not depend on the
     /// number of threads, the buffer or the order of texts. With little text the vocabulary may
-    /// end up smaller. The GIL is released; Ctrl-C is answered.
+    /// end up smaller. The GIL is released; Ctrl-C is answered. The logger `rustbpe` gets the
+    /// progress at level INFO.
     #[pyo3(signature = (iterator, vocab_size, buffer_size=8192, pattern=None, num_threads=None))]
     fn train_from_iterator(
         &self,
@@ -125,13 +126,28 @@ impl Tokenizer {
             py.detach(|| counter.add(&strs, &splitter, &pool))?;
             py.check_signals()?;
         }
-        let vocab = interruptible(py, |stop| {
+        log(py, &format!("counted {num_texts} texts"))?;
+        let words = py.detach(|| {
             let mut words = Words::default();
             for table in counter.finish(&pool) {
                 table.for_each(|word, count| words.push(word, count));
             }
-            Vocab::from_merges(&bpe::train(words, vocab_size, stop)?)
-        })?;
+            words
+        });
+        let wanted = vocab_size as usize - 256;
+        log(py, &format!("training: {} distinct words, {wanted} merges wanted", words.len()))?;
+        let mut logged = 0;
+        let progress = |py: Python<'_>, done: usize| {
+            let percent = 100 * done / wanted.max(1);
+            if percent < logged + 10 {
+                return Ok(());
+            }
+            logged = percent;
+            log(py, &format!("training: {percent}% ({done} of {wanted} merges)"))
+        };
+        let merges = interruptible(py, progress, |stop| bpe::train(words, vocab_size, stop))?;
+        log(py, &format!("training finished: {} merges", merges.len()))?;
+        let vocab = py.detach(|| Vocab::from_merges(&merges))?;
         *self.state.write().expect("no one panics holding it") =
             State::new(pattern, splitter, vocab);
         Ok(())
@@ -171,7 +187,7 @@ impl Tokenizer {
         texts: &Bound<'_, PyAny>,
         num_threads: Option<i64>,
     ) -> PyResult<Vec<Vec<u32>>> {
-        let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
+        let texts = take_all(texts)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, None)?;
         let rows = flat.offsets.windows(2);
         Ok(rows.map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec()).collect())
@@ -195,7 +211,7 @@ impl Tokenizer {
                 u32::try_from(id).map_err(|_| value_error!("prefix is {id}, not a 32-bit id"))
             })
             .transpose()?;
-        let texts = take(&mut texts.try_iter()?, usize::MAX, usize::MAX)?;
+        let texts = take_all(texts)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, prefix)?;
         Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
     }
@@ -224,7 +240,10 @@ impl Tokenizer {
         let size: usize = texts.iter().map(|text| text.len()).sum();
         let serial = num_threads == 1 || size < SERIAL_BYTES;
         let pool = (!serial).then(|| pool(num_threads)).transpose()?;
-        interruptible(py, |stop| state.encoder.encode_many(texts, prefix, pool.as_ref(), stop))
+        let quiet = |_: Python<'_>, _| Ok(());
+        interruptible(py, quiet, |stop| {
+            state.encoder.encode_many(texts, prefix, pool.as_ref(), || stop(0))
+        })
     }
 }
 
@@ -275,7 +294,8 @@ impl Numbers {
 #[pyfunction]
 fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> PyResult<Vec<Pair>> {
     let vocab_size = checked_vocab_size(vocab_size)?;
-    interruptible(py, |stop| {
+    let quiet = |_: Python<'_>, _| Ok(());
+    interruptible(py, quiet, |stop| {
         let mut laid_out = Words::default();
         words.iter().for_each(|(word, count)| laid_out.push(word, *count));
         bpe::train(laid_out, vocab_size, stop)
@@ -338,26 +358,48 @@ fn take<'py>(
     Ok(taken)
 }
 
+/// Takes all texts. A single str is an iterable of its characters, and never what was meant.
+fn take_all<'py>(texts: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
+    if texts.is_instance_of::<PyString>() {
+        return Err(PyTypeError::new_err("texts must be an iterable of str, not a str"));
+    }
+    take(&mut texts.try_iter()?, usize::MAX, usize::MAX)
+}
+
 /// The UTF-8 of each text, as the interpreter keeps it: nothing is copied. `first` is the number
 /// of the first text, for the message.
 fn as_strs<'t>(texts: &'t [Bound<'_, PyString>], first: usize) -> PyResult<Vec<&'t str>> {
     texts.iter().enumerate().map(|(i, text)| as_str(text, first + i)).collect()
 }
 
-/// Fails on a lone surrogate, which has no UTF-8.
+/// Fails on a lone surrogate, which has no UTF-8: the UnicodeEncodeError of `str.encode`, with a
+/// note that says which text it is.
 fn as_str<'t>(text: &'t Bound<'_, PyString>, number: usize) -> PyResult<&'t str> {
-    text.to_str().map_err(|e| value_error!("text {number} is not valid Unicode: {e}"))
+    text.to_str().map_err(|error| {
+        let py = text.py();
+        let note = format!("text {number} is not valid Unicode");
+        error.value(py).call_method1("add_note", (note,)).err().unwrap_or(error)
+    })
 }
 
-/// Runs `work` without the GIL. Its `stop` looks for signals; a raised one becomes the result.
+/// Sends a message to the Python logger `rustbpe`, at level INFO.
+fn log(py: Python<'_>, message: &str) -> PyResult<()> {
+    let logger = py.import("logging")?.call_method1("getLogger", ("rustbpe",))?;
+    logger.call_method1("info", (message,)).map(|_| ())
+}
+
+/// Runs `work` without the GIL. Its `stop`, called with the number of steps done, looks for signals
+/// and calls `progress`; an error that either raises becomes the result.
 fn interruptible<T: Send>(
     py: Python<'_>,
-    work: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> Result<T, Error> + Send,
+    mut progress: impl FnMut(Python<'_>, usize) -> PyResult<()> + Send,
+    work: impl FnOnce(&mut (dyn FnMut(usize) -> bool + Send)) -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
     let result = py.detach(|| {
-        work(&mut || {
-            raised = Python::attach(|py| py.check_signals()).err();
+        work(&mut |done| {
+            let checked = Python::attach(|py| py.check_signals().and_then(|()| progress(py, done)));
+            raised = checked.err();
             raised.is_some()
         })
     });

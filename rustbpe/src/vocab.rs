@@ -237,7 +237,7 @@ pub mod tests {
     pub fn trained(text: &str, vocab_size: u32) -> Vocab {
         let mut words = Words::default();
         text.split_inclusive(' ').for_each(|word| words.push(word.as_bytes(), 1));
-        Vocab::from_merges(&train(words, vocab_size, || false).unwrap()).unwrap()
+        Vocab::from_merges(&train(words, vocab_size, |_| false).unwrap()).unwrap()
     }
 
     /// The rule of this file's head, word for word.
