@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import pooch
@@ -223,8 +223,7 @@ def read_task(
         num_fewshot = int(entry["num_fewshot"][0])
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"{place / 'core.yaml'}: task {dict(entry)} lacks {error}") from error
-    parts = PurePosixPath(uri).parts if isinstance(uri, str) else ()
-    if not parts or ".." in parts or PurePosixPath(uri).is_absolute():
+    if not isinstance(uri, str) or uri in ("", ".") or not is_inside(uri):
         raise ValueError(
             f"{place / 'core.yaml'}: dataset_uri {uri!r} of {name} is no path inside eval_data/; "
             "correct it or use another bundle"
