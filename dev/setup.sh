@@ -27,13 +27,18 @@ rust_is_new_enough() {
         cargo --version | awk -v need="$RUST_MINIMUM" \
             '{ split($2, have, "."); split(need, least, "."); exit !(have[1] > least[1] || have[2] >= least[2]) }'
 }
+with_apt() { # rustup where the distribution has it, else the Rust that Debian 12 keeps current for browsers
+    $root apt-get update -qq
+    $root apt-get install -qq -y rustup && rustup default stable && return
+    $root apt-get install -qq -y cargo-web || $root apt-get install -qq -y cargo
+}
 if ! command -v cargo >/dev/null; then
     root=$([ "$(id -u)" -eq 0 ] || echo "sudo -n")
     echo "setup: installing Rust with the system's package manager"
     if command -v apt-get >/dev/null; then
-        $root apt-get update -qq && $root apt-get install -qq -y cargo
+        with_apt
     elif command -v dnf >/dev/null; then
-        $root dnf install -q -y cargo
+        $root dnf install -q -y cargo clippy rustfmt
     elif command -v pacman >/dev/null; then
         $root pacman -Sy --noconfirm rust
     elif command -v brew >/dev/null; then
