@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import REPOSITORY, MissingInput, Refused
+from nanochat.common import REPOSITORY, MissingInput, Refused, printable
 
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
@@ -50,6 +50,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     internal errors keep their traceback. An interrupt ends with status 130.
     """
     atexit.register(silence_teardown)  # registered first, so it runs last
+    sys.excepthook = print_traceback
     try:
         main(parse(default, doc, retired=retired))
     except KeyboardInterrupt as error:
@@ -59,7 +60,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
         message = user_message(error)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {printable(message)}", file=sys.stderr)
         raise SystemExit(getattr(error, "status", 2)) from error
 
 
@@ -81,6 +82,14 @@ def user_message(error: BaseException) -> str | None:
     last = traceback.extract_tb(error.__traceback__)[-1]
     own = Path(last.filename).parent.parent == REPOSITORY
     return str(error) if own and (last.line or "").startswith("raise ") else None
+
+
+def print_traceback(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """As Python prints it, but messages may hold text from elsewhere: file names, data."""
+    lines = traceback.format_exception(kind, error, trace)
+    print(printable("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 def silence_teardown() -> None:
@@ -250,7 +259,7 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 
 def refuse(message: str) -> typing.NoReturn:
     """End the program the way a command line does: message on stderr, status 2."""
-    print(f"error: {message}; see --help", file=sys.stderr)
+    print(f"error: {printable(message)}; see --help", file=sys.stderr)
     raise SystemExit(2)
 
 

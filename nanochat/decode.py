@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nanochat.common import printable
 from nanochat.gpt import GPT
 from nanochat.kv_cache import BLOCK, CacheView, KVCache
 
@@ -103,7 +104,7 @@ class NextLogits:
     def give_up(self, reason: str) -> None:
         """Go on with the step as it is."""
         self.compiled = False
-        print(f"generation is not compiled: {reason}", flush=True)
+        print(f"generation is not compiled: {printable(reason)}", flush=True)
 
 
 def power_of_two(n: int) -> int:

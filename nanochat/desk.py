@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Sequence
 
 from nanochat.chat_format import render_fitting, render_prompt
+from nanochat.common import printable
 from nanochat.model_library import ModelLibrary, NoRoom, ServedModel, UnknownModel
 from nanochat.openai_api import ApiError, ChatRequest, TextRequest
 from nanochat.sampling import Sampling
@@ -41,7 +42,7 @@ class Desk:
         except NoRoom as error:
             raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
         except (ValueError, OSError, RuntimeError) as error:  # damaged, gone, or too large
-            print(f"{name} cannot be loaded: {error}", flush=True)
+            print(printable(f"{name} cannot be loaded: {error}"), flush=True)
             message = f"{name} cannot be loaded; the server's output says why"
             raise ApiError(503, message, "model_unavailable") from error
 

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from filelock import FileLock, Timeout
 
-from nanochat.common import Refused, free_bytes, require_writable
+from nanochat.common import Refused, free_bytes, printable, require_writable
 
 SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 
@@ -30,7 +30,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=2)
     except Timeout:
-        print(f"waiting for another process: {what}", flush=True)
+        print(f"waiting for another process: {printable(what)}", flush=True)
         lock.acquire()
     try:
         yield

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from nanochat.common import printable
 from nanochat.decode import NextLogits
 from nanochat.gpt import GPT
 from nanochat.sampling import Sampling, TokenLogprob, likelihoods, sample
@@ -310,7 +311,7 @@ class Engine:
         for c in [c for c in self.calling if c.called and c.called.done()]:
             self.calling.remove(c)
             if c.called and (error := c.called.exception()):
-                print(f"a tool failed: {type(error).__name__}: {error}", flush=True)
+                print(f"a tool failed: {type(error).__name__}: {printable(error)}", flush=True)
             elif c.called:
                 self.put_in(c, c.called.result())
             c.called = None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import base_dir
+from nanochat.common import base_dir, printable
 from nanochat.plots import (
     Panel,
     Points,
@@ -66,7 +66,8 @@ def of_series(record: Record) -> Callable[[], bytes]:
 def of_run(metrics_file: Path) -> dict[str, Drawing]:
     """Figures of a training run, those for which its metrics file has curves."""
     if not metrics_file.exists():
-        print(f"report: {metrics_file} is gone, so its figures are left out", flush=True)
+        gone = f"report: {metrics_file} is gone, so its figures are left out"
+        print(printable(gone), flush=True)
         return {}
     entries = read_metrics(metrics_file)
 

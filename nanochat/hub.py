@@ -41,7 +41,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, hf_raise_for_status
 from huggingface_hub.utils._http import default_client_factory
 
-from nanochat.common import Refused
+from nanochat.common import Refused, printable
 from nanochat.disk import require_free
 
 X = TypeVar("X")
@@ -123,14 +123,14 @@ def remote_file(repo: str, commit: str, name: str) -> RemoteFile:
 def download(repo: str, commit: str, name: str, size: int, folder: Path) -> None:
     """Fetch one file into `folder`, resuming what an earlier attempt left behind."""
     require_free(folder, size, f"downloading {name}", "lower --num_shards")
-    print(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)", flush=True)
+    print(printable(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)"), flush=True)
     began = time.monotonic()
 
     def fetch() -> str:
         return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder)
 
     request(repo, commit, name, fetch)
-    print(f"downloaded {name} in {time.monotonic() - began:.1f} s", flush=True)
+    print(printable(f"downloaded {name} in {time.monotonic() - began:.1f} s"), flush=True)
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -233,7 +233,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
                     f"run the same command again to continue, or {NO_NETWORK}",
                 ) from error
             print(
-                f"{what}: {first_line(error)}; trying again in {pause:.0f} s "
+                f"{printable(what)}: {printable(first_line(error))}; trying again in {pause:.0f} s "
                 f"(attempt {attempt + 1}, limit {patience / 60:.0f} min)",
                 flush=True,
             )

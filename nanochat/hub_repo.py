@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import hub
-from nanochat.common import read_json, sha256_file, write_json
+from nanochat.common import printable, read_json, sha256_file, write_json
 from nanochat.disk import locked
 from nanochat.text_files import damage
 
@@ -53,7 +53,7 @@ class HubRepo:
                     return path
                 bad = path.with_name(path.name + ".bad")
                 os.replace(path, bad)
-                print(f"{path}: {problem}; set aside as {bad.name}", flush=True)
+                print(printable(f"{path}: {problem}; set aside as {bad.name}"), flush=True)
         raise ValueError(
             f"{self.name}: {file} is refused, twice: {problem}; when the hub's file is wrong, "
             f"use fewer --num_shards, or delete {self.folder} and name another --revision"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import base_dir, fingerprint, read_json, sha256_file, write_json
+from nanochat.common import base_dir, fingerprint, printable, read_json, sha256_file, write_json
 from nanochat.disk import locked
 from nanochat.source import (
     TAIL,
@@ -171,7 +171,7 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
     if known and entry.items() <= known.items():
         return known
     if stat.st_size > LARGE_BYTES:
-        print(f"reading {file} ({stat.st_size / 1e9:.1f} GB)", flush=True)
+        print(printable(f"reading {file} ({stat.st_size / 1e9:.1f} GB)"), flush=True)
     if not known:
         check_file(file)
         check_texts(file)

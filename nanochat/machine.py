@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from nanochat.common import printable
 from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 from nanochat.meeting import name_attempt
@@ -82,7 +83,7 @@ class Machine:
     def print0(self, *words: Any) -> None:
         """Print once, on the main rank."""
         if self.is_main:
-            print(*words, flush=True)
+            print(*map(printable, words), flush=True)
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from nanochat.common import (
     base_dir,
     fingerprint,
+    printable,
     read_json,
     require_writable,
     sealed,
@@ -303,7 +304,7 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
     try:
         return read_record(path) if path.exists() else None
     except ValueError as error:
-        print(f"passed over: {error}", flush=True)
+        print(f"passed over: {printable(error)}", flush=True)
         return None
 
 

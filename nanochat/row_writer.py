@@ -36,6 +36,7 @@ from nanochat.common import (
     base_dir,
     fingerprint,
     fsync,
+    printable,
     read_json,
     sealed,
     write_atomic,
@@ -399,7 +400,7 @@ def forward(process: subprocess.Popen, say: Callable[[str], None]) -> None:
     """Hand on what a process prints, line by line."""
     assert process.stdout is not None
     for line in process.stdout:
-        say(line.rstrip())
+        say(printable(line.rstrip()))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from nanochat.checkpoint import (
     weights_on_host,
     write_checkpoint,
 )
+from nanochat.common import printable
 from nanochat.disk import RunLock
 from nanochat.gpt import GPT
 from nanochat.guard import NotFinite, first_not_finite, require_equal_ranks
@@ -96,7 +97,7 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         if missed := self.written():
-            print(missed, flush=True)
+            print(printable(missed), flush=True)
         self.writer.shutdown()
         self.lock.release()
 
@@ -134,7 +135,7 @@ class Checkpoints:
             self.pending = (progress.step, self.writer.submit(write))
             problem = missed if beside else self.written()
             if missed and not beside:
-                print(missed, flush=True)
+                print(printable(missed), flush=True)
         problem = self.machine.broadcast(problem)
         if problem and (final or self.cfg.on_save_error == "stop"):
             raise OSError(problem)

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from nanochat.common import fingerprint
+from nanochat.common import fingerprint, printable
 from nanochat.records import ends_with_newline, plain, read_lines
 
 METRICS_FILE = "metrics.jsonl"
@@ -185,7 +185,7 @@ class Lines:
             self.print(" | ".join([f"step {step:>5}{total}", *told, *left]))
 
     def print(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        print(printable(text), file=self.out, flush=True)
 
     def close(self) -> None:
         pass
@@ -216,7 +216,7 @@ class Live:
             self.progress.update(self.task, completed=step + 1, now=now)
 
     def print(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
+        self.progress.console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self.progress.stop()
@@ -322,7 +322,8 @@ class Tracker:
             run.finish()
         except Exception as error:  # whatever a tracker does, the run goes on
             self.error = f"{type(error).__name__}: {error}"
-            print(f"tracker: stopped, the run goes on ({self.error})", file=sys.stderr, flush=True)
+            error = printable(self.error)
+            print(f"tracker: stopped, the run goes on ({error})", file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> str:
         """Wait at most `seconds` for the thread. Returns what went wrong, or nothing."""

@@ -32,6 +32,7 @@ from nanochat.common import (
     Refused,
     base_dir,
     fingerprint,
+    printable,
     read_json,
     sha256_file,
     write_json,
@@ -199,7 +200,8 @@ class Sweep:
                 result = future.result()
                 if result:
                     done[waiting[future].name] = result
-                    print(f"done: {waiting[future].name} ({len(done)} of {len(jobs)})", flush=True)
+                    name = printable(waiting[future].name)
+                    print(f"done: {name} ({len(done)} of {len(jobs)})", flush=True)
         if self.stop.asked:
             raise SystemExit(PREEMPTED)
         if problems:
@@ -262,7 +264,7 @@ class Sweep:
         command = [sys.executable, "-m", *filled, f"--report_dir={folder / 'report'}"]
         started = time.perf_counter()
         with (folder / "log.txt").open("a") as log:
-            print("$", *command[1:], file=log, flush=True)
+            print("$", *map(printable, command[1:]), file=log, flush=True)
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

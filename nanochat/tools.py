@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.common import printable
 from nanochat.sandbox import Limits, choose_layer, run_python
 
 MAX_CHARACTERS = 256  # of an expression
@@ -88,7 +89,7 @@ class BackgroundTools:
         try:
             return self.tools(code)
         except (OSError, RuntimeError) as error:
-            print(f"a call of the tool failed: {error}", flush=True)
+            print(f"a call of the tool failed: {printable(error)}", flush=True)
             return None
 
 

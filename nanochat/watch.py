@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
+from nanochat.common import printable
 from nanochat.stopping import HUNG
 
 BEAT_SECONDS = 1.0
@@ -194,7 +195,7 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Every rank speaks for itself: the main one may be the one that hangs."""
-        print(f"rank {self.rank} {text}", flush=True)
+        print(f"rank {self.rank} {printable(text)}", flush=True)
 
 
 def key(rank: int) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from nanochat.chat_format import render_fitting
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, newest_stage
+from nanochat.common import printable
 from nanochat.config import short, start
 from nanochat.engine import Engine
 from nanochat.gpt import for_inference
@@ -71,7 +72,8 @@ def main(cfg: ChatCli) -> None:
     if cfg.prompt:
         chat.ask(cfg.prompt)
         return
-    console.print(f"{source}, {name(checkpoint)}. /clear begins anew, /quit ends, Ctrl-C stops.")
+    opened = printable(f"{source}, {name(checkpoint)}")
+    console.print(f"{opened}. /clear begins anew, /quit ends, Ctrl-C stops.", markup=False)
     session: PromptSession = PromptSession("> ", history=InMemoryHistory())
     while True:
         try:
@@ -133,7 +135,7 @@ class Chat:
         if kind != before:
             opening = "] " if kind == "text" else MARKS[kind]
             self.console.print(opening, style="dim", end="", markup=False)
-        self.console.print(text, style=STYLES[kind], end="", markup=False)
+        self.console.print(printable(text), style=STYLES[kind], end="", markup=False)
         self.console.file.flush()
         return kind
 

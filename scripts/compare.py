@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from nanochat import records, report, summary
 from nanochat.checkpoint import referred
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, printable
 from nanochat.config import settings, start
 
 
@@ -59,7 +59,7 @@ def main(cfg: Compare) -> None:
         metrics, {side.name: side.items for side in sides}, [side.name for side in sides]
     )
     for row in [table["columns"], *table["rows"]]:
-        print("  ".join(f"{cell:<24}" for cell in row[:1] + row[2:]))
+        print("  ".join(f"{printable(cell):<24}" for cell in row[:1] + row[2:]))
     verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
     records.write_record(
         f"Comparison of {cfg.before} and {cfg.after}",

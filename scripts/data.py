@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nanochat.common import Refused, base_dir
+from nanochat.common import Refused, base_dir, printable
 from nanochat.config import start
 from nanochat.dataset import remember, remembered
 from nanochat.disk import require_free
@@ -84,7 +84,8 @@ def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Cons
     fresh = rows.totals()["text_bytes"] - before
     console.print(summary(rows))
     speed = f"{seconds:.1f} s, {fresh / 1e6 / seconds:.1f} MB of text per second"
-    console.print(f"{rows.folder}: {speed}", soft_wrap=True, highlight=False)
+    told = printable(f"{rows.folder}: {speed}")
+    console.print(told, soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -115,7 +116,8 @@ def download(source: Source, workers: int, console: Console) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    console.print(f"{source.name}: {len(shards)} shards are there and verified", soft_wrap=True)
+    told = printable(f"{source.name}: {len(shards)} shards are there and verified")
+    console.print(told, soft_wrap=True, markup=False)
 
 
 def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
@@ -126,7 +128,7 @@ def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
     total = len(rows.shards)
 
     def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
     with (
         progress_bar(console) as progress,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import records, report
-from nanochat.common import fingerprint, sha256_file, write_atomic
+from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import settings, start
 from nanochat.mixture import parse_mixture, read_buckets
 from nanochat.text_files import json_lines
@@ -68,7 +68,7 @@ def main(cfg: Filter) -> None:
     write_atomic(out, "".join(f"{line}\n" for line in text))
     table = found.table()
     print(report.render_table(table))
-    print(f"wrote {len(found.rows):,} conversations to {out}")
+    print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
     records.write_record(
         f"Filters {out.stem}",
         settings(cfg),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import Refused, fingerprint, read_json, write_json
+from nanochat.common import Refused, fingerprint, printable, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.records import append_line, read_lines
 from nanochat.text_files import json_lines
@@ -80,7 +80,8 @@ def main(cfg: Generate) -> None:
     left = [row for row in todo if row["key"] not in known]
     client, model = connect(cfg)
     there = len(todo) - len(left)
-    print(f"{len(todo):,} prompts: {there:,} are answered, {len(left):,} to go, by {model}")
+    counted = f"{len(todo):,} prompts: {there:,} are answered, {len(left):,} to go"
+    print(f"{counted}, by {printable(model)}")
     if not cfg.pilot and read_json(note)["model"] != model:
         raise Refused(
             f"the pilot was answered by {read_json(note)['model']}, not by {model}",
@@ -152,7 +153,7 @@ def answer_all(
                 finish, used = future.result()
             except Exception as error:  # one prompt that fails does not cost the others
                 failed += 1
-                print(f"failed: {type(error).__name__}: {error}", flush=True)
+                print(f"failed: {type(error).__name__}: {printable(error)}", flush=True)
                 continue
             tokens, cut = tokens + used, cut + (finish != "stop")
             if number % 100 == 0:

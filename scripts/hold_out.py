@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import held_out, records, report
-from nanochat.common import fingerprint
+from nanochat.common import fingerprint, printable
 from nanochat.config import settings, start
 from nanochat.mixture import MixConfig, read_buckets
 from tasks.base import Task
@@ -45,7 +45,7 @@ def main(cfg: HoldOut) -> None:
     if cfg.mix.mixture:
         return scan(cfg)
     for name, parent in held_out.final_benchmarks().items():
-        print(f"final: {name}, made of {parent or '?'}")
+        print(printable(f"final: {name}, made of {parent or '?'}"))
     print(report.render_table(held_out.access_table()))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.checkpoint import carried, save_checkpoint, stage_folder
+from nanochat.common import printable
 from nanochat.config import start
 from nanochat.hf import Imported, read_hf
 from nanochat.machine import MachineConfig, init_machine
@@ -47,7 +48,7 @@ def main(cfg: ImportHF) -> None:
     state = {"stage": stage, **carried(origin)}
     with Checkpoints(folder, machine):  # no training writes there meanwhile
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
-    print(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters")
+    print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))
     machine.close()
 
 

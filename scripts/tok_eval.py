@@ -21,6 +21,7 @@ from typing import Any
 import tiktoken
 
 from nanochat import records, report
+from nanochat.common import printable
 from nanochat.config import settings, start
 from nanochat.dataset import open_source, remembered
 from nanochat.sample_texts import SAMPLE_TEXTS
@@ -64,7 +65,7 @@ def main(cfg: TokEval) -> None:
     for rival, counts in theirs.items():
         if isinstance(counts, str):
             values[f"Comparison with {rival}"] = counts
-            print(f"Comparison with {rival}: {counts}")
+            print(f"Comparison with {rival}: {printable(counts)}")
         else:
             tables.append(compare(rival, texts, counts, ours))
             show(tables[-1])

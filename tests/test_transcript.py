@@ -1,11 +1,23 @@
 """What a reader is shown while a model speaks."""
 
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from nanochat.chat_format import render
+from nanochat.common import REPOSITORY, printable
+from nanochat.machine import Machine
+from nanochat.runlog import RunLog, RunLogConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.transcript import Transcript
+from scripts.chat_cli import Chat, ChatCli
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)  # bytes: every other character is split
 PARTS = [
@@ -41,3 +53,65 @@ def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
     transcript = Transcript(TOKENIZER)
     assert transcript.add("\u00f6".encode()[0]) == []
     assert transcript.close() == [("text", "\ufffd")]
+
+
+# ------------------------------------------------------------------------------------------------
+# S13: terminals
+
+HOSTILE = "a\x1b[2J\x1b]0;title\x07\r\x08b\x9b31m\u202etxt.exe\u2066\u200b\ufeff[/red]\x00"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07\r\x08b\x9b31m\u202etxt.exe\u2066\u200b\ufeff[/red]\x00"
+LEGITIMATE = (
+    "two lines\n\tand a tab",
+    "\ud55c\uad6d\uc5b4 \u05e9\u05dc\u05d5\u05dd \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f \U0001f44d\U0001f3fd na\u00efve",
+)
+
+
+def test_S13_control_characters_are_printed_as_escapes():
+    assert printable(HOSTILE) == SHOWN
+    assert printable("\ud800 \x85 \u2028") == r"\ud800 \x85 \u2028"
+
+
+@pytest.mark.parametrize("text", LEGITIMATE)
+def test_S13_legitimate_text_is_printed_as_it_is(text):
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("said", "shown"), [(HOSTILE, SHOWN), *((t, t) for t in LEGITIMATE)])
+def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
+    out = io.StringIO()
+    tokens = TOKENIZER.encode(said)
+    engine = SimpleNamespace(
+        tokenizer=TOKENIZER,
+        cache=SimpleNamespace(capacity=100),
+        stream=lambda prompt, sampling: (token for token in tokens),
+    )
+    console = Console(file=out, force_terminal=terminal, highlight=False, soft_wrap=True)
+    Chat(engine, ChatCli(), console).ask("?")  # type: ignore
+    assert out.getvalue() == shown.replace("\t", "        ") + "\n"
+
+
+def test_S13_errors_and_tracebacks_print_names_as_text(tmp_path):
+    folder = str(tmp_path / "\x1b[2J\u202e")
+    command = [sys.executable, "-m", "scripts.report", f"--report_dir={folder}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 2 and r"\x1b[2J\u202e" in done.stderr and "\x1b" not in done.stderr
+    code = (
+        "from nanochat.config import start; from scripts.report import Report; import sys\n"
+        "def main(cfg): raise ValueError(cfg.report_dir)\n"
+        "start(main, Report(), 'A script.')"
+    )
+    command = [sys.executable, "-c", code, f"--report_dir={folder}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
+    assert "Traceback" in done.stderr and r"\x1b[2J\u202e" in done.stderr
+    assert "\x1b" not in done.stderr and "\u202e" not in done.stderr
+
+
+def test_S13_logs_print_values_and_names_as_text(tmp_path, capsys):
+    out = io.StringIO()
+    with RunLog(RunLogConfig(), tmp_path, out=out) as log:
+        log.log(0, {"note": HOSTILE})
+    assert SHOWN in out.getvalue() and "\x1b" not in out.getvalue()
+    Machine(0, 0, 1, torch.device("cpu"), torch.float32).print0("resumed", HOSTILE)
+    assert capsys.readouterr().out == f"resumed {SHOWN}\n"
