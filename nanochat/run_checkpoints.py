@@ -213,8 +213,9 @@ class Checkpoints:
 
         def saved_before() -> bool:
             newest = newest_state(self.folder) if launch else None
-            mine = newest is not None and newest.get("launch") == launch
-            return mine and (restarted or newest["step"] < num_steps)
+            if newest is None or newest.get("launch") != launch:
+                return False
+            return restarted or newest["step"] < num_steps
 
         return self.machine.on_main("reading checkpoints", saved_before)
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from nanochat import attention
+from nanochat.common import MissingInput
 from nanochat.gpt import build_model
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import IGNORE
-from nanochat.machine import MachineConfig, init_machine
+from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.optim import MuonAdamW
 from nanochat.schedule import ScheduleConfig, lr_factor
 from nanochat.train import LoopConfig, Progress, Run, train
@@ -37,8 +38,26 @@ def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, targets
 
 
+def check_work_for_others(machine: Machine) -> None:
+    """One rank works, all get its result or its error."""
+    for share in (machine.on_main, machine.on_node):
+        done: list[int] = []
+        assert share("counting", lambda done=done: done.append(1) or machine.rank) == 0
+        assert done == [1] * (machine.rank == 0)
+
+        def refuse() -> None:
+            raise MissingInput(f"nothing on rank {machine.rank}", "make it")
+
+        try:
+            share("failing", refuse)
+            raise AssertionError("no error")
+        except MissingInput as error:
+            assert str(error) == "nothing on rank 0\n  make it with:  make it"
+
+
 def main() -> None:
     machine = init_machine(MachineConfig("cpu", "float32"))
+    check_work_for_others(machine)
     share = ROWS // machine.world_size
     mine = slice(machine.rank * share, (machine.rank + 1) * share)
     shape = replace(TINY, bigram_rows=4096)

@@ -134,6 +134,26 @@ def test_one_and_two_processes_fine_tune_alike(base):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
 
 
+def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
+    words = (
+        "-m scripts.mid_train --from_tag=one --mixture=world_facts=100 --max_seq_len=64 "
+        "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small --once "
+        "--resume=auto --num_iterations="
+    )
+    python(base, *(words + "2").split())
+    (saved,) = (base / "mid_checkpoints" / "small").glob("step_*")
+    assert {p.name for p in saved.iterdir()} == {
+        "model.safetensors", "state.json", "tokenizer.json"
+    }  # fmt: skip
+    assert "finished already, skipped" in python(base, *(words + "2").split())
+    longer = subprocess.run(
+        [sys.executable, *(words + "3").split()],
+        cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert longer.returncode == 2 and "Traceback" not in longer.stderr
+    assert "holds no optimizer state" in longer.stderr and "--save_optimizer" in longer.stderr
+
+
 def test_one_and_two_processes_play_golf_alike(base):
     words = (
         "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
@@ -191,6 +211,8 @@ def test_one_and_two_processes_practise_alike(base):
     for name in ("reward", "loss", "grad_norm", "kl", "answer_tokens", "pass_at_1"):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
+    (saved,) = one.glob("step_*")  # one checkpoint, without optimizer state
+    assert not (saved / "optim.safetensors").exists()
     values = read_json(base / "report" / "chat-rl.json")["values"]
     tasks = [f"pass@1 {of}change" for of in ("", "World-Facts ", "World-Spelling ")]
     assert [values[name]["n"] for name in tasks] == [6, 3, 3]
