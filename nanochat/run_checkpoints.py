@@ -308,6 +308,6 @@ def shown(found: tuple[int, str] | None) -> str:
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
     """Estimated size of one checkpoint, with its optimizer state or without."""
-    roles = model.param_roles()
-    states = {n: (1 if roles[n] == "matrix" else 2) if optimizer else 0 for n in roles}
+    roles, one_moment = model.param_roles(), ("matrix", "bigram")
+    states = {n: (1 if roles[n] in one_moment else 2) if optimizer else 0 for n in roles}
     return sum(p.numel() * 4 * (1 + states[n]) for n, p in model.named_parameters())
