@@ -85,6 +85,11 @@ def main() -> None:
             losses.append(values["loss"])
             norms.append(values["grad_norm"])
 
+    model.loss(*map(torch.from_numpy, rows(0))).backward()
+    kept = [x.clone() for x in (*named.values(), *optimizer.local_state().values())]
+    optimizer.rehearse()
+    now = (*named.values(), *optimizer.local_state().values())
+    assert all(torch.equal(x, before) for x, before in zip(now, kept, strict=True))
     schedule = ScheduleConfig(warmup_steps=2)
     run = Run(
         model, optimizer, machine, STEPS, ROWS * T, 2, lambda: 1.0, rows, str, lambda *_: {},

@@ -1,0 +1,29 @@
+"""
+Run a script on a GPU whose kernels compute nothing, by replacing what branches on their results.
+
+    python -m tests.on_null_gpu scripts.base_train --depth=2
+
+Sizes, dtypes, devices, memory and compiled graphs are those of a real GPU; every value is garbage.
+"""
+
+import runpy
+import sys
+
+import torch
+
+from nanochat import engine, eval_bpb, guard, kernels, rl, run_checkpoints
+
+argmax = torch.Tensor.argmax
+
+torch.backends.cuda.enable_cudnn_sdp(False)  # its libraries would be asked for a plan
+torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # compiled by the driver when first used
+guard.first_not_finite = run_checkpoints.first_not_finite = lambda named: None
+kernels.probe_attention = lambda backend, *shape: "not here" if backend == "fa3" else None
+engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
+eval_bpb.Bpb.value = property(lambda scored: 1.0)
+rl.Practice.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
+torch.Tensor.argmax = lambda x, *where: 0 * argmax(x, *where).cpu()
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

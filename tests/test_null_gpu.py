@@ -1,0 +1,92 @@
+"""
+Training and generation on a GPU that computes nothing: devices, dtypes and memory are real.
+
+`NANOCHAT_TEST_NULL_GPU` names the folder of its sources, with a `build.sh` and a `run.sh`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY, read_json
+from tests.training_runs import environment, python
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+OnGPU = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The libraries that stand in front of CUDA, built against those of this environment."""
+    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
+    if not sources or not shutil.which("gcc"):
+        pytest.skip("NANOCHAT_TEST_NULL_GPU names no null GPU, or there is no gcc")
+    built = tmp_path_factory.mktemp("null_gpu")
+    done = subprocess.run(
+        ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"the null GPU cannot be built here: {done.stdout}{done.stderr}")
+    return built
+
+
+@pytest.fixture
+def on_gpu(libraries: Path, base: Path) -> OnGPU:
+    """Runs a module under the null GPU; returns what it prints."""
+
+    def run(module: str, *flags: str) -> str:
+        script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
+        command = [sys.executable, "-m", "tests.on_null_gpu", module, *flags]
+        done = subprocess.run(
+            ["bash", str(script), str(libraries), *command],
+            cwd=REPOSITORY, env=environment(base), capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("depth", "compiled", "preparations"), [(2, 0, 5), (12, 0, 5), (24, 0, 5), (24, 1, 1)]
+)
+def test_R32_stated_memory_is_the_peak_of_a_run(
+    on_gpu: OnGPU, depth: int, compiled: int, preparations: int
+):
+    flags = f"--depth={depth} --compile={compiled} --preparations={preparations}".split()
+    found = json.loads(on_gpu("tests.training_memory", *flags).splitlines()[-1])
+    assert found["peak"] <= found["stated"] <= 1.1 * found["peak"]
+    assert found["leaked"] == 0
+    assert found["weights_of_a_cpu"]
+    assert found["host_growth"] < found["weights"] / 8 + 2**27  # drawn one parameter at a time
+    assert depth < 24 or found["device_rows"] == (16 if compiled else 8)
+
+
+def test_every_stage_runs_on_a_gpu(on_gpu: OnGPU, base: Path):
+    python(base, "-m", "scripts.tok_train", "--dataset=embedded", "--vocab_size=1024")
+    shape = "--depth=2 --max_seq_len=128 --num_iterations=6 --total_batch_size=4096".split()
+    said = on_gpu("scripts.base_train", *shape, "--device_batch_size=8", "--eval_tokens=2048")
+    assert "NVIDIA H100" in said and "compute in bfloat16" in said and ", compiled" in said
+    values = read_json(base / "report" / "base-model-training.json")["values"]
+    stated, peak = (
+        float(values[name].removesuffix("MiB")) for name in ("Stated memory", "Peak memory usage")
+    )
+    assert peak <= stated <= 1.1 * peak
+
+    short = ("--num_iterations=4", "--eval_tokens=1024", "--compile=0")
+    on_gpu("scripts.base_eval", "--max_per_task=4")
+    on_gpu("scripts.mid_train", "--mixture=world_chat=60,world_choice=20", *short)
+    on_gpu("scripts.chat_sft", "--mixture=world_chat=40,world_problems=20", *short)
+    on_gpu(
+        "scripts.chat_rl", "--num_iterations=2", "--examples_per_step=2", "--num_samples=2",
+        "--max_new_tokens=8", "--eval_examples=2", "--eval_samples=2", "--compile_engine=0",
+    )  # fmt: skip
+    answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8", "--compile_engine=0")
+    assert "World-Choice" in on_gpu("scripts.chat_eval", *answers)
+    on_gpu("scripts.chat_cli", "--prompt=Hello", "--max_new_tokens=8")

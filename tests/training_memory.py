@@ -1,0 +1,93 @@
+"""
+What a training holds on its GPU beside what was stated, for the tests of memory.
+
+    python -m tests.on_null_gpu tests.training_memory --depth=24 --compile=1 -> one line of JSON
+
+The sizes are those of a real run: rows of 2,048 tokens, 32,768 token ids, 64 rows in a step.
+"""
+
+import argparse
+import json
+
+import numpy as np
+import torch
+
+from nanochat.gpt import GPT, build_model
+from nanochat.hardware import resident_peak
+from nanochat.kernels import KernelConfig
+from nanochat.machine import Machine, init_machine
+from nanochat.optim import MuonAdamW
+from nanochat.preflight import prepare
+from nanochat.scaling import ShapeConfig, shape_for_depth
+from nanochat.schedule import ScheduleConfig
+from nanochat.train import LoopConfig, Run, train_step
+from nanochat.update_rules import OptimConfig, rules
+from tests.conftest import TINY
+
+ROWS, T, VOCAB_SIZE = 64, 2048, 32768
+
+
+def train(model: GPT, optimizer: MuonAdamW, machine: Machine, device_rows: int) -> int:
+    """Train three steps; returns the peak of allocated bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    rng = np.random.default_rng(0)
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        machine=machine,
+        num_steps=3,
+        batch_tokens=ROWS * T,
+        device_rows=device_rows,
+        flops_per_token=model.flops_per_token,
+        rows=lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))),
+        rows_name=str,
+        evaluate=lambda *when: {},
+        save=lambda progress, final=False: None,
+        log=lambda step, figures: None,
+        schedule=ScheduleConfig(),
+        loop=LoopConfig(),
+    )
+    for step in range(run.num_steps):
+        train_step(run, step, allows=lambda loss, norm: True)
+    return torch.cuda.max_memory_allocated()
+
+
+def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
+    """Bytes stated and reached by a new model of this depth, and what its preparations leave."""
+    machine = init_machine()
+    shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
+    tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))
+    host = resident_peak()
+    model = build_model(shape, machine.device, machine.dtype, seed=0)
+    host = resident_peak() - host
+    table = rules(OptimConfig(), shape.d_model)
+    named = dict(model.named_parameters())
+    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    kept = [torch.cuda.memory_allocated()]
+    for _ in range(preparations):
+        ready = prepare(
+            KernelConfig(compile=compiled), model, model, optimizer, machine, ROWS * T, 10**9, None
+        )
+        kept.append(torch.cuda.memory_allocated())
+    weights = tiny.state_dict()
+    return {
+        "weights": ready.memory.weights,
+        "host_growth": host,
+        "weights_of_a_cpu": all(
+            torch.equal(weights[n].cpu(), w) for n, w in same.named_parameters()
+        ),
+        "leaked": max(kept) - kept[0],
+        "device_rows": ready.device_rows,
+        "stated": ready.memory.total,
+        "peak": train(model, optimizer, machine, ready.device_rows),
+    }
+
+
+CPU = torch.device("cpu")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name, default in (("--depth", 2), ("--compile", 0), ("--preparations", 1)):
+        parser.add_argument(name, type=int, default=default)
+    asked = parser.parse_args()
+    print(json.dumps(measure(asked.depth, bool(asked.compile), asked.preparations)))
