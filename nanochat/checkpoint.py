@@ -343,6 +343,20 @@ def maker(stage: str) -> str:
     return f"scripts.{scripts[stage]}"
 
 
+def closing_lines(folder: Path, machine: Machine) -> str:
+    """What a training prints last: where its checkpoint is, and the next command."""
+    stage = next(s for s, name in FOLDERS.items() if folder.parts[-3] == f"{name}_checkpoints")
+    tag = folder.parent.name
+    run = "python" if machine.world_size == 1 else f"torchrun --nproc_per_node={machine.local_size}"
+    following = {"base": "mid", "mid": "sft", "sft": "rl"}.get(stage)
+    lines = [f"checkpoint: {folder}"]
+    if following:
+        lines += [f"next: {run} -m {maker(following)} --model_tag={tag}"]
+    if stage in ("sft", "rl"):
+        lines += [f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}"]
+    return "\n".join(lines)
+
+
 def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
     """
     Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of

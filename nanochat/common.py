@@ -88,6 +88,13 @@ def require_writable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def require_name(flag: str, name: str) -> str:
+    """`name`, which must name a folder below another. Raises ValueError for one that leads out."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, - and _")
+    return name
+
+
 def canonical_json(value: Any) -> str:
     """The one JSON text of `value`: sorted keys, no spaces. Raises TypeError for other types."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -148,7 +155,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); delete it to start over") from error
+        raise ValueError(f"{path} is not valid JSON ({error}); correct or delete it") from error
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from nanochat.chat_rows import (
     pack_encoded,
     split_rows,
 )
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, closing_lines, find_checkpoint, load_model
 from nanochat.common import Refused, fingerprint, write_json
 from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
 from nanochat.gpt import GPT
@@ -315,6 +315,7 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
                 files=[checkpoint.folder],
             )
             report.update(cfg.report_dir)
+        machine.print0(closing_lines(checkpoint.folder, machine))
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)

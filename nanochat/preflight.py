@@ -225,12 +225,10 @@ def prepare(
     batch_tokens: int,
     tokens_left: int,
     device_batch_size: int | None,
-    max_seconds: float | None = None,
 ) -> Prepared:
     """
     Choose kernels and micro-batch, and set the model up for them.
 
-    `max_seconds` may end the training before its tokens do; compiling is not part of them.
     `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
     one row fits.
     """
@@ -242,8 +240,8 @@ def prepare(
     guess = estimate_seconds(model, tokens_left, machine)
     compiled = set_kernels(cfg, model, machine, guess, optimizer)
     machine.print0(
-        f"preflight  about {duration(min(guess, max_seconds or guess))} of training; measuring "
-        f"{device_rows} rows at a time ({'compiles first' if compiled else 'eager'}) ..."
+        f"preflight  measuring {device_rows} rows at a time "
+        f"({'compiles first' if compiled else 'eager'}) ..."
     )
     # tokens and targets of a whole step, twice: a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
@@ -337,11 +335,15 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
     cfg, visits = model.cfg, len(model.cfg.order)
     layers = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
     dtype = str(machine.dtype).removeprefix("torch.")
+    roles, total = model.param_roles(), model.num_params()
+    matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
+    split = f" ({matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
+    split = f"{split} and head)" if 2 * matrices < total else ""
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
         "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), "
         f"{'compiled' if compiled else 'eager'}",
-        "model": f"{model.num_params():,} parameters: {layers}, width {cfg.d_model}, "
+        "model": f"{total:,} parameters{split}: {layers}, width {cfg.d_model}, "
         f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
     }
 

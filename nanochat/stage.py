@@ -18,6 +18,7 @@ import torch
 
 from nanochat import preflight
 from nanochat.checkpoint import Checkpoint, stage_folder
+from nanochat.common import require_name
 from nanochat.gpt import GPT
 from nanochat.hardware import utilization
 from nanochat.kernels import KernelConfig
@@ -61,6 +62,16 @@ class StageConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
+
+    def __post_init__(self) -> None:
+        require_name("model_tag", self.model_tag)
+        if self.device_batch_size is not None and self.device_batch_size < 1:
+            raise ValueError(
+                f"device_batch_size must be at least 1, got {self.device_batch_size}; leave it out "
+                "to use the largest that fits"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
 Evaluate = Callable[[int, Callable[[], bool], bool], dict[str, float] | None]  # see train.Run
@@ -261,7 +272,6 @@ def prepare(
         batch,
         left,
         cfg.device_batch_size,
-        stage.max_seconds,
     )
     T = model.cfg.max_seq_len
     passes = batch // (T * ready.device_rows * machine.world_size)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from nanochat import records, report
+from nanochat.checkpoint import closing_lines
 from nanochat.common import write_json
 from nanochat.config import settings, start
 from nanochat.dataset import remembered
@@ -315,6 +316,7 @@ def write_section(
         files=[checkpoint.folder],
     )
     report.update(cfg.stage.report_dir)
+    machine.print0(closing_lines(checkpoint.folder, machine))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ from functools import partial
 from typing import Any, Literal
 
 from nanochat import preflight, records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, stage_folder
+from nanochat.checkpoint import (
+    Checkpoint,
+    closing_lines,
+    find_checkpoint,
+    load_model,
+    stage_folder,
+)
+from nanochat.common import require_name
 from nanochat.config import settings, start
 from nanochat.engine import Engine
 from nanochat.eval_chat import by_writing
@@ -117,6 +124,9 @@ class ChatRL:
         for name in ("device_batch_size", "slots", "eval_examples", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_name("model_tag", self.model_tag)
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
 def main(cfg: ChatRL) -> None:
@@ -226,6 +236,7 @@ def practise(
                 files=[checkpoint.folder],
             )
             report.update(cfg.report_dir)
+        machine.print0(closing_lines(checkpoint.folder, machine))
 
 
 def watched(

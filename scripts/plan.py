@@ -252,7 +252,7 @@ def checkpoint_use(
     if finished(section, stage, tag):
         return file_use(name, there, there)
     keep, size = cfg.saving.keep, checkpoint_bytes(model)
-    last = checkpoint_bytes(model, optimizer=stage == "base" or bool(cfg.saving.save_optimizer))
+    last = checkpoint_bytes(model, bool(cfg.saving.of_stage(stage).save_optimizer))
     every = cfg.loop.save_every
     on_the_way = 0 if not every else keep + 1 if steps is None else (steps - 1) // every
     peak = max(size * min(on_the_way, keep + 1), size * min(on_the_way, keep) + last)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import sha256_file, write_json
+from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
 from nanochat.dataset import remember, remembered
 from nanochat.mixture import MixConfig
@@ -44,6 +44,7 @@ class TokTrain:
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
+        require_name("tokenizer_tag", self.tokenizer_tag)
         for name in ("max_chars", "doc_cap"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -137,6 +138,8 @@ def main(cfg: TokTrain) -> None:
         f"{folder}: {tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text "
         f"in {train_seconds:.1f} s"
     )
+    tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
+    print(f"next: python -m scripts.base_train --depth=4{tag}")
 
 
 def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: Texts, run_id: str) -> None:
