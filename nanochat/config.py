@@ -36,9 +36,12 @@ C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
 ACCESS = "give this user access to it, or name another path (generated files: NANOCHAT_BASE_DIR)"
 CHECK = "check the path"
-OS_FIXES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM} | dict.fromkeys(
-    (errno.EACCES, errno.EPERM, errno.EROFS), ACCESS
-)
+FOLDER = "a folder is needed there, but a file has that name: name another path"
+OS_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ACCESS),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
+}
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -74,9 +77,9 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, MissingInput | Refused):
         return str(error)
     if isinstance(error, OSError):
-        if error.errno is None or error.filename is None:
-            return str(error) or type(error).__name__
-        return f"{error.filename}: {error.strerror}\n  way out:  {OS_FIXES.get(error.errno, CHECK)}"
+        fix = OS_FIXES.get(error.errno or 0, CHECK if error.filename else "")
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return (message or type(error).__name__) + (fix and f"\n  way out:  {fix}")
     if type(error) not in (ValueError, RuntimeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -366,6 +366,8 @@ def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
     for name, entry in found.items():
         if not isinstance(entry, dict) or len({"task", "dataset", "data_dir"} & entry.keys()) != 1:
             raise ValueError(f"{file}: {name} must have one of task, dataset and data_dir")
+        if wrong := [key for key in places & entry.keys() if not isinstance(entry[key], str)]:
+            raise ValueError(f"{file}: {wrong[0]} of {name} is {entry[wrong[0]]!r}, not a string")
         if unknown := entry.keys() - known:
             raise ValueError(
                 f"{file}: {name} has {', '.join(sorted(unknown))}; known are "

@@ -45,6 +45,8 @@ class DataConfig:
             raise ValueError(
                 f"give --dataset or --data_dir, not both ({self.dataset!r}, {self.data_dir!r})"
             )
+        if self.data_dir == "":
+            raise ValueError("--data_dir= names no folder; use --data_dir=. for the current one")
         if self.num_shards is not None and self.num_shards < 1:
             raise ValueError(f"--num_shards is at least 1, not {self.num_shards}")
 

@@ -21,7 +21,7 @@ import numpy as np
 import tiktoken
 
 import rustbpe
-from nanochat.common import MissingInput, base_dir, fingerprint, read_json, write_json
+from nanochat.common import MissingInput, base_dir, fingerprint, read_json, require_name, write_json
 
 if not hasattr(rustbpe, "split"):
     raise ImportError(
@@ -52,6 +52,8 @@ class Tokenizer:
 
     def __init__(self, content: dict[str, Any]):
         """`content` is what tokenizer.json holds. Raises ValueError when it is something else."""
+        if not isinstance(content, dict):
+            raise ValueError(f"not a tokenizer, but {type(content).__name__}")
         missing = {"format", "pattern", "special_tokens", "tokens"} - content.keys()
         if missing or content["format"] != FORMAT:
             raise ValueError(f"not a tokenizer of format {FORMAT}: lacks {sorted(missing)}")
@@ -81,7 +83,10 @@ class Tokenizer:
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
-            raise ValueError(f"vocab_size is {vocab_size}; bytes and specials need {smallest}")
+            raise ValueError(
+                f"vocab_size is {vocab_size}, but the 256 bytes and {len(SPECIAL_TOKENS)} special "
+                f"tokens need {smallest}; use --vocab_size={smallest} or more"
+            )
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(
             texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN, num_threads=num_threads
@@ -129,11 +134,14 @@ class Tokenizer:
     def load(cls, tag: str = "main") -> "Tokenizer":
         """Read the tokenizer of that tag. Raises MissingInput when none was trained."""
         path = tokenizer_dir(tag) / FILE_NAME
+        command = "python -m scripts.tok_train"
+        command += "" if tag == "main" else f" --tokenizer_tag={tag}"
         if not path.is_file():
-            command = "python -m scripts.tok_train"
-            command += "" if tag == "main" else f" --tokenizer_tag={tag}"
             raise MissingInput(f"there is no tokenizer {tag!r} ({path})", command)
-        return cls.read(path)
+        try:
+            return cls.read(path)
+        except ValueError as error:
+            raise ValueError(f"{error}\n  way out:  train it again with {command}") from error
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
@@ -226,4 +234,4 @@ class Tokenizer:
 
 def tokenizer_dir(tag: str = "main") -> Path:
     """Where the tokenizer of that tag lives."""
-    return base_dir() / "tokenizer" / tag
+    return base_dir() / "tokenizer" / require_name("tokenizer_tag", tag)

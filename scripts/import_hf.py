@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.checkpoint import carried, save_checkpoint, stage_folder
-from nanochat.common import printable
+from nanochat.common import printable, require_name
 from nanochat.config import start
 from nanochat.hf import Imported, read_hf
 from nanochat.machine import MachineConfig, init_machine
@@ -44,7 +44,7 @@ def main(cfg: ImportHF) -> None:
     model.load_state_dict(found.weights)
     origin = found.origin or unknown(found)
     stage = cfg.stage or origin["stage"]
-    folder = stage_folder(stage) / cfg.model_tag
+    folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
     state = {"stage": stage, **carried(origin)}
     with Checkpoints(folder, machine):  # no training writes there meanwhile
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)

@@ -1,0 +1,165 @@
+"""What a user does wrong ends with the value and the fix, without a traceback."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanochat.tokenizer import Tokenizer
+
+TEXT = ("--dataset=embedded", "--num_shards=1")
+RUN = "--depth=1 --max_seq_len=32 --num_iterations=1 --total_batch_size=64 --no-compile".split()
+
+
+@pytest.fixture
+def trained(trained_base: Path, base: Path) -> Path:
+    """A base directory with a tokenizer, rows and a base model."""
+    return shutil.copytree(trained_base, base)
+
+
+BAD_FLAGS = [
+    (
+        "tok_train --dataset=embedded --vocab_size=10",
+        "vocab_size is 10",
+        "--vocab_size=265 or more",
+    ),
+    ("tok_train --vocab_size=many", "many", "--help"),
+    ("tok_train --max_chars=0", "max_chars must be at least 1, got 0", "at least 1"),
+    ("tok_train --data_dir=", "--data_dir= names no folder", "--data_dir=."),
+    ("tok_train --tokenizer_tag=../x", "--tokenizer_tag=../x", "use letters"),
+    ("tok_train --tokenizer_tag=/x", "--tokenizer_tag=/x", "use letters"),
+    (
+        "tok_train --dataset=embedded --vocab_size=300 --max_chars=5000 --report_dir={file}",
+        "{file}",
+        "name another path",
+    ),
+    ("tok_train --mixture=a=?", "'a=?' in the mixture", "name[:source]"),
+    ("tok_train --mixture=a --buckets={file}", "{file} is not valid JSON", "correct or delete it"),
+    ("tok_train --mixture=a --buckets={types}", "data_dir of a is 5", "not a string"),
+    ("tok_eval --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
+    ("data --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
+    ("base_train --detph=2", "--detph", "did you mean --depth?"),
+    ("base_train --dtype=int8", "int8", "bfloat16"),
+    ("base_train --model_tag=../x", "--model_tag=../x", "use letters"),
+    ("base_train --device_batch_size=0", "device_batch_size must be at least 1, got 0", "leave it"),
+    ("base_train --seed=-7", "seed must not be negative, got -7", "not be negative"),
+    ("base_train --ema_decay=2", "ema_decay must lie in [0, 1), got 2.0", "[0, 1)"),
+    ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),
+    ("base_loss --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
+    ("base_eval --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
+    ("base_eval --max_per_task=0", "max_per_task must be at least 1, got 0", "at least 1"),
+    ("base_eval --suite=dclm --eval_bundle=/none --only_fetch", "/none", "--eval_bundle=<folder"),
+    ("mid_train --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
+    ("mid_train --seed=-1", "seed must not be negative, got -1", "not be negative"),
+    ("chat_sft --model_tag=none", "no checkpoint in", "scripts.mid_train --model_tag=none"),
+    ("chat_rl --model_tag=none", "no checkpoint in", "scripts.chat_sft --model_tag=none"),
+    ("chat_rl --model_tag=../x", "--model_tag=../x", "use letters"),
+    ("chat_eval --source=sft --model_tag=none", "no checkpoint in", "scripts.chat_sft"),
+    ("chat_cli --source=rl -p hi", "no checkpoint in", "scripts.chat_rl"),
+    ("export --source=mid", "no checkpoint in", "scripts.mid_train"),
+    ("merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
+    ("report --report_dir={none}", "no stage has left a record", "bash speedrun.sh"),
+]
+
+
+@pytest.mark.parametrize("line, said, fix", BAD_FLAGS, ids=[line for line, _, _ in BAD_FLAGS])
+def test_a_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line, said, fix):
+    file, types = tmp_path / "words", tmp_path / "types.json"
+    file.write_text("just words")
+    types.write_text(json.dumps({"a": {"data_dir": 5}}))
+    places = {"{file}": file, "{types}": types, "{none}": tmp_path / "none"}
+    for name, path in places.items():
+        line, said = line.replace(name, str(path)), said.replace(name, str(path))
+    text = command.rejects(*line.split())
+    assert said in text and fix in text
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"role": "user"}', "line 1: neither a list of messages"),
+        ("words", "line 1: not JSON"),
+        ("", "holds no conversation"),
+    ],
+)
+def test_bad_conversations_are_named_without_a_traceback(trained, command, tmp_path, line, said):
+    own = tmp_path / "own.jsonl"
+    own.write_text(line)
+    text = command.rejects("mid_train", f"--mixture=jsonl:{own}", "--model_tag=one")
+    assert str(own) in text and said in text
+    text = command.rejects("mid_train", f"--mixture=jsonl:{own}x", "--model_tag=one")
+    assert f"{own}x: no such file" in text
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "words", '{"format": 1}'])
+def test_a_damaged_tokenizer_is_named_without_a_traceback(base, command, content):
+    path = base / "tokenizer" / "main" / "tokenizer.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    for script in ("data", "tok_eval", "base_train"):
+        text = command.rejects(script, *TEXT)
+        assert str(path) in text and "python -m scripts.tok_train" in text
+
+
+def test_a_full_disk_is_named_without_a_traceback(command, monkeypatch):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    text = command.rejects("tok_train", *TEXT, "--vocab_size=300", "--max_chars=5000")
+    assert "No space left on device" in text and "NANOCHAT_BASE_DIR to a larger disk" in text
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
+def test_an_unusable_base_directory_is_named(command, monkeypatch, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / place))
+    text = command.rejects("tok_train", *TEXT)
+    assert str(tmp_path / place) in text and "name another path" in text or "/proc" in text
+
+
+def test_an_interrupt_ends_without_a_traceback(command, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tokenizer, "train", interrupted)
+    done = command("tok_train", *TEXT)
+    assert done.status == 130 and "interrupted" in done.text and "Traceback" not in done.text
+
+
+@pytest.mark.parametrize(
+    "fault, kind",
+    [
+        (lambda *_, **__: np.zeros(3).reshape(2, 2), ValueError),
+        (lambda *_, **__: int("x"), ValueError),
+        (lambda *_, **__: {}["x"], KeyError),
+    ],
+)
+def test_an_internal_fault_keeps_its_traceback(command, monkeypatch, fault, kind):
+    monkeypatch.setattr(Tokenizer, "train", fault)
+    with pytest.raises(kind):
+        command("tok_train", *TEXT)
+
+
+def test_every_stage_ends_with_its_checkpoint_and_the_next_command(base, command):
+    text = command.works("tok_train", *TEXT, "--vocab_size=2000", "--tokenizer_tag=own")
+    assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
+    evaluation = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
+    text = command.works("base_train", *RUN, *evaluation, "--tokenizer_tag=own")
+    folder = base / "base_checkpoints/d1/step_000001"
+    assert text.rstrip().endswith(
+        f"checkpoint: {folder}\nnext: python -m scripts.mid_train --model_tag=d1"
+    )
+    # one estimate of the time; where most parameters are embeddings, the screen says so
+    assert text.count(" of training") == 1 and "M in embeddings and head)" in text
+    talk = "--mixture=world_chat=20 --num_iterations=1 --eval_tokens=64 --no-compile".split()
+    text = command.works("mid_train", *talk)
+    assert text.rstrip().endswith("next: python -m scripts.chat_sft --model_tag=d1")
+    text = command.works("chat_sft", *talk)
+    assert (
+        "next: python -m scripts.chat_rl --model_tag=d1\nchat: python -m scripts.chat_cli" in text
+    )
