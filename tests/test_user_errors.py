@@ -145,7 +145,7 @@ def test_an_internal_fault_keeps_its_traceback(command, monkeypatch, fault, kind
         command("tok_train", *TEXT)
 
 
-def test_every_stage_ends_with_its_checkpoint_and_the_next_command(base, command):
+def test_pretraining_ends_with_its_checkpoint_and_the_next_command(base, command):
     text = command.works("tok_train", *TEXT, "--vocab_size=2000", "--tokenizer_tag=own")
     assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
     evaluation = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
@@ -156,6 +156,12 @@ def test_every_stage_ends_with_its_checkpoint_and_the_next_command(base, command
     )
     # one estimate of the time; where most parameters are embeddings, the screen says so
     assert text.count(" of training") == 1 and "M in embeddings and head)" in text
+
+
+@pytest.mark.slow
+def test_every_stage_ends_with_its_checkpoint_and_the_next_command(base, command):
+    command.works("tok_train", *TEXT, "--vocab_size=512")
+    command.works("base_train", *RUN, *"--eval_tokens=64 --sample_every=0".split())
     talk = "--mixture=world_chat=20 --num_iterations=1 --eval_tokens=64 --no-compile".split()
     text = command.works("mid_train", *talk)
     assert text.rstrip().endswith("next: python -m scripts.chat_sft --model_tag=d1")
