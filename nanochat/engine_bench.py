@@ -63,9 +63,10 @@ def bench_engine(
         f"Generation: depth {cfg.n_layer}, width {cfg.d_model}, {read / 2**20:,.0f} MiB of weights "
         f"in {str(machine.dtype).removeprefix('torch.')}; prompts of {PROMPT_TOKENS} tokens, "
         f"answers of {NEW_TOKENS}, top_k {TOP_K}. Our step is compiled where it does not say "
-        "eager, as with --compile_engine=True and by default in long runs of RL and evaluation; "
-        "chat is eager, and so is transformers' generate. The ceiling is to read weights and cache "
-        f"once a step at {read_rate / 1e9:.0f} GB/s, which caches of the processor may exceed"
+        "eager, as with --compile_engine=True and by default on a GPU and in long runs of RL and "
+        "evaluation; chat on a CPU is eager, and so is transformers' generate. The ceiling is to "
+        f"read weights and cache once a step at {read_rate / 1e9:.0f} GB/s, which caches of the "
+        "processor may exceed"
     )
 
     def engine_of(slots: int, compiled: bool = True) -> Engine:

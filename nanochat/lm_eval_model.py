@@ -30,6 +30,7 @@ from nanochat.eval_core import (
     subject_of,
 )
 from nanochat.gpt import for_inference
+from nanochat.kernels import choose_fused_engine
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.serving import Answer, Ask
@@ -131,7 +132,8 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """The answer to each prompt, up to the first stop."""
-        engine = Engine(self.model, self.own_tokenizer)
+        fused = choose_fused_engine(None, self.machine, MAX_GEN_TOKS * len(requests))
+        engine = Engine(self.model, self.own_tokenizer, compiled=fused)
         answers, texts = {}, [""] * len(requests)
         for number, request in enumerate(requests):
             context, wanted = request.args

@@ -20,6 +20,7 @@ import torch
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
 from nanochat.config import refuse, short, start
 from nanochat.desk import Desk
+from nanochat.kernels import choose_fused_engine
 from nanochat.machine import MachineConfig, init_machine
 from nanochat.model_library import ModelLibrary
 from nanochat.sampling import Sampling
@@ -48,8 +49,8 @@ class ChatWeb:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run what the model wrote with all your rights where this machine has no sandbox."""
-    compile_engine: bool = False
-    """Fuse the step that writes a token: faster answers, a slower start."""
+    compile_engine: bool | None = None
+    """Fuse the step that writes a token: faster answers, a slower start. Default: on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -67,9 +68,8 @@ def main(cfg: ChatWeb) -> None:
     name += f":{cfg.step}" if cfg.step is not None else ""
 
     tools = BackgroundTools(Tools(cfg.python, unsafe=cfg.unsafe_exec))
-    library = ModelLibrary(
-        machine, name, tools, cfg.server.slots, cfg.server.max_models, cfg.compile_engine
-    )
+    fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
+    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, fused)
     model = library.load(name)
     library.loaded[name] = model
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)

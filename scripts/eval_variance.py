@@ -20,6 +20,7 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import by_writing
 from nanochat.gpt import for_inference
 from nanochat.held_out import admitted, require_access
+from nanochat.kernels import choose_fused_engine
 from nanochat.machine import Machine, MachineConfig, init_machine
 from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
@@ -110,7 +111,9 @@ def answers(
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    engine = Engine(model, tokenizer, cfg.slots, tool=tool)
+    items = sum(min(len(task), cfg.max_problems or len(task)) for task in tasks)
+    fused = choose_fused_engine(None, machine, items * cfg.runs * cfg.max_new_tokens)
+    engine = Engine(model, tokenizer, cfg.slots, tool=tool, compiled=fused)
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=cfg.seed)
     found = {}
     for task in tasks:

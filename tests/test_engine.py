@@ -1,5 +1,8 @@
 """The engine says what the plain model says, whoever else is in the batch."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from nanochat import decode
+from nanochat.common import REPOSITORY
 from nanochat.engine import Engine
 from nanochat.gpt import build_model, for_inference, refresh
 from nanochat.sampling import Sampling, sample
@@ -394,6 +398,83 @@ def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, 
     assert said[0] == said[1]
 
 
+def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monkeypatch):
+    """A recording reads and writes where it was made, as a CUDA graph does."""
+    sizes = []
+
+    class Graph:
+        def __init__(self, run, logits):
+            self.replay = lambda: logits.copy_(run())
+
+    def record(self, tokens, positions, places):
+        sizes.append((len(tokens), len(places)))
+        run = lambda: self.run_fused(tokens, positions, places)  # noqa: E731
+        logits = run().clone()
+        return decode.Recording(Graph(run, logits), tokens, positions, logits)
+
+    monkeypatch.setattr(decode, "fused", lambda: decode.next_logits)
+    monkeypatch.setattr(decode.NextLogits, "record", record)
+    model = for_inference(model_of(tokenizer, max_seq_len=128))
+    prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 60, 3, 11, 7))]
+    want = Engine(model, tokenizer, slots=3).generate(prompts, GREEDY)
+    engine = Engine(model, tokenizer, slots=3, compiled=True)
+    engine.next_logits.recorded = True
+    got = engine.generate(prompts, GREEDY)
+    assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
+    assert engine.next_logits.compiled and len(set(sizes)) == len(sizes)
+    assert {rows for rows, _ in sizes} <= {1, 2, 3} and {seen for _, seen in sizes} == {32, 64, 128}
+
+
+IN_THREADS = """
+import ctypes, threading
+import torch
+import nanochat.decode, nanochat.engine
+from nanochat.engine import Engine
+from nanochat.gpt import GPTConfig, build_model, for_inference
+from nanochat.sampling import Sampling
+from nanochat.tokenizer import Tokenizer
+
+# What depends on values, which are not computed here
+torch.backends.cuda.enable_cudnn_sdp(False)
+nanochat.decode.AGREEMENT = {torch.bfloat16: float("inf")}
+nanochat.engine.sample = lambda logits, settings, uniform: [int(u * 200) for u in uniform]
+cfg = GPTConfig(265, 2, 64, 2, 1, 32, 128)
+model = for_inference(build_model(cfg, torch.device("cuda"), torch.bfloat16, 0))
+replays = ctypes.CDLL(None).nullgpu_replays
+engine = Engine(model, Tokenizer.train(["noise"], 265), 4, compiled=True)
+
+def work():
+    before = replays()
+    engine.generate([[1, 2, 3]], Sampling(20))
+    engine.generate([[1, 2], [4, 5], [7]], Sampling(20))
+    print("compiled", engine.next_logits.compiled, "replays", replays() - before, flush=True)
+
+work()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_gpu_engine_is_compiled_and_recorded_in_every_thread():
+    """On a GPU that computes nothing: the steps of any thread are replays, none fell back."""
+    folder = os.environ.get("NANOCHAT_TEST_NULL_GPU")
+    if not folder:
+        pytest.skip("NANOCHAT_TEST_NULL_GPU names no folder of a built null GPU")
+    preloaded = {
+        "LD_LIBRARY_PATH": folder,
+        "LD_PRELOAD": f"{folder}/nullgpu.so:{folder}/nullblas.so",
+        "TRITON_LIBCUDA_PATH": folder,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THREADS],
+        cwd=REPOSITORY, env={**os.environ, **preloaded}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n") == ["compiled True replays 40"] * 2 + [""], done.stdout
+
+
 @pytest.mark.slow
 def test_models_of_one_shape_share_a_compilation(tokenizer):
     counters = torch._dynamo.utils.counters["stats"]
@@ -411,7 +492,7 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
     def broken(*args):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(decode, "fused", lambda device_type: broken)
+    monkeypatch.setattr(decode, "fused", lambda: broken)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     engine = Engine(model, tokenizer, compiled=True)
@@ -421,7 +502,7 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
 
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "fused", lambda device_type: lambda *a: decode.next_logits(*a) + 1)
+    monkeypatch.setattr(decode, "fused", lambda: lambda *a: decode.next_logits(*a) + 1)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     got = Engine(model, tokenizer, compiled=True).generate([[1, 2, 3]], GREEDY)[0][0].ids
@@ -433,7 +514,7 @@ def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, m
         logits = decode.next_logits(*args)
         return logits + 5 if len(logits) > 1 else logits
 
-    monkeypatch.setattr(decode, "fused", lambda device_type: broken)
+    monkeypatch.setattr(decode, "fused", lambda: broken)
     model, prompts = model_of(tokenizer), [[1, 2, 3], [4, 5]]
     want = Engine(model, tokenizer).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, compiled=True)

@@ -8,7 +8,15 @@ import torch
 
 from nanochat import attention, kernels
 from nanochat.gpt import build_model, for_inference
-from nanochat.kernels import KernelConfig, choose_attention, choose_compile, probe_attention
+from nanochat.kernels import (
+    KernelConfig,
+    choose_attention,
+    choose_compile,
+    choose_fused_engine,
+    probe_attention,
+)
+from scripts.chat_cli import ChatCli
+from scripts.chat_web import ChatWeb
 from tests.conftest import TINY, lively
 
 BROKEN = {
@@ -149,6 +157,15 @@ def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, caps
     monkeypatch.setattr(kernels.torch, "compile", broken)
     assert not choose_compile(KernelConfig(), machine, train_seconds=1e9)
     assert "no compiler" in capsys.readouterr().out
+
+
+def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypatch):
+    monkeypatch.setattr(kernels, "probe_compiler", lambda machine: None)
+    gpu = replace(machine, device=torch.device("cuda"))
+    for flags in (ChatWeb(), ChatCli()):
+        assert choose_fused_engine(flags.compile_engine, gpu, most_tokens=0)
+        assert not choose_fused_engine(flags.compile_engine, machine, most_tokens=0)
+    assert not choose_fused_engine(False, gpu, most_tokens=0)
 
 
 def test_B13_where_no_fast_kernel_works_the_plain_one_does_and_that_is_said(
