@@ -3,11 +3,13 @@
 import importlib.util
 import json
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat import engine_bench, eval_bench, tokenizer_bench
+from nanochat import engine_bench, eval_bench, tokenizer_bench, train_bench
 from nanochat.bench_table import Findings, Line, Point, Rate, exponent, growth_table, render
 from nanochat.config import parse
 from nanochat.hardware import resident_peak
@@ -47,26 +49,36 @@ def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path
     assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
 
 
-def test_the_training_bench_adds_up(capsys, tmp_path):
+def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
+    """By a clock that advances a second at each reading: no figure depends on the machine."""
+    ticks = count()
+    monkeypatch.setattr(train_bench, "clock", lambda machine: float(next(ticks)))
     path = tmp_path / "found.json"
     main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
                kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
     assert "TFLOP/s" in capsys.readouterr().out
     found = Findings.read(path)
     (line,) = found.lines
-    assert line.unit == "tokens/s" and line.ours.low <= line.ours.median <= line.ours.high
-    assert 0 < (line.ceiling or 0) < 1
     (point,) = found.points
-    assert point.seconds * line.ours.median == pytest.approx(32, rel=0.5)
+    assert point.seconds == 3  # forward, backward and update: a second each
+    assert line.unit == "tokens/s" and line.ours == Rate(32 / 3, 32 / 3, 32 / 3)
+    model = shape_for_depth(1, 64, 16).new().requires_grad_(False)
+    assert line.ceiling == pytest.approx(products_seconds(model, 2, init_machine(CPU)) / 3)
     assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
-    for part in ("forward and loss", "backward", "update"):
+    for part in ("forward and loss 33%", "backward 33%", "update 33%"):
         assert part in found.notes[0]
 
 
-def test_what_the_products_of_a_step_take_grows_with_the_model():
-    machine = init_machine(CPU)
-    small, large = (shape_for_depth(depth, 256, 64).new().requires_grad_(False) for depth in (1, 8))
-    assert products_seconds(large, 4, machine) > 8 * products_seconds(small, 4, machine)
+def test_the_products_of_a_step_grow_with_the_model(monkeypatch):
+    machine, spent = init_machine(CPU), []
+    for depth in (1, 4):
+        model = shape_for_depth(depth, 256, 64).new().requires_grad_(False)
+        with FlopCounterMode(display=False) as counted:  # FLOPs are the seconds
+            monkeypatch.setattr(train_bench, "clock", lambda _, c=counted: c.get_total_flops())
+            spent.append(products_seconds(model, 4, machine))
+        layers_and_head = 6 * 4 * 64 * model.num_used_params()
+        assert spent[-1] > layers_and_head  # and those of attention and the optimizer
+    assert spent[1] > 4 * spent[0]
 
 
 @interop

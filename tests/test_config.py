@@ -152,10 +152,10 @@ def test_settings_print_open_choices_as_the_seed_report_does():
     "script",
     "data tok_train tok_eval base_train base_loss base_eval bench compare export report".split(),
 )
-def test_help_names_its_two_commands(script):
+def test_help_names_two_commands_and_what_is_written(script):
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", "--help"],
-        cwd=REPOSITORY, capture_output=True, text=True,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0 and f"python -m scripts.{script}" in done.stdout
     assert "Writes " in done.stdout

@@ -60,7 +60,7 @@ def test_a_reply_has_the_answers_to_all_its_asks_numbered_through(engine):
         assert reply.prompt_tokens == 3 and reply.completion_tokens == 6 + 6 + 40
         alone = await read(worker.submit(engine, [Ask([3], LONG)]))
         assert text_of(alone) == text_of(pieces, 2)
-        assert 0 < reply.first_seconds < 5
+        assert 0 < reply.first_seconds
 
     run(engine, use)
 
@@ -190,7 +190,14 @@ def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypa
 def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
     other = Engine(model_of(TOKENIZER), TOKENIZER, slots=2)
     other.ends = set()
-    monkeypatch.setattr("nanochat.serving.PATIENCE_SECONDS", 0.5)
+    plain, patience = engine.step, []
+
+    def step(seconds):
+        if other.active:
+            patience.append(seconds)
+        return plain(seconds)
+
+    monkeypatch.setattr(engine, "step", step)
 
     async def use(worker):
         away = worker.submit(engine, [Ask([1], LONG)])
@@ -199,9 +206,8 @@ def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
         engine.active[0].called = Future()
         while not engine.calling:
             await asyncio.sleep(0.001)
-        started = time.monotonic()
         await read(worker.submit(other, [Ask([1], LONG)]))
-        assert time.monotonic() - started < 5  # 40 steps, one of which may have waited
+        assert not any(patience)  # it waits for the tool only where nobody else generates
         engine.calling[0].called.set_result(None)
         assert (await read(away))[-1].finish == "length"
 
@@ -215,6 +221,6 @@ def test_a_reader_that_waits_in_vain_is_told_so(engine, monkeypatch):
     async def use(worker):
         reply = worker.submit(engine, [Ask([1], SHORT)])
         assert await reply.news(0.01) == []
-        assert await reply.news(5)
+        assert await reply.news(60)
 
     run(engine, use)

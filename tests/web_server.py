@@ -79,7 +79,7 @@ class Site:
             engine.busy or any(engine.cache.lengths) or worker.owners or worker.load or worker.inbox
         )
 
-    def seconds_until_idle(self, patience: float = 5.0) -> float:
+    def seconds_until_idle(self, patience: float = 60.0) -> float:
         started = time.perf_counter()
         while not self.is_idle():
             assert time.perf_counter() - started < patience, "the server is still at work"
@@ -89,7 +89,7 @@ class Site:
     def raw(self) -> socket.socket:
         """A connection to speak HTTP on by hand."""
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=10)
+        return socket.create_connection((host, int(port)), timeout=60)
 
 
 def post(path: str, body: Any, *more: str) -> bytes:
