@@ -225,10 +225,12 @@ def prepare(
     batch_tokens: int,
     tokens_left: int,
     device_batch_size: int | None,
+    timed: bool = False,
 ) -> Prepared:
     """
     Choose kernels and micro-batch, and set the model up for them.
 
+    `timed`: the run ends by the clock, so that compiling the update must not be part of it.
     `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
     one row fits.
     """
@@ -246,7 +248,7 @@ def prepare(
     # tokens and targets of a whole step, twice: a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
     # on a CPU the update is not measured: what undoes it takes more memory than it does
-    update = machine.device.type == "cuda" or max_seconds is not None
+    update = machine.device.type == "cuda" or timed
     with limit_memory(machine.device, GPU_RESERVE if device_batch_size is None else 0):
         while not (rehearsal := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()

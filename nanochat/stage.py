@@ -272,6 +272,7 @@ def prepare(
         batch,
         left,
         cfg.device_batch_size,
+        timed=stage.max_seconds is not None,
     )
     T = model.cfg.max_seq_len
     passes = batch // (T * ready.device_rows * machine.world_size)
