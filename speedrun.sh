@@ -18,7 +18,7 @@ cd "$(dirname "$0")"
 source dev/profile.sh
 
 # Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes of each stage but the
-# base model, whose minutes scripts.plan computes, and the depth and processes at which they hold. cpu:
+# base model, whose minutes dev.plan computes, and the depth and processes at which they hold. cpu:
 # measured on 2 cores, 2026-11. GPUs: estimated from published throughput, not measured yet.
 #        tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat evaluations
 score=() core=() mid=() sft=() rl=() chat=()
@@ -91,9 +91,9 @@ fi
 # ---- Installation and plan ----------------------------------------------------------------------
 echo "speedrun: profile $PROFILE, $gpus GPUs found, depth $depth"
 source dev/setup.sh
-words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # as one string, for scripts.plan
+words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # as one string, for dev.plan
 shape+=(--depth="$depth")
-python -m scripts.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
+python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
     --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")" \
     --mid="$(words ${mid[@]+"${mid[@]}"})" --sft="$(words ${sft[@]+"${sft[@]}"})" \
     --rl="$(words ${rl[@]+"${rl[@]}"})"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import scripts.plan
+import dev.plan
+from dev.plan import Plan
 from nanochat.common import REPOSITORY, read_json
-from scripts.plan import Plan
 from tests.hub_server import hub_served, small_hub
 from tests.training_runs import SMALL
 
@@ -240,7 +240,7 @@ def in_bytes(text: str) -> float:
 def planned(capsys, plan: Plan, part: str = r"disk +") -> float:
     """Bytes that the plan states, for the whole run or a part of it."""
     capsys.readouterr()
-    scripts.plan.main(plan)
+    dev.plan.main(plan)
     found = re.search(part + r"([\d.]+ [MG]B)", capsys.readouterr().out)
     assert found
     return in_bytes(found[1])

@@ -1,7 +1,7 @@
 """
 Print the plan of a whole run: minutes, money, disk, sandbox. Rejects one that the disk cannot hold.
 
-    python -m scripts.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
+    python -m dev.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
     bash speedrun.sh --plan      # the plan of this machine's profile, and nothing else
 
 The flags of each stage are handed in as one string, as speedrun.sh passes them to the stage itself.
