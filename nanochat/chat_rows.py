@@ -183,6 +183,8 @@ def encode_batches(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except ValueError as error:  # of a conversation: raised here, so that it is the user's to fix
+        raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

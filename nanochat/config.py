@@ -80,7 +80,7 @@ def user_message(error: BaseException) -> str | None:
         fix = OS_FIXES.get(error.errno or 0, CHECK if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  way out:  {fix}")
-    if type(error) not in (ValueError, RuntimeError):
+    if not isinstance(error, ValueError | RuntimeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
     own = Path(last.filename).parent.parent == REPOSITORY
@@ -118,6 +118,8 @@ def parse(
     if args[:1] == ["--"]:
         args = args[1:]
     for arg in args:
+        if any("\ud800" <= char <= "\udfff" for char in arg):
+            refuse(f"{arg!r} is not valid UTF-8; write it in UTF-8")
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if arg.startswith("--") and name in retired:
             refuse(f"there is no --{name} here: {retired[name]}")

@@ -369,6 +369,12 @@ class MuonAdamW:
         self.steps_taken = int(tensors["steps_taken"])
 
 
+def state_bytes(params: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
+    """Bytes of the optimizer state of all ranks together: one or two moments in fp32."""
+    moments = {name: 1 if roles[name] in ("matrix", "bigram") else 2 for name in params}
+    return sum(4 * p.numel() * moments[name] for name, p in params.items())
+
+
 @contextmanager
 def restored(*tensors: Tensor) -> Iterator[None]:
     """Give tensors their values back afterwards, from copies in the host's memory."""

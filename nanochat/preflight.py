@@ -32,7 +32,7 @@ from nanochat.hardware import (
 from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import Trainable
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW
+from nanochat.optim import MuonAdamW, state_bytes
 
 CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
 GPU_EFFICIENCY = 0.4  # share of the peak that a first estimate of the time assumes
@@ -275,10 +275,7 @@ def require_memory(shape: GPTConfig, machine: Machine) -> None:
     """
     with torch.device("meta"):
         model = shape.new()
-    roles = model.param_roles()
-    state = sum(
-        p.numel() * (4 if roles[name] == "matrix" else 8) for name, p in model.named_parameters()
-    )
+    state = state_bytes(dict(model.named_parameters()), model.param_roles())
     weights = 4 * model.num_params()
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state
     neighbours = machine.local_size if machine.device.type != "cuda" else 1

@@ -404,8 +404,8 @@ def tokens_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.nd
 
 
 def flat(shard: str) -> str:
-    """A shard's name as one flat file name."""
-    return shard.replace("/", "--")
+    """A shard's name as one flat file name; different names never give the same."""
+    return shard.replace("%", "%25").replace("/", "%2F")
 
 
 def stamp(path: Path) -> int | None:

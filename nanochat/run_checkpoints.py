@@ -34,7 +34,7 @@ from nanochat.gpt import GPT
 from nanochat.guard import NotFinite, first_not_finite, require_equal_ranks
 from nanochat.hardware import free_memory_bytes
 from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW
+from nanochat.optim import MuonAdamW, state_bytes
 from nanochat.rows import differences
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress
@@ -308,6 +308,5 @@ def shown(found: tuple[int, str] | None) -> str:
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
     """Estimated size of one checkpoint, with its optimizer state or without."""
-    roles, one_moment = model.param_roles(), ("matrix", "bigram")
-    states = {n: (1 if roles[n] in one_moment else 2) if optimizer else 0 for n in roles}
-    return sum(p.numel() * 4 * (1 + states[n]) for n, p in model.named_parameters())
+    state = state_bytes(dict(model.named_parameters()), model.param_roles())
+    return 4 * model.num_params() + (state if optimizer else 0)

@@ -34,6 +34,8 @@ from tasks.base import Task
 from tasks.defaults import defaults
 from tasks.registry import exam, key_of, why_unavailable
 
+MEAN = "ChatCORE"
+
 
 @dataclass(frozen=True)
 class ChatEval:
@@ -83,6 +85,7 @@ class ChatEval:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        assert self.sampling  # raises ValueError for values that no answer can be sampled with
 
     @property
     def section(self) -> str:
@@ -121,7 +124,7 @@ def main(cfg: ChatEval) -> None:
     if cfg.once:
         known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
     todo = [task for task in tasks if task.name not in known]
-    if not todo:
+    if not todo and (cfg.task_name or MEAN in known):
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
@@ -185,12 +188,13 @@ def task_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
 
 
 def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
-    """The scores of the section's record that have this `task_key`."""
+    """The scores of the record that have this `task_key`, and ChatCORE where it has one."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
     record = records.read_if_sound(path)
     if record is None or record["provenance"]["inputs"] != inputs:
         return {}
     scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
+    scored += [MEAN] if scored and MEAN in record["values"] else []
     values = {name: record["values"][name] for name in scored if " pass@" not in name}
     return {
         name: Estimate(float(value["value"]), value["n"], float(value["se"]))
@@ -266,12 +270,12 @@ class Section:
     def add_mean(self, tasks: Sequence[Task], scores: Mapping[str, Estimate]) -> None:
         """Record ChatCORE: the mean of the centered scores of all tasks of the model's world."""
         centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
-        values: dict[str, Any] = {"ChatCORE": records.estimate(*stats.average(centred))}
+        values: dict[str, Any] = {MEAN: records.estimate(*stats.average(centred))}
         weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
         if self.missing:
             names = ", ".join(exam(name).name for name in self.missing)
-            values["ChatCORE without"] = f"{names}: {'; '.join(self.missing.values())}"
-        self.write(values, {"ChatCORE": records.weighted_scores(weights)})
+            values[f"{MEAN} without"] = f"{names}: {'; '.join(self.missing.values())}"
+        self.write(values, {MEAN: records.weighted_scores(weights)})
 
     def write(self, values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
         """Extend the record, at the cost of the time since it was last extended."""
