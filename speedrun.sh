@@ -5,7 +5,8 @@
 #   bash speedrun.sh --plan                # install, print the plan (minutes, money, disk), and stop
 #   PROFILE=gpu DEPTH=8 bash speedrun.sh   # choose: h100x8, gpu (1 to 7 GPUs), cpu; depth is the one dial
 #   PROFILE=smoke bash speedrun.sh         # every stage for a moment: does it work here?
-#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's own data, tasks and processes
+#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's own data, tasks and processes,
+#                                          # in out/dry-run
 #
 # Safe to run again: a finished stage is skipped by the fingerprint of its inputs, an interrupted
 # training continues. Everything generated goes to out/, or to NANOCHAT_BASE_DIR. WANDB_RUN=<name>
@@ -13,6 +14,14 @@
 # the whole run with other luck (in a NANOCHAT_BASE_DIR of its own).
 set -euo pipefail
 cd "$(dirname "$0")"
+
+case "$*" in
+"" | --plan) ;;
+*)
+    echo "error: speedrun.sh takes no argument but --plan, not '$*'; settings are environment variables, listed in its head" >&2
+    exit 2
+    ;;
+esac
 
 # ---- The machine --------------------------------------------------------------------------------
 source dev/profile.sh
@@ -77,6 +86,8 @@ smoke)
 esac
 
 if [ -n "${DRY_RUN:-}" ]; then # later flags win: the profile's stages and processes, each for a moment
+    export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/dry-run}"
+    REPORT_OUT="${REPORT_OUT:-$NANOCHAT_BASE_DIR}"
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
     shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)

@@ -16,6 +16,13 @@ if [ -z "${PROFILE:-}" ]; then
         PROFILE=gpu
     fi
 fi
+if [ "$PROFILE" = gpu ] || [ "$PROFILE" = h100x8 ]; then
+    if [ "$gpus" -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
+        echo "error: PROFILE=$PROFILE trains on GPUs, but nvidia-smi lists none
+  fix:  repair the driver until \`nvidia-smi -L\` lists them, or PROFILE=cpu" >&2
+        exit 2
+    fi
+fi
 if [ "$PROFILE" = cpu ]; then # also where there are GPUs
     gpus=0 gpu_name=""
     export CUDA_VISIBLE_DEVICES=""

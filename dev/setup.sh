@@ -65,7 +65,8 @@ echo "setup: installing packages (PyTorch brings CUDA: about 6 GB on disk, once)
 # bytecode: once, not at the start of every stage; inexact: leaves in place what others installed
 uv sync --quiet --inexact --compile-bytecode ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-}
 source .venv/bin/activate
-if [ -n "${TORCH_BACKEND:-}" ] && ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+torch_works() { python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and sys.argv[1] != "cpu")' "$1" 2>/dev/null; }
+if [ -n "${TORCH_BACKEND:-}" ] && ! torch_works "$TORCH_BACKEND"; then
     echo "setup: installing PyTorch for $TORCH_BACKEND"
-    uv pip install --quiet --reinstall-package torch torch --torch-backend="$TORCH_BACKEND"
+    uv pip install --quiet --reinstall-package torch "torch>=2.11,<3" --torch-backend="$TORCH_BACKEND"
 fi

@@ -348,10 +348,11 @@ def closing_lines(folder: Path, machine: Machine) -> str:
     stage = next(s for s, name in FOLDERS.items() if folder.parts[-3] == f"{name}_checkpoints")
     tag = folder.parent.name
     run = "python" if machine.world_size == 1 else f"torchrun --nproc_per_node={machine.local_size}"
+    last = "" if machine.world_size == 1 else " --"
     following = {"base": "mid", "mid": "sft", "sft": "rl"}.get(stage)
     lines = [f"checkpoint: {folder}"]
     if following:
-        lines += [f"next: {run} -m {maker(following)} --model_tag={tag}"]
+        lines += [f"next: {run} -m {maker(following)}{last} --model_tag={tag}"]
     if stage in ("sft", "rl"):
         lines += [f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}"]
     return "\n".join(lines)

@@ -7,13 +7,14 @@ Items are dealt out to the ranks and the outcomes gathered, so a figure depends 
 number nor on the batch. Knows no particular task and no section of a report.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nanochat.chat_format import Message, render_prompt
+from nanochat.common import Refused
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.machine import Machine
@@ -37,6 +38,19 @@ def grade(questions: Questions, i: int, answer: str) -> float:
     """The score of an answer to item i, given by the task that the item is of."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
+
+
+def left_out(reasons: Mapping[str, str | None], named: bool, machine: Machine) -> dict[str, str]:
+    """
+    Of tasks with the reason why this rank cannot score them, or None: those that some rank cannot
+    score; logged. Raises Refused where the user asked for the tasks by name.
+    """
+    found = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
+    for name, why in found.items():
+        if named:
+            raise Refused(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
+        machine.print0(f"{name} is left out: {why}")
+    return found
 
 
 Outcomes = list[list[float]]  # per item, in order: the score of every answer to it

@@ -178,8 +178,7 @@ def refused(error: BaseException, repo: str, revision: str, file: str | None) ->
     if isinstance(error, EntryNotFoundError):
         return Refused(
             f"{repo} has no file {file} at commit {revision}, although the hub listed it",
-            "leave it out (of text: --num_shards, --val_shard), or use another --revision in a new "
-            "NANOCHAT_BASE_DIR",
+            "delete its folder below NANOCHAT_BASE_DIR/data and name another --revision",
         )
     if isinstance(error, RepositoryNotFoundError):
         return Refused(
@@ -215,12 +214,14 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
     patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     began = None
     for attempt in itertools.count(1):
+        attempted = time.monotonic()
         try:
             return action()
         except Exception as error:
             if not is_transient(error):
                 raise
-            began = time.monotonic() if began is None else began
+            if began is None or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
+                began = time.monotonic()  # data came in between: a new period of failures
             asked = retry_after(error)
             backoff = min(MAX_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** min(attempt - 1, 30))
             pause = backoff if asked is None else max(asked, PAUSE_SECONDS)

@@ -78,7 +78,13 @@ class HubRepo:
         if recorded is None:
             if problem := damage(path, whole=promised is None):
                 return problem
-            check(path)
+            try:
+                check(path)
+            except ValueError:
+                if not any("sha256" in each for each in self.files().values()):
+                    self.manifest.unlink()  # nothing of a repository that is of no use is recorded
+                    path.unlink()
+                raise
             with locked(self.folder / ".lock", "writing the manifest"):
                 manifest = read_json(self.manifest)
                 manifest["files"][file] = {"bytes": path.stat().st_size, "sha256": digest}

@@ -205,7 +205,8 @@ def write_record(
     metrics     the run's metrics.jsonl (`runlog`), for the figures
     files       what the stage made, as files or folders: `finished` checks their content later
     extend      keep the values, items and tables of the section's last record where it has the
-                same inputs, and add the costs: a section filled by several calls
+                same inputs, and add the costs: a section filled by several calls. A value of None
+                removes the one of that name.
 
     Safe for two processes at once. Returns the path of the record.
     """
@@ -378,9 +379,12 @@ def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     spent = {
         name: old["cost"][name] + new["cost"][name] for name in ("wall_seconds", "device_seconds")
     }
+    values = {**old["values"], **new["values"]}
+    if new["values"].keys() >= old["values"].keys():
+        values = new["values"]  # in its order
     return {
         **new,
-        "values": {**old["values"], **new["values"]},
+        "values": {name: value for name, value in values.items() if value is not None},
         "items": {**old["items"], **new["items"]},
         "tables": [t for t in old["tables"] if t["title"] not in titles] + list(new["tables"]),
         "series": {**old["series"], **new["series"]},

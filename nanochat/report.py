@@ -384,7 +384,7 @@ def render_damage(damaged: Sequence[str]) -> list[str]:
     if not damaged:
         return []
     head = "> [!WARNING]\n> **Damaged records, left out of this report.**"
-    return ["\n".join([head, *(f"> - {show(each)}" for each in damaged)])]
+    return ["\n".join([head, *(f"> - {escape(each)}" for each in damaged)])]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def main(cfg: BaseEval) -> None:
         scores.append(examine(subject, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
         if machine.is_main:  # an abort keeps what was scored
-            write_section(cfg, machine, candidate, suite, scores, started)
+            write_section(cfg, machine, candidate, suite, scores, started, len(scores) > 1)
+        started = time.perf_counter()
     machine.print0(
         f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f} over {len(scores)} tasks"
     )
@@ -182,8 +183,9 @@ def write_section(
     suite: Suite,
     scores: Sequence[TaskScore],
     started: float,
+    extend: bool,
 ) -> None:
-    """The record, with CORE where all tasks are scored."""
+    """The record, with CORE where all tasks are scored; `extend` adds the cost to the last one."""
     whole = len(scores) == len(suite.tasks)
     values: dict[str, Any] = {
         "Model": candidate.name,
@@ -204,6 +206,7 @@ def write_section(
         cfg.report_dir,
         items=item_scores(scores) if whole else task_items(scores),
         tables=[task_table(scores)],
+        extend=extend,
     )
 
 

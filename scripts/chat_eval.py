@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.common import Refused
 from nanochat.config import settings, short, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing
+from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing, left_out
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.held_out import admitted, require_access
@@ -115,7 +114,8 @@ def main(cfg: ChatEval) -> None:
     )
     every_task = defaults(checkpoint.state["source"]).evaluated
     names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
-    missing = unavailable(cfg, names, machine)
+    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
+    missing = left_out(reasons, bool(cfg.task_name), machine)
     with machine.working("loading the tasks"):
         tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
     inputs = parent_inputs(checkpoint)
@@ -166,20 +166,6 @@ def main(cfg: ChatEval) -> None:
         with machine.working("writing the report"):
             report.update(cfg.report_dir)
     machine.close()
-
-
-def unavailable(cfg: ChatEval, names: Sequence[str], machine: Machine) -> dict[str, str]:
-    """
-    Task -> why it cannot be scored on this machine; logged. Raises Refused for one that was asked
-    for by name.
-    """
-    mine = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
-    found = {n: why for rank in machine.gather(mine) for n, why in rank.items() if why}
-    for name, why in found.items():
-        if cfg.task_name:
-            raise Refused(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
-        machine.print0(f"{exam(name).name} is left out: {why}")
-    return found
 
 
 def task_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
@@ -246,7 +232,6 @@ class Section:
     ):
         self.cfg, self.checkpoint, self.key, self.machine = cfg, checkpoint, key, machine
         self.missing, self.started = missing, started
-        self.cropped = 0
 
     def add_task(self, task: Task, graded: Graded) -> None:
         """Record the scores of a task."""
@@ -262,9 +247,7 @@ class Section:
             values[f"{name} pass@{n}"] = records.estimate(*passed)
             each = [stats.pass_at_k(k, c, n) for c in correct]
             items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
-        self.cropped += graded.num_cropped
-        if self.cropped:
-            values["Cropped prompts"] = self.cropped
+        values[f"{name} cropped prompts"] = graded.num_cropped or None
         self.write(values, items)
 
     def add_mean(self, tasks: Sequence[Task], scores: Mapping[str, Estimate]) -> None:
@@ -272,9 +255,9 @@ class Section:
         centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
         values: dict[str, Any] = {MEAN: records.estimate(*stats.average(centred))}
         weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-        if self.missing:
-            names = ", ".join(exam(name).name for name in self.missing)
-            values[f"{MEAN} without"] = f"{names}: {'; '.join(self.missing.values())}"
+        names = ", ".join(exam(name).name for name in self.missing)
+        why = "; ".join(self.missing.values())
+        values[f"{MEAN} without"] = f"{names}: {why}" if names else None
         self.write(values, {MEAN: records.weighted_scores(weights)})
 
     def write(self, values: Mapping[str, Any], items: Mapping[str, Any]) -> None:

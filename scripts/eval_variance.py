@@ -17,7 +17,7 @@ from nanochat import records, report, variance
 from nanochat.checkpoint import Checkpoint, load_model, referred
 from nanochat.config import settings, start
 from nanochat.engine import Engine
-from nanochat.eval_chat import by_writing
+from nanochat.eval_chat import by_writing, left_out
 from nanochat.gpt import for_inference
 from nanochat.held_out import admitted, require_access
 from nanochat.kernels import choose_fused_engine
@@ -27,7 +27,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.defaults import defaults
-from tasks.registry import exam
+from tasks.registry import exam, why_unavailable
 
 SECTION = "Evaluation variance"
 
@@ -81,8 +81,10 @@ def main(cfg: EvalVariance) -> None:
     )
     evaluated = defaults(models[0].state["source"]).evaluated
     wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
+    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in wanted}
+    missing = left_out(reasons, bool(cfg.task_name), machine)
     with machine.working("loading the tasks"):
-        every = [exam(name, cfg.unsafe_exec) for name in wanted]
+        every = [exam(name, cfg.unsafe_exec) for name in wanted if name not in missing]
     tasks = [task for task in every if task.kind == "generate"]
     if not tasks:
         raise ValueError(f"none of {', '.join(wanted)} is scored by what the model writes")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, printable
 from nanochat.config import start
 from nanochat.records import read_records, report_folder
 
@@ -42,7 +42,7 @@ def main(cfg: Report) -> None:
     damaged: list[str] = []
     records = read_records(cfg.report_dir, damaged)
     for each in damaged:
-        print(f"left out: {each}")
+        print(f"left out: {printable(each)}")
     if not records:
         where = report_folder(cfg.report_dir)
         raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")

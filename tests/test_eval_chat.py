@@ -168,7 +168,7 @@ def test_without_a_sandbox_humaneval_is_left_out_and_the_record_says_so(
     monkeypatch.setattr(sandbox, "LAYERS", ())
     with hub_served(hub, monkeypatch) as serve:
         serve()
-        for expected in ("HumanEval is left out: nothing here confines", "skipped"):
+        for expected in ("humaneval is left out: nothing here confines", "skipped"):
             evaluate(once=True, max_problems=1)
             assert expected in capsys.readouterr().out
     values = read_json(base / "report" / "chat-evaluation-sft.json")["values"]
