@@ -375,6 +375,8 @@ def watch(
                 "files": used() > limits.file_bytes,
             }
             if any(broken.values()):
+                for key, _ in selector.select(0):  # what was printed before the limit was passed
+                    output[key.fd] += os.read(key.fd, CHUNK)
                 return list(output.values()), next(name for name in broken if broken[name])
     return list(output.values()), ""
 

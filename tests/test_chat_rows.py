@@ -63,7 +63,7 @@ def test_conversations_are_encoded_alike_by_any_number_of_processes(
     )
     chats = [chat("q" * (i % 23), "a" * (1 + i % 70) if i % 9 else "") for i in range(100)]
     progress = []
-    found = encode({"name": "x"}, chats, TOKENIZER, 31, progress.append)
+    found = encode({"name": "x"}, chats, TOKENIZER, 31, report=progress.append)
     assert progress[-1] == "100 of 100 conversations" and len(progress) == 15
     assert len(used) == (15 if cores > 1 else 0)
     signed = [signed_ids(*render(TOKENIZER, c, 32)) for c in chats]

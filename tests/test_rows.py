@@ -565,17 +565,16 @@ def test_training_waits_only_for_the_shard_it_needs(folder, tokenizer):
 
 
 def test_an_error_of_the_packing_process_reaches_who_waits_with_its_message(folder, tokenizer):
-    (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     source = source_of(folder)
+    (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     found = open_rows(source, tokenizer, T, say=lambda line: None)
     other_rank = open_rows(source, tokenizer, T, say=lambda line: None)  # has no handle on it
     with start_packing(found, source, say=lambda line: None):
         steps = range(100)
         for reader in (found, other_rank):
-            with pytest.raises(RuntimeError, match=r"shard_1\.jsonl, line 2"):
+            with pytest.raises(RuntimeError, match=r"shard_1\.jsonl is not the file it was"):
                 for step in steps:
                     reader.batch(step, ROWS, SEED)
-        assert found.is_packed("shard_0.jsonl")
     (folder / "shard_1.jsonl").unlink()
     with pytest.raises(ValueError, match="came or went"):
         source_of(folder)

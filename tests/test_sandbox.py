@@ -830,6 +830,28 @@ def test_S12_files_without_a_name_count_towards_the_limit(layer, way):
         assert result.reason == "files", result
 
 
+def test_S12_what_was_printed_before_the_limit_is_kept(layer, monkeypatch):
+    name = "mounted_bytes" if layer == "bubblewrap" else "disk_bytes"
+    count = getattr(sandbox, name)
+
+    def slow(*args):
+        time.sleep(1.0)  # the program prints and writes meanwhile
+        return count(*args)
+
+    monkeypatch.setattr(sandbox, name, slow)
+    code = """
+import time
+time.sleep(0.3)
+print("said", flush=True)
+for name in "ab":
+    try: open(name, "wb", 0).write(bytes(2**20))
+    except OSError: pass
+time.sleep(20)
+"""
+    result = run_python(code, Limits(seconds=15, file_bytes=2**20))
+    assert (result.stdout, result.reason) == ("said\n", "files")
+
+
 def test_S12_bubblewrap_never_writes_more_than_the_limit(layer):
     """A file system of that size: what the counting of files would be too slow for is refused."""
     if layer != "bubblewrap":

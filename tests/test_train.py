@@ -411,7 +411,7 @@ def test_what_is_pinned_for_a_copy_is_contiguous(monkeypatch):
             return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or Copied())
-    for part in tokens_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4)):
+    for part in tokens_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4), IGNORE):
         assert to_device(part, torch.device("cuda")).tolist() == part.tolist()
     assert all(x.is_contiguous() for x in pinned) and len(pinned) == 2
 
