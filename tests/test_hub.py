@@ -229,7 +229,7 @@ def check_nothing_is_pinned(base):
 @pytest.mark.parametrize("kind", ["head", "get"])
 def test_R35_a_listed_file_that_is_gone_is_named(served, base, kind):
     served.faults[kind] = [status(404, error="EntryNotFound")]
-    with pytest.raises(Refused, match=f"(?s){SHARD}.*{COMMIT}.*--num_shards"):
+    with pytest.raises(Refused, match=f"(?s){SHARD}.*{COMMIT}.*delete its folder.*--revision"):
         read_shard()
     check_nothing_is_pinned(base)
 

@@ -119,8 +119,9 @@ def test_an_unusable_base_directory_is_named(command, monkeypatch, tmp_path, pla
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / place))
     text = command.rejects("tok_train", *TEXT)
-    assert str(tmp_path / place) in text or place in text
-    assert "name another path" in text or "set NANOCHAT_BASE_DIR" in text
+    assert str(tmp_path / place) in text
+    fixes = ("name another path", "NANOCHAT_BASE_DIR", "check the path")
+    assert any(fix in text for fix in fixes)
 
 
 def test_an_interrupt_ends_without_a_traceback(command, monkeypatch):
