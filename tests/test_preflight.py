@@ -122,9 +122,7 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
 
     monkeypatch.setattr(optimizer, "muon_kernel", out_of_memory)
     with pytest.raises(Refused, match="smaller --depth"):
-        prepare(
-            KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None, max_seconds=9
-        )
+        prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None, timed=True)
     assert all(torch.equal(p, weights[n]) for n, p in tiny_gpt.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
 
