@@ -1,5 +1,5 @@
 """
-Best-fit packing: token sequences of any length into rows of one length, every place filled.
+Best-fit packing: token sequences of any length into rows of one length.
 
     documents -> pieces (BOS + tokens) -> pool -> rows (n, row_length)
 
@@ -56,8 +56,8 @@ class PackCounts:
 
 class Packer:
     """
-    Packs one stream of documents into rows of `row_length` tokens; with `cut`, every place of
-    every row holds text, without it documents stay whole.
+    Packs one stream of documents into rows of `row_length` tokens. With `cut`, documents are cut
+    so that only the last row may be padded with BOS; without it they stay whole.
 
     Memory: the pool (at most POOL_TOKENS tokens), as much again, and the batch at hand.
     Raises ValueError for a row shorter than two tokens.
