@@ -173,7 +173,8 @@ def train(run: Run, progress: Progress) -> bool:
 
     The last thing before the final evaluation is a checkpoint. Asked to stop, it leaves the
     evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
-    RanksDiffer, and Refused for more steps after the weights were averaged.
+    RanksDiffer, and Refused for more steps after the weights were averaged or where the checkpoint
+    of the finished run holds no optimizer state.
     """
     if not run.finished(progress):
         require_resumable(progress)
@@ -218,7 +219,8 @@ def train(run: Run, progress: Progress) -> bool:
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
         run.begin_step(progress.step, 1.0)
-        progress.averaged = run.optimizer.take_average()
+        if not progress.averaged:  # the optimizer state of a resumed run may be missing
+            progress.averaged = run.optimizer.take_average()
         progress.finished = True
         run.save(progress, final=True)
         with last_evaluation(run.machine):

@@ -16,9 +16,11 @@ from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW
 from nanochat.quantize import LateQuantization, QuantConfig, as_stored
 from nanochat.rows import tokens_and_targets
+from nanochat.run_checkpoints import Checkpoints, SavingConfig
 from nanochat.schedule import ScheduleConfig
 from nanochat.stage import patient
 from nanochat.stopping import PREEMPTED, UNEVALUATED, StoppedWaiting
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     LoopConfig,
     Progress,
@@ -265,6 +267,32 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
     assert train(run, progress)  # measures again, trains nothing
     with pytest.raises(Refused, match="ended after step 6"):
         train(replace(run, num_steps=9), progress)
+
+
+def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
+    saving, tokenizer = (
+        SavingConfig(resume="auto", save_optimizer=False),
+        Tokenizer.train(["a"], 265),
+    )
+    found = []
+    for seed in (0, 1):  # of the new weights; the rows are the same
+        run, *_ = make_run(machine, num_steps=4, seed=seed)
+        model, named = run.model, dict(run.model.named_parameters())
+        table, roles = run.optimizer.table, model.param_roles()
+        optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
+        progress = Progress()
+        with Checkpoints(base / "averaged", machine, saving) as checkpoints:
+            checkpoints.begin({}, False, model, optimizer, progress, 4)
+
+            def save(progress, final=False, run=run, to=checkpoints, optimizer=optimizer):
+                to.save(run.model, optimizer, tokenizer, {"identity": {}}, progress, final)
+
+            assert train(replace(run, optimizer=optimizer, save=save), progress)
+            assert progress.averaged and not checkpoints.saved.has_optimizer
+            found.append((named, checkpoints.saved.model_tensors()))
+    (first, _), (again, saved) = found
+    assert all(torch.equal(p, again[name]) for name, p in first.items())
+    assert all(torch.equal(p, saved[name]) for name, p in first.items())
 
 
 def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
