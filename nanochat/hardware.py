@@ -101,14 +101,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def limit_memory(device: torch.device, reserve_bytes: int) -> Iterator[None]:
-    """While inside, tensors on a GPU leave so many bytes of what is free now to others."""
-    if device.type != "cuda" or not reserve_bytes:
+def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
+    """While inside, tensors of this process take at most `max_bytes` of a GPU's memory."""
+    if device.type != "cuda":
         yield
         return
-    free, total = torch.cuda.mem_get_info(device)
-    most = max(0, free + torch.cuda.memory_reserved(device) - reserve_bytes)
-    torch.cuda.set_per_process_memory_fraction(most / total, device)
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, max_bytes) / total), device)
     try:
         yield
     finally:

@@ -249,7 +249,10 @@ def prepare(
     ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
     # on a CPU the update is not measured: what undoes it takes more memory than it does
     update = machine.device.type == "cuda" or timed
-    with limit_memory(machine.device, GPU_RESERVE if device_batch_size is None else 0):
+    # the same limit on all ranks: one that alone ran out of memory would miss a collective
+    available = free_memory_bytes(machine.device) + used_memory_bytes(machine.device)
+    reserve = GPU_RESERVE if device_batch_size is None else 0
+    with limit_memory(machine.device, min(machine.gather(available)) - reserve):
         while not (rehearsal := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_batch_size is not None and device_rows > 1:

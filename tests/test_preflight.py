@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from nanochat import preflight
 from nanochat.common import REPOSITORY, Refused, read_json
 from nanochat.kernels import KernelConfig
+from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW
 from nanochat.preflight import (
     choose_device_rows,
@@ -125,6 +127,30 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
         prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None, timed=True)
     assert all(torch.equal(p, weights[n]) for n, p in tiny_gpt.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
+
+
+@pytest.mark.parametrize(("asked", "reserve"), [(None, preflight.GPU_RESERVE), (2, 0)])
+def test_R37_ranks_rehearse_under_the_same_memory_limit(
+    machine, tiny_gpt, optimizer, monkeypatch, asked, reserve
+):
+    """The rank with more memory rehearses with as much as the one with less."""
+
+    class SecondRank(Machine):
+        def gather(self, value):
+            return [40 << 30, value] if value == 64 << 30 else [value]
+
+    limits = []
+
+    def record(device, max_bytes):
+        limits.append(max_bytes)
+        return nullcontext()
+
+    monkeypatch.setattr(preflight, "limit_memory", record)
+    monkeypatch.setattr(preflight, "used_memory_bytes", lambda device: 4 << 30)
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda device: 60 << 30)
+    second = SecondRank(0, 0, 1, machine.device, machine.dtype)
+    prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, second, 128, 1000, asked)
+    assert limits == [(40 << 30) - reserve]
 
 
 class Crowded:
