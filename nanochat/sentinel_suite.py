@@ -19,6 +19,7 @@ import torch
 
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.checkpoint import Checkpoint
+from nanochat.common import Refused
 from nanochat.engine import Completion, Engine
 from nanochat.eval_bpb import Batch, bits_by_row
 from nanochat.gpt import GPT, for_inference
@@ -240,14 +241,15 @@ def pretraining_text(
         return []
     found: list[Batch] = []
     try:
-        texts = open_texts(DataConfig(), recorded=parent.state["source"])
-        corpus = open_corpus(texts, tokenizer, max_seq_len)
-        for name, rows in corpus.rows.items():
-            ensure(rows, texts.sources[name], tokenizer, 0)
-        each = max(1, num_tokens // max_seq_len // len(corpus.rows))
-        for rows in corpus.rows.values():
-            found += [tokens_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
-    except (OSError, ValueError) as error:
+        with machine.working("opening the pretraining text"):  # the other ranks wait for it
+            texts = open_texts(DataConfig(), recorded=parent.state["source"])
+            corpus = open_corpus(texts, tokenizer, max_seq_len)
+            for name, rows in corpus.rows.items():
+                ensure(rows, texts.sources[name], tokenizer, 0)
+            each = max(1, num_tokens // max_seq_len // len(corpus.rows))
+            for rows in corpus.rows.values():
+                found += [tokens_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
+    except (OSError, ValueError, Refused) as error:
         machine.print0(f"the text that was pretrained on is not watched: {error}")
         return []
     return found

@@ -3,6 +3,8 @@
 import atexit
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,21 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def machine() -> Machine:
     """One process on the CPU in float32."""
     return Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the work that ranks report at the moment (`Machine.working`)."""
+    active: list[str] = []
+
+    @contextmanager
+    def working(machine: Machine, what: str) -> Iterator[Callable[[str], None]]:
+        active.append(what)
+        yield lambda progress: None
+        active.pop()
+
+    monkeypatch.setattr(Machine, "working", working)
+    return active
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from dev.plant import PLANTS
-from nanochat import chat_rows, finetune
+from nanochat import chat_rows, finetune, sentinel_suite
 from nanochat.checkpoint import stage_folder
-from nanochat.common import read_json
+from nanochat.common import Refused, read_json
 from nanochat.finetune import Plan
 from nanochat.machine import MachineConfig
 from nanochat.mixture import MixConfig
@@ -49,6 +49,16 @@ def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_sentinels_saw(tu
     assert record["values"]["Sentinels"] != "broken"
     table = next(t for t in record["tables"] if t["title"] == "Sentinels")
     assert {"forgotten", "gap", "counted", "lead", "apart"} <= {row[0] for row in table["rows"]}
+
+
+def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, capsys):
+    def unreachable(*args, **kwargs):
+        raise Refused("the hub is unreachable", "check the network")
+
+    monkeypatch.setattr(sentinel_suite, "open_texts", unreachable)
+    tune()
+    assert "text that was pretrained on is not watched: the hub is" in capsys.readouterr().out
+    assert read_json(base / "report" / "chat-sft.json")["values"]["Number of iterations"] == STEPS
 
 
 @pytest.mark.parametrize("plant", ["mask", "template"])

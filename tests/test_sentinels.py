@@ -1,17 +1,18 @@
 """Sentinels: what they see in a run, and that they say nothing of one that is well."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from nanochat import sentinels
+from nanochat import sentinel_suite, sentinels
 from nanochat.chat_format import render
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.rows import tokens_and_targets
-from nanochat.sentinel_suite import Suite
+from nanochat.sentinel_suite import Suite, pretraining_text
 from nanochat.sentinels import (
     BOUNDS,
     Broken,
@@ -80,6 +81,19 @@ def test_a_suite_measures_text_conversations_and_answers(model):
     assert found["taught_loss"] == pytest.approx(math.log(265), rel=0.3)
     assert found["no_end"] > 0.5 and found["unreadable"] > 0.5 and found["length"] > 3
     assert suite.measure(model) == suite.measure(model)
+
+
+def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, active_work):
+    opened = []
+
+    def open_texts(*args, **kwargs):
+        opened.extend(active_work)
+        raise FileNotFoundError("no text")
+
+    monkeypatch.setattr(sentinel_suite, "open_texts", open_texts)
+    parent = SimpleNamespace(state={"source": {"dataset": "embedded"}})
+    assert pretraining_text(parent, TOKENIZER, 64, 640, machine) == []
+    assert opened == ["opening the pretraining text"]
 
 
 def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
