@@ -78,10 +78,11 @@ def gathered(
     score(items, prompts) gives the scores of each; prompts have at most `most` tokens.
     """
     mine = list(range(machine.rank, count, machine.world_size))
-    whole = [render_prompt(tokenizer, questions[i]) for i in mine]
-    prompts = [fit(prompt, most) for prompt in whole]
-    cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
-    scores = dict(zip(mine, score(mine, prompts), strict=True))
+    with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
+        whole = [render_prompt(tokenizer, questions[i]) for i in mine]
+        prompts = [fit(prompt, most) for prompt in whole]
+        cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
+        scores = dict(zip(mine, score(mine, prompts), strict=True))
     for other in machine.gather(scores):
         scores |= other
     return Graded([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))

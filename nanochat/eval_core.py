@@ -328,16 +328,17 @@ def examine(
     pass_tokens = pass_tokens or subject.pass_tokens or default
     task = task.drawn(max_items)
     mine = range(machine.rank, len(task.items), machine.world_size)
-    questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
     found: dict[int, tuple[int, bool]] = {}
     stopped, broken = False, None
-    for batch in batches(questions, pass_tokens):
-        if stopped := stopping():
-            break
-        for q, options in zip(batch, read_safely(subject, batch, machine.device), strict=True):
-            if not all(math.isfinite(nats) for nats, _ in options):
-                broken = f"item {q.number} gets {[nats for nats, _ in options]} nats"
-            found[q.number] = (outcome(q, options), q.cropped)
+    with machine.working(f"scoring {task.name}"):  # others may finish earlier
+        questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
+        for batch in batches(questions, pass_tokens):
+            if stopped := stopping():
+                break
+            for q, options in zip(batch, read_safely(subject, batch, machine.device), strict=True):
+                if not all(math.isfinite(nats) for nats, _ in options):
+                    broken = f"item {q.number} gets {[nats for nats, _ in options]} nats"
+                found[q.number] = (outcome(q, options), q.cropped)
     for others, stopped_too, broken_too in machine.gather((found, stopped, broken)):
         found |= others
         stopped |= stopped_too

@@ -268,17 +268,18 @@ class Practice:
         cfg, numbers = self.cfg, [self.number(count, attempt) for count in asked]
         most = longest_prompt(engine, cfg.max_new_tokens)
         waiting = []
-        for count, i in zip(asked, numbers, strict=True):
-            seed = self.seed * 1_000_003 + count + attempt * 1_000_000_007
-            settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
-            prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
-            waiting.append(engine.submit(prompt, settings, cfg.num_samples))
-        while engine.busy:
-            engine.step()
-        return [
-            Group(group, [self.reward(i, answer) for answer in group])
-            for i, group in zip(numbers, waiting, strict=True)
-        ]
+        with self.machine.working(f"generating answers to {len(asked)} questions"):
+            for count, i in zip(asked, numbers, strict=True):
+                seed = self.seed * 1_000_003 + count + attempt * 1_000_000_007
+                settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
+                prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
+                waiting.append(engine.submit(prompt, settings, cfg.num_samples))
+            while engine.busy:
+                engine.step()
+            return [
+                Group(group, [self.reward(i, answer) for answer in group])
+                for i, group in zip(numbers, waiting, strict=True)
+            ]
 
     def reward(self, i: int, answer: Completion) -> float:
         """What an answer to question i of the task earns."""

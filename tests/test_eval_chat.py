@@ -94,6 +94,17 @@ def test_ranks_share_the_items_and_put_them_in_order():
         assert got.num_cropped == 3 * len(range(rank, 10, 3))  # each is longer
 
 
+def test_R31_scoring_of_answers_is_named_work(machine, active_work):
+    names = []
+
+    def score(items, prompts):
+        names.extend(active_work)
+        return [[1.0] for _ in items]
+
+    gathered(Echo(), 10, TOKENIZER, 2, score, machine)
+    assert names == ["scoring 10 of 10 items"]
+
+
 def test_a_prompt_that_is_too_long_keeps_its_bos_and_its_end():
     assert fit([9, 1, 2, 3], 8) == [9, 1, 2, 3]
     assert fit([9, 1, 2, 3, 4, 5], 4) == [9, 3, 4, 5]

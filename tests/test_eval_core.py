@@ -327,6 +327,18 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
         assert len(expected.outcomes) == min(17, len(one_task.items))
 
 
+def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
+    one_task, names = next(iter(made_up_suite())), []
+    subject = subject_of(gpt, Letters())
+
+    def stopping():
+        names.extend(active_work)
+        return False
+
+    examine(subject, one_task, machine, 3, stopping=stopping)
+    assert set(names) == {f"scoring {one_task.name}"}
+
+
 def test_a_model_that_computes_no_numbers_gets_no_score(machine):
     broken = lively(build_model(TINY, CPU, torch.float32, 0))
     broken.head_weight.data[3] = math.nan

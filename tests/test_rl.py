@@ -197,6 +197,19 @@ def numbers(practice, step):
     return [practice.number(asked) for asked in practice.asked(step)]
 
 
+def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
+    names, engine = [], Engine(for_inference(model_of()), TOKENIZER, 8)
+    step = engine.step
+
+    def recorded():
+        names.extend(active_work)
+        return step()
+
+    monkeypatch.setattr(engine, "step", recorded)
+    practice_of(machine, examples_per_step=2).roll_out(engine, 0)
+    assert set(names) == {"generating answers to 2 questions"}
+
+
 def test_every_epoch_asks_every_question_once_in_another_order(machine):
     practice = practice_of(machine, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(practice, step)] for s in (0, 2)]
