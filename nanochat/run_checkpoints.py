@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
-
 from nanochat.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
@@ -32,7 +30,6 @@ from nanochat.common import printable
 from nanochat.disk import RunLock
 from nanochat.gpt import GPT
 from nanochat.guard import NotFinite, first_not_finite, require_equal_ranks
-from nanochat.hardware import free_memory_bytes
 from nanochat.machine import Machine
 from nanochat.optim import MuonAdamW, state_bytes
 from nanochat.rows import differences
@@ -48,9 +45,9 @@ class SavingConfig:
     keep: int = 2
     """Checkpoints to keep; older ones are deleted."""
     async_save: bool | None = None
-    """Save checkpoints asynchronously: training goes on once the state is copied, which takes as
-    much memory of the host as a checkpoint is large; with less than that free, saving is
-    synchronous. The last one is always waited for. Default: on GPUs."""
+    """Save checkpoints asynchronously: training goes on once the state is copied to the host, which
+    a synchronous save from a GPU needs as well; on a CPU it takes memory for a copy of the weights.
+    The last one is always waited for. Default: on GPUs."""
     save_optimizer: bool | None = None
     """Keep the optimizer state in the checkpoint that a finished run ends with; all others have it.
     Default: in pretraining, whose state --warm_start uses."""
@@ -126,7 +123,7 @@ class Checkpoints:
         problem = None
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            beside = not final and self.asynchronous and self.has_memory(model)
+            beside = not final and self.asynchronous
             weights = weights_on_host(model, copy=beside)
             write = partial(
                 write_checkpoint, self.folder, progress.step, weights, model.cfg,
@@ -146,19 +143,6 @@ class Checkpoints:
         """Whether the checkpoint of `progress` is to hold no optimizer state."""
         dropped = self.cfg.save_optimizer is False or progress.optimizer_missing
         return progress.finished and dropped
-
-    def has_memory(self, model: GPT) -> bool:
-        """Whether the host has memory for a copy of the state; if not, saving is synchronous from
-        now on."""
-        needed, free = checkpoint_bytes(model), free_memory_bytes(torch.device("cpu"))
-        if needed > free:
-            self.asynchronous = False
-            print(
-                f"saving synchronously: a copy of the state takes {needed / 1e9:.2f} GB of the "
-                f"host's memory, and {free / 1e9:.2f} GB are free",
-                flush=True,
-            )
-        return self.asynchronous
 
     def written(self) -> str | None:
         """Wait for the save under way; what the disk had against it, if anything."""

@@ -407,15 +407,6 @@ def test_saving_is_asynchronous_on_gpus_unless_told(run, machine):
         assert found == expected
 
 
-def test_without_memory_for_a_copy_saving_is_synchronous(run, monkeypatch, capsys):
-    monkeypatch.setattr(run_checkpoints, "free_memory_bytes", lambda device: 1000)
-    with run.open(async_save=True) as checkpoints:
-        for step in (1, 2):
-            run.save(checkpoints, step)
-            assert checkpoints.pending is None and checkpoints.saved.step == step
-    assert capsys.readouterr().out.count("saving synchronously: a copy of the state takes") == 1
-
-
 # ------------------------------------------------------------------------------------------------
 # Nothing broken
 
