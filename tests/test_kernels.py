@@ -73,15 +73,23 @@ def test_a_float32_kernel_may_round_as_tf32_where_that_is_allowed(machine, monke
 
 
 def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
-    dtypes = set()
+    seen = set()
 
     def recorded(q, *rest):
-        dtypes.add(q.dtype)
+        seen.add((q.dtype, q.size(2)))
         return attention.attend_plain(q, *rest)
 
     monkeypatch.setattr(kernels, "attend_plain", recorded)
     assert probe_attention("sdpa", TINY, machine) is None
-    assert dtypes == {torch.float64}
+    assert seen == {(torch.float64, 1)}  # one head at a time
+
+
+def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch):
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels, "attend_plain", out_of_memory)
+    assert "OutOfMemoryError: CUDA out of memory" in (probe_attention("sdpa", TINY, machine) or "")
 
 
 def test_where_masked_attention_fails_no_mode_of_the_kernel_is_used(machine, monkeypatch, capsys):
