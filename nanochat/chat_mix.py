@@ -40,7 +40,8 @@ def mixed_chat_rows(
             for (name, each), count in zip(buckets.items(), tokens, strict=True)
         ],
     }
-    rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0)
+    verifies = machine.local_rank == 0
+    rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0, verifies)
     machine.on_node(
         "packing conversations",
         lambda: pack_encoded(rows, "train", mixed(list(buckets.values()), tokens, seed), tokenizer),

@@ -260,14 +260,21 @@ def open_chat_rows(
     max_seq_len: int,
     shard: str = "train",
     say: Callable[[str], None] = print,
+    verifies: bool = True,
 ) -> Rows:
-    """The rows of conversations, packed already or not: shard "train", or "val" for validation."""
+    """
+    The rows of conversations, packed already or not: shard "train", or "val" for validation;
+    `verifies` as for `Rows`.
+    """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
     train = ["train"] if shard == "train" else []
-    return Rows(folder, train, "val", max_seq_len, "int32", tokenizer.vocab_size, made_of, say)
+    vocab_size = tokenizer.vocab_size
+    return Rows(
+        folder, train, "val", max_seq_len, "int32", vocab_size, made_of, say, verifies=verifies
+    )
 
 
 def pack_encoded(

@@ -401,10 +401,12 @@ def val_rows(
     buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: Machine
 ) -> dict[str, Rows]:
     """Name -> packed validation rows of each bucket; one process of each node packs."""
-    found = {}
+    found, verifies = {}, machine.local_rank == 0
     for bucket in buckets:
         about = {"rows": "val", **bucket.val.identity}
-        found[bucket.name] = open_chat_rows(about, tokenizer, max_seq_len, "val", machine.print0)
+        found[bucket.name] = open_chat_rows(
+            about, tokenizer, max_seq_len, "val", machine.print0, verifies
+        )
 
     def pack() -> None:
         for bucket in buckets:

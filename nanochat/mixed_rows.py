@@ -28,7 +28,6 @@ class MixedRows:
         self.counts = tuple(count for _, count in buckets.values())
         self.max_seq_len = self.parts[0].max_seq_len
         self.should_stop: Callable[[], bool] = lambda: False
-        self.verifies = True
         for rows in self.parts:
             rows.should_stop = lambda: self.should_stop()
         described = {
@@ -54,10 +53,10 @@ class MixedRows:
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """This rank's rows of a step, as `Rows.batch` gives them; verified as there."""
-        if self.verifies:
+        if any(rows.verifies for rows in self.parts):
             whole = self.row_ids(step, rows_per_step, seed)
             for bucket, rows in enumerate(self.parts):
-                if (here := whole[:, 0] == bucket).any():
+                if rows.verifies and (here := whole[:, 0] == bucket).any():
                     rows.verify_train(whole[here, 1])
         ids = self.row_ids(step, rows_per_step, seed, rank, world_size)
         dtype = np.result_type(*(rows.dtype for rows in self.parts))

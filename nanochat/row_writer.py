@@ -62,13 +62,14 @@ def open_rows(
     max_seq_len: int,
     run_id: str | None = None,
     say: Callable[[str], None] = print,
+    verifies: bool = True,
 ) -> Rows:
     """
     The rows of a source under rows/, whether packed already or not.
 
     The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
     source share it. It holds a copy of the tokenizer. run_id goes into index.json; `say` is told
-    when a shard is waited for.
+    when a shard is waited for; `verifies` as for `Rows`.
     """
     if max_seq_len < 1:
         raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
@@ -95,6 +96,7 @@ def open_rows(
         },
         say,
         {**groups, source.val_shard: [source.val_shard]},
+        verifies,
     )
     write_index(rows, run_id)
     return rows

@@ -185,7 +185,6 @@ def carry_out(
         step_rows = stage.batch_tokens // model.cfg.max_seq_len
         stop = StopRequest()
         rows.should_stop = lambda: stop.asked
-        rows.verifies = machine.local_rank == 0
         log = RunLog(
             cfg.log,
             checkpoints.folder,

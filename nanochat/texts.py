@@ -171,11 +171,15 @@ def known_size(rows: Rows) -> int | None:
 
 
 def open_corpus(
-    texts: Texts, tokenizer: Tokenizer, max_seq_len: int, run_id: str | None = None
+    texts: Texts,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    run_id: str | None = None,
+    verifies: bool = True,
 ) -> Corpus:
-    """The rows of texts, packed already or not."""
+    """The rows of texts, packed already or not; `verifies` as for `Rows`."""
     rows = {
-        name: open_rows(source, tokenizer, max_seq_len, run_id)
+        name: open_rows(source, tokenizer, max_seq_len, run_id, verifies=verifies)
         for name, source in texts.sources.items()
     }
     return Corpus(texts, tokenizer, rows)

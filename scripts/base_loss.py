@@ -89,7 +89,8 @@ def main(cfg: BaseLoss) -> None:
     model = load_model(checkpoint, machine)
     with machine.working("opening the text"):
         texts = open_texts(cfg.data, recorded=checkpoint.state["source"])
-    corpus = open_corpus(texts, tokenizer, model.cfg.max_seq_len)
+    T = model.cfg.max_seq_len
+    corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
     step_rows = cfg.device_batch_size or default_rows(model, machine)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu(machine) else 20 * 524_288)
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
@@ -113,7 +114,6 @@ def main(cfg: BaseLoss) -> None:
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # Documents, each from its beginning: comparable between packers and tokenizers
-    T = model.cfg.max_seq_len
     stride = cfg.sliding_stride or max(1, T // 4)
 
     def score(stride: int, most: int | None) -> Bpb:

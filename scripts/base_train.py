@@ -260,7 +260,8 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     if machine.is_main:
         open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
-    return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, run_id), run_id)
+    verifies = machine.local_rank == 0
+    return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, run_id, verifies), run_id)
 
 
 def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def judged_by(
     asked, stage = first.state["settings"], first.state["stage"]
     if stage == "base":
         texts = open_texts(DataConfig(), recorded=first.state["source"])
-        corpus = open_corpus(texts, tokenizer, T)
+        corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
         corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
         return corpus.rows
     spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")

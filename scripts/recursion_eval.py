@@ -154,7 +154,8 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: Machine) -> Score
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
-    rows = open_rows(open_source(cfg.data, checkpoint.state["source"]), tokenizer, T)
+    source = open_source(cfg.data, checkpoint.state["source"])
+    rows = open_rows(source, tokenizer, T, verifies=machine.local_rank == 0)
     size = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, 2 * tokens, machine) / 3)

@@ -1,13 +1,17 @@
 """Training on conversations: packing them changes nothing about what is learned."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from nanochat.chat_format import render
+from nanochat.chat_mix import mixed_chat_rows
 from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
 from nanochat.common import Refused
-from nanochat.finetune import AnswerLoss, Apart, auto_batch
+from nanochat.finetune import AnswerLoss, Apart, auto_batch, val_rows
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -67,6 +71,20 @@ def val_rows_of(name, answers):
     rows = open_chat_rows({"rows": name}, TOKENIZER, 63, "val")
     pack_encoded(rows, "val", encode({"name": name}, chats, TOKENIZER, 63), TOKENIZER)
     return rows
+
+
+def test_R28_one_rank_of_a_node_verifies_conversations(machine):
+    class HeldOut(list):
+        identity = {"name": "held out"}
+
+    encoded = {"chat": encode({"name": "x"}, CHATS, TOKENIZER, 63)}
+    bucket = SimpleNamespace(name="chat", val=HeldOut(CHATS))
+    for local_rank in (0, 1):
+        rank = replace(machine, local_rank=local_rank)
+        train = mixed_chat_rows(encoded, [100], 0, TOKENIZER, 63, rank)
+        val = val_rows([bucket], TOKENIZER, 63, rank)["chat"]
+        assert train.verifies is val.verifies is (local_rank == 0)
+        assert len(train.batch(0, 1, seed=0)) == len(next(val.val_batches(1))) == 1
 
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):

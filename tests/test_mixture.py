@@ -184,6 +184,15 @@ def test_a_mixture_of_one_bucket_is_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
+def test_R28_parts_of_a_mixture_keep_who_verifies_them(monkeypatch):
+    parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
+    monkeypatch.setattr("nanochat.rows.sha256_file", lambda path: hashed.append(path))
+    for rows in parts.values():
+        rows.verifies = False
+    MixedRows({name: (rows, 20) for name, rows in parts.items()}).batch(0, 16, seed=0)
+    assert not hashed
+
+
 def test_how_often_a_row_was_read_before_is_known_of_each():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     seen: Counter = Counter()

@@ -393,6 +393,26 @@ def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
         found.batch(0, 2 * boundary, SEED, 0, 2)
 
 
+def test_R28_a_rank_that_does_not_verify_rejects_foreign_ids(folder, tokenizer, monkeypatch):
+    found, source = packed(folder, tokenizer), source_of(folder)
+    hashed = []
+    monkeypatch.setattr(rows, "sha256_file", lambda path: hashed.append(path))
+    second = open_rows(source, tokenizer, T, verifies=False)
+    read_everything(second)
+    assert not hashed
+    for shard, read in (
+        ("shard_0.jsonl", lambda other: other.batch(0, ROWS, SEED, 1, 2)),
+        (found.val_shard, lambda other: list(other.val_batches(64))),
+    ):
+        stored = np.fromfile(found.bin_path(shard), "<u2")
+        stored[stored != tokenizer.bos_id] = tokenizer.vocab_size
+        stored.tofile(found.bin_path(shard))
+        other = open_rows(source, tokenizer, T, verifies=False)
+        with pytest.raises(Refused, match=r"holds token id 300, but the vocabulary(.|\n)*again"):
+            read(other)
+    assert not hashed
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[777] ^= 4
