@@ -519,11 +519,16 @@ def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
     write_parquet(folder / "c.parquet", ["one"], column="content")
     serve(tmp_path / "hub")
     source = open_source(DataConfig(dataset="local/broken"))
+    with pytest.raises(ValueError, match=r"c\.parquet has no column `text`"):
+        texts_of(source, "c.parquet")
+    assert not source.manifest.exists()  # nothing is recorded before a file passed its checks
+    source = open_source(DataConfig(dataset="local/broken"))
+    assert texts_of(source, "a.parquet") == ["one"]
     with pytest.raises(ValueError, match=r"b\.parquet is refused, twice: it is no readable parq"):
         texts_of(source, "b.parquet")
     with pytest.raises(ValueError, match=r"c\.parquet has no column `text`"):
         texts_of(source, "c.parquet")
-    assert texts_of(source, "a.parquet") == ["one"]
+    assert source.manifest.exists()
 
 
 def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, monkeypatch):

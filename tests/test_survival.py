@@ -216,9 +216,7 @@ def test_R15_ranks_that_differ_are_found_within_n_steps_and_the_parameter_named(
     )  # fmt: skip
     text = rest_of(process)
     assert process.returncode != 0
-    assert re.search(
-        r"RanksDiffer: before step (8|10) .* (\S+) is another one on rank 1 of 2", text
-    )
+    assert re.search(r"error: before step (8|10) .* (\S+) is another one on rank 1 of 2", text)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
