@@ -2,6 +2,9 @@
 
 import atexit
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,3 +121,18 @@ def hub() -> Path:
     if not folder:
         pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The libraries that stand in front of CUDA, built against those of this environment."""
+    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
+    if not sources or not shutil.which("gcc"):
+        pytest.skip("NANOCHAT_TEST_NULL_GPU names no null GPU, or there is no gcc")
+    built = tmp_path_factory.mktemp("null_gpu")
+    done = subprocess.run(
+        ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"the null GPU cannot be built here: {done.stdout}{done.stderr}")
+    return built

@@ -457,15 +457,12 @@ thread.join()
 
 
 @pytest.mark.slow
-def test_a_gpu_engine_is_compiled_and_recorded_in_every_thread():
+def test_a_gpu_engine_is_compiled_and_recorded_in_every_thread(null_gpu):
     """On a GPU that computes nothing: the steps of any thread are replays, none fell back."""
-    folder = os.environ.get("NANOCHAT_TEST_NULL_GPU")
-    if not folder:
-        pytest.skip("NANOCHAT_TEST_NULL_GPU names no folder of a built null GPU")
     preloaded = {
-        "LD_LIBRARY_PATH": folder,
-        "LD_PRELOAD": f"{folder}/nullgpu.so:{folder}/nullblas.so",
-        "TRITON_LIBCUDA_PATH": folder,
+        "LD_LIBRARY_PATH": str(null_gpu),
+        "LD_PRELOAD": f"{null_gpu}/nullgpu.so:{null_gpu}/nullblas.so",
+        "TRITON_LIBCUDA_PATH": str(null_gpu),
     }
     done = subprocess.run(
         [sys.executable, "-c", IN_THREADS],

@@ -6,7 +6,6 @@ Training and generation on a GPU that computes nothing: devices, dtypes and memo
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,30 +20,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OnGPU = Callable[..., str]
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The libraries that stand in front of CUDA, built against those of this environment."""
-    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
-    if not sources or not shutil.which("gcc"):
-        pytest.skip("NANOCHAT_TEST_NULL_GPU names no null GPU, or there is no gcc")
-    built = tmp_path_factory.mktemp("null_gpu")
-    done = subprocess.run(
-        ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"the null GPU cannot be built here: {done.stdout}{done.stderr}")
-    return built
-
-
 @pytest.fixture
-def on_gpu(libraries: Path, base: Path) -> OnGPU:
+def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
     """Runs a module under the null GPU; returns what it prints."""
 
     def run(module: str, *flags: str) -> str:
         script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
         command = [sys.executable, "-m", "tests.on_null_gpu", module, *flags]
         done = subprocess.run(
-            ["bash", str(script), str(libraries), *command],
+            ["bash", str(script), str(null_gpu), *command],
             cwd=REPOSITORY, env=environment(base), capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
