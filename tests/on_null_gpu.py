@@ -22,7 +22,7 @@ kernels.probe_attention = lambda backend, *shape: "not here" if backend == "fa3"
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.Practice.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
-torch.Tensor.argmax = lambda x, *where: 0 * argmax(x, *where).cpu()
+torch.Tensor.argmax = lambda x, dim=None: 0 * argmax(x).cpu() if dim is None else argmax(x, dim)
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

@@ -23,5 +23,5 @@ rust_lint fmt --check
 rust_lint clippy --quiet --all-targets --no-default-features -- -D warnings
 (cd rustbpe && cargo test --quiet --release --no-default-features)
 
-if [ $# -eq 0 ]; then set -- -m "not slow and not net"; fi
+if [ $# -eq 0 ]; then set -- -m "not slow and not net" -n 2 --dist loadfile; fi # two at a time
 python -m pytest "$@"
