@@ -45,7 +45,7 @@ def test_R14_clean_curves_raise_no_alarm(machine):
 
 
 @pytest.mark.parametrize(
-    "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_R14_ten_clean_runs_raise_no_alarm(machine, steps, record_property):
     for seed in range(10):
