@@ -8,11 +8,12 @@ GET / is the chat page; under /v1 are OpenAI's chat completions, completions and
 then their streams close with an error that says so.
 """
 
+import asyncio
 import base64
 import hashlib
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from nanochat.config import short
 from nanochat.desk import Desk
@@ -32,8 +33,8 @@ from nanochat.openai_api import (
     TextRequest,
     Writer,
     error_body,
-    explain,
     model_entry,
+    read_request,
 )
 from nanochat.respond import respond
 from nanochat.server_metrics import MEDIA_TYPE
@@ -99,13 +100,15 @@ def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
     """What OpenAI's clients call."""
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, ChatRequest, await request.body())
         model = await desk.model(asked.model)
         writer = Writer("chat", model.name, model.engine.tokenizer)
         return await respond(await desk.chat(asked, model), writer, asked, request, desk.done)
 
     @app.post("/v1/completions")
-    async def completions(asked: TextRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, TextRequest, await request.body())
         model = await desk.model(asked.model)
         writer = Writer("text", model.name, model.engine.tokenizer)
         return await respond(await desk.text(asked, model), writer, asked, request, desk.done)
@@ -177,21 +180,27 @@ def add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, field_name = explain(error.errors())
-        return JSONResponse(error_body(400, message, None, field_name), 400)
-
-    async def plain(request: Request, error: Any) -> JSONResponse:
+    async def plain(request: Request, error: Any) -> Response:
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed_methods(error.headers)})
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed_methods(headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code)
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
-    for status in (400, 404, 405):  # what the framework itself refuses
+    for status in (400, 404, 405):  # what the framework itself rejects
         app.add_exception_handler(status, plain)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
+
+
+def allowed_methods(headers: Mapping[str, str] | None) -> str:
+    """The Allow header of a path, from the framework's: HEAD goes with GET, OPTIONS with all."""
+    methods = {name.strip() for name in (headers or {}).get("Allow", "").split(",")} - {""}
+    return ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
 
 
 # ---- running it --------------------------------------------------------------------------------
@@ -203,7 +212,15 @@ class Server(uvicorn.Server):
     def __init__(self, desk: Desk, cfg: ServerConfig, suggestions: Sequence[str] = ()):
         self.desk = desk
         app = build_app(desk, suggestions)
-        gate = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        gate: Any = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        if cfg.gate.allow_origins:
+            gate = CORSMiddleware(
+                gate,
+                cfg.gate.allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )
         super().__init__(
             uvicorn.Config(
                 gate,

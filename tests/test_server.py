@@ -494,8 +494,6 @@ BAD = {
         **CHAT,
         "messages": [{"role": "user", "content": [{"type": "python", "text": "1"}]}],
     },
-    "two users in turn": {**CHAT, "messages": [*HELLO, *HELLO]},
-    "the assistant last": {**CHAT, "messages": [*HELLO, {"role": "assistant", "content": "x"}]},
     "temperature too high": {**CHAT, "temperature": 2.5},
     "temperature negative": {**CHAT, "temperature": -0.1},
     "temperature as text": {**CHAT, "temperature": "1"},
