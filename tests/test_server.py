@@ -292,9 +292,9 @@ def test_V1_the_official_client_understands_our_errors(site, client):
     assert hot.value.param == "temperature" and "2" in hot.value.message
     with pytest.raises(openai.BadRequestError, match="Unrecognized request argument.*sing"):
         client.chat.completions.create(**asked, extra_body={"sing": True})
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice: not supported.*no functions"):
         tool = {"type": "function", "function": {"name": "f"}}
-        client.chat.completions.create(**asked, tools=[tool])
+        client.chat.completions.create(**asked, tools=[tool], tool_choice="required")
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(
             **{**asked, "messages": [{"role": "user", "content": "x" * 300}]}
