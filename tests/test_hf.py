@@ -1,14 +1,17 @@
 """Hugging Face's format: the same logits, ids, prompts and words there, and the way back."""
 
+import copy
 import itertools
 import json
+import math
 import random
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import nanochat
 from nanochat.chat_format import render, render_prompt
@@ -28,6 +31,8 @@ from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 from tests.test_eval_core import evaluate
 
 transformers = pytest.importorskip("transformers")
+
+from nanochat.hf_modeling import NanochatConfig, NanochatForCausalLM  # noqa: E402
 
 CPU = torch.device("cpu")
 ARCHITECTURES = {
@@ -157,6 +162,243 @@ def test_the_last_logits_can_be_had_alone(exported):
     ids = torch.tensor([[1, 2, 3, 4]])
     whole, last = theirs(ids).logits, theirs(ids, logits_to_keep=1).logits
     torch.testing.assert_close(last, whole[:, -1:])
+
+
+# ------------------------------------------------------------------------------------------------
+# What else users of transformers ask of a model
+
+
+@pytest.fixture
+def ids(tokenizer):
+    return torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_static_cache_generates_what_a_dynamic_one_does(exported, num_beams):
+    _, _, theirs, tokenizer = exported
+    batch = tokenizer(
+        ["The market", "Quin lives in Fennick and"], padding=True, return_tensors="pt"
+    )
+    options = {"max_new_tokens": 10, "do_sample": False, "num_beams": num_beams}
+    want = theirs.generate(**batch, **options)
+    for other in ({"cache_implementation": "static"}, {"use_cache": False}):
+        assert torch.equal(theirs.generate(**batch, **options, **other), want), other
+
+
+@torch.no_grad()
+def test_prefill_in_chunks_generates_the_same(exported, ids):
+    _, _, theirs, _ = exported
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    want = theirs.generate(ids, **options)
+    assert torch.equal(theirs.generate(ids, prefill_chunk_size=16, **options), want)
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_every_layer(exported, ids):
+    ours, _, theirs, _ = exported
+    found = theirs(ids, output_hidden_states=True)
+    assert len(found.hidden_states) == len(ours.cfg.order) + 1
+    torch.testing.assert_close(found.hidden_states[-1], ours.hidden(ids), rtol=0, atol=1e-5)
+    assert theirs(ids).hidden_states is None
+    said = theirs.generate(
+        ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
+    )
+    assert len(said.hidden_states[0]) == len(ours.cfg.order) + 1
+
+
+@torch.no_grad()
+def test_remote_code_and_native_class_agree_on_hidden_states(tokenizer, ids, tmp_path):
+    ours = model_of(tokenizer, "classic")
+    write_hf(tmp_path, ours, tokenizer)
+    native, _ = load(tmp_path)
+    remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(ours.cfg))).eval()
+    remote.gpt.load_state_dict(ours.state_dict())
+    want = native(ids, output_hidden_states=True).hidden_states
+    found = remote(ids, output_hidden_states=True).hidden_states
+    for state, other in zip(found, want, strict=True):
+        # theirs begin with the embeddings as they are, ours with what the first layer reads
+        torch.testing.assert_close(F.rms_norm(state, (32,)), F.rms_norm(other, (32,)))
+
+
+@torch.no_grad()
+def test_prompts_as_vectors_give_what_their_ids_give(exported, ids):
+    ours, _, theirs, _ = exported
+    embeds, mask = theirs.get_input_embeddings()(ids), torch.ones_like(ids)
+    both = {"inputs_embeds": embeds} | ({} if is_native(ours.cfg) else {"input_ids": ids})
+    torch.testing.assert_close(theirs(**both).logits, ours(ids), rtol=0, atol=1e-4)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    want = theirs.generate(ids, **options)
+    found = theirs.generate(input_ids=ids, inputs_embeds=embeds, **options)
+    assert torch.equal(found[:, -5:], want[:, -5:])
+
+
+@torch.no_grad()
+def test_vectors_alone_need_a_model_that_looks_up_no_ids(tokenizer, ids):
+    shape = replace(TINY, vocab_size=tokenizer.vocab_size, value_embeddings=False)
+    remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
+    embeds = remote.get_input_embeddings()(ids)
+    torch.testing.assert_close(remote(inputs_embeds=embeds).logits, remote(ids).logits)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    want = remote.generate(ids, **options)[:, -4:]
+    assert torch.equal(remote.generate(inputs_embeds=embeds, **options), want)
+    for change in ({"value_embeddings": True}, {"bigram_rows": 97}):
+        other = NanochatForCausalLM(NanochatConfig(gpt=asdict(replace(shape, **change)))).eval()
+        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*give input_ids"):
+            other(inputs_embeds=embeds)
+        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*give input_ids"):
+            other.generate(inputs_embeds=embeds, **options)
+
+
+@torch.no_grad()
+def test_position_ids_separate_packed_documents_or_turn_them(exported, ids):
+    ours, _, theirs, _ = exported
+    counted, mask = torch.arange(40)[None], torch.ones_like(ids)
+    packed = theirs(ids, position_ids=torch.cat((counted[:, :15], counted[:, :25]), 1)).logits
+    if is_native(ours.cfg):  # theirs is told of the cache that it would fill
+        packed = theirs(
+            ids, position_ids=torch.cat((counted[:, :15], counted[:, :25]), 1), use_cache=False
+        ).logits
+    torch.testing.assert_close(packed[:, :15], ours(ids[:, :15]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(packed[:, 15:], ours(ids[:, 15:]), rtol=0, atol=1e-4)
+    shifted = theirs(ids, position_ids=counted + 7, attention_mask=mask).logits
+    torch.testing.assert_close(shifted, ours(ids), rtol=0, atol=1e-3)
+    apart = theirs(ids, position_ids=2 * counted, attention_mask=mask).logits
+    assert (apart - ours(ids)).abs().max() > 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["default", "bigrams"])
+def test_padding_anywhere_leaves_real_tokens_as_they_are(tokenizer, tmp_path, ids, name):
+    ours = model_of(tokenizer, name)
+    write_hf(tmp_path, ours, tokenizer)
+    theirs, _ = load(tmp_path)
+    mask = torch.ones_like(ids)
+    mask[0, 30:] = mask[1, 10:14] = 0
+    for use_cache in (False, True):
+        found = theirs(ids, attention_mask=mask, use_cache=use_cache).logits
+        torch.testing.assert_close(found[:1, :30], ours(ids[:1, :30]), rtol=0, atol=1e-4)
+        alone = ours(torch.cat((ids[1:, :10], ids[1:, 14:]), 1))
+        torch.testing.assert_close(found[1:, 14:], alone[:, 10:], rtol=0, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_resized_vocabulary_survives_a_round_trip(exported, ids, tmp_path):
+    ours, _, theirs, tokenizer = exported
+    larger, size = copy.deepcopy(theirs), ours.cfg.vocab_size
+    larger.resize_token_embeddings(size + 20)
+    torch.testing.assert_close(larger(ids).logits[..., :size], ours(ids), rtol=0, atol=1e-4)
+    new = torch.full((1, 5), size + 19)
+    assert larger(new).logits.shape == (1, 5, size + 20) and larger(new).logits.isfinite().all()
+    larger.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = load(tmp_path)
+    assert again.config.vocab_size == size + 20
+    for tokens in (ids, new):
+        torch.testing.assert_close(again(tokens).logits, larger(tokens).logits, rtol=0, atol=1e-6)
+    again.resize_token_embeddings(pad_to_multiple_of=64)
+    assert again(new).logits.size(-1) % 64 == 0
+
+
+def gradients(model, ids, mask, **options):
+    model.train().zero_grad()
+    labels = ids.masked_fill(mask == 0, -100)
+    model(ids, attention_mask=mask, labels=labels, **options).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_checkpointing_leaves_gradients_as_they_are(exported, ids):
+    model = copy.deepcopy(exported[2])
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    want = gradients(model, ids, mask)
+    assert all(gradient.abs().sum() > 0 for gradient in want.values())
+    model.gradient_checkpointing_enable()
+    recomputed = []
+    for module in model.modules():
+        if type(module).__name__ in ("MLP", "NanoChatMLP"):
+            module.register_forward_pre_hook(lambda *_: recomputed.append(1))
+    found = gradients(model, ids, mask)
+    assert len(recomputed) == 2 * len(exported[0].cfg.order)
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    model.gradient_checkpointing_disable()
+    recomputed.clear()
+    gradients(model, ids, mask)
+    assert len(recomputed) == len(exported[0].cfg.order)
+    weights = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = float(model(ids, labels=ids).loss)
+    weights.step()
+    assert float(model(ids, labels=ids).loss) < before
+
+
+@torch.no_grad()
+def test_the_loss_is_divided_by_the_items_of_all_batches(exported, ids):
+    _, _, theirs, _ = exported
+    mean = theirs(ids, labels=ids).loss
+    shared = theirs(ids, labels=ids, num_items_in_batch=torch.tensor(1000)).loss
+    torch.testing.assert_close(shared, mean * 2 * 39 / 1000)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "call, named",
+    [
+        (lambda m, x: m(x, output_attentions=True), "output_attentions=True"),
+        (lambda m, x: m(x, token_type_ids=x), "no argument token_type_ids"),
+        (lambda m, x: m(), "give input_ids"),
+        (lambda m, x: m(x, inputs_embeds=torch.ones(2, 3, 32)), "inputs_embeds are"),
+        (lambda m, x: m(x, attention_mask=torch.ones(2, 3)), r"attention_mask is \(2, 3\)"),
+        (lambda m, x: m(x, attention_mask=torch.ones(2, 1, 40, 40)), "attention_mask is"),
+        (lambda m, x: m(x, position_ids=torch.ones(2, 3)), "position_ids are"),
+        (lambda m, x: m(x, position_ids=0 * x, use_cache=True), "position_ids.*use_cache=False"),
+        (lambda m, x: m.gradient_checkpointing_enable(every_n_layers=2), "every_n_layers=2"),
+        (lambda m, x: m.gradient_checkpointing_enable(offload=True), "offload=True"),
+        (lambda m, x: m.gradient_checkpointing_enable({"debug": True}), "debug"),
+    ],
+)
+def test_what_the_remote_code_cannot_do_is_named(tokenizer, ids, call, named):
+    shape = replace(TINY, vocab_size=tokenizer.vocab_size)
+    remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
+    with pytest.raises(ValueError, match=named):
+        call(remote, ids)
+    assert isinstance(remote(ids, return_dict=False), tuple)
+
+
+@torch.no_grad()
+def test_a_model_made_of_a_config_alone_guesses_evenly(exported, ids):
+    ours, _, theirs, _ = exported
+    torch.empty(1_000_000).fill_(math.nan)  # what uninitialized memory may hold
+    options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
+    new = transformers.AutoModelForCausalLM.from_config(theirs.config, **options)
+    assert float(new(ids, labels=ids).loss) == pytest.approx(math.log(ours.cfg.vocab_size), abs=0.1)
+
+
+@torch.no_grad()
+def test_half_precision_and_device_maps_keep_the_logits(exported, ids):
+    ours, folder, theirs, _ = exported
+    for dtype in (torch.bfloat16, torch.float16):
+        half = copy.deepcopy(theirs).to(dtype)
+        assert (half(ids).logits.float() - ours(ids)).abs().max() < 0.1
+        assert half.generate(ids[:1], max_new_tokens=3).shape == (1, 43)
+    options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
+    for device_map in ("auto", {"": "cpu"}):
+        mapped = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, device_map=device_map, **options
+        )
+        torch.testing.assert_close(mapped(ids).logits, ours(ids), rtol=0, atol=1e-4)
+
+
+def test_adapters_on_all_linear_layers_learn(exported, ids):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(copy.deepcopy(exported[2]), adapter)
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(weight.grad is not None for weight in trained.values())
+    model.eval()
+    assert model.generate(input_ids=ids, max_new_tokens=2).shape[0] == 2
 
 
 # ------------------------------------------------------------------------------------------------
