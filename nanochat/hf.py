@@ -81,11 +81,12 @@ def write_hf(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe = native_config if native else remote_config
     config = {**describe(model.cfg), "dtype": str(dtype).removeprefix("torch.")}
-    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.bos_id}
     ends = [tokenizer.special(END), tokenizer.bos_id]  # of an answer, and of a document
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
     history = {"nanochat": dict(origin)} if origin else {}
-    write_json(folder / "config.json", {**config, **ids, "eos_token_id": ends, **history})
-    write_json(folder / "generation_config.json", {**ids, "eos_token_id": ends})
+    # The class of transformers does not train the embedding of a padding token, and ours is BOS
+    write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})
+    write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
         for name in (MODELING, *code_of("refine")):

@@ -332,6 +332,14 @@ def test_checkpointing_leaves_gradients_as_they_are(exported, ids):
     assert float(model(ids, labels=ids).loss) < before
 
 
+def test_the_embedding_of_bos_is_trained(exported, ids):
+    _, _, theirs, tokenizer = exported
+    model = copy.deepcopy(theirs)
+    ids = torch.cat((torch.full((2, 1), tokenizer.bos_token_id), ids), 1)
+    gradients(model, ids, torch.ones_like(ids))
+    assert model.get_input_embeddings().weight.grad[tokenizer.bos_token_id].abs().sum() > 0
+
+
 @torch.no_grad()
 def test_the_loss_is_divided_by_the_items_of_all_batches(exported, ids):
     _, _, theirs, _ = exported
