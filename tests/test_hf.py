@@ -670,6 +670,28 @@ def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name, stage
     assert foreign.state["files"] == saved.state["files"]
 
 
+def test_export_takes_source_tag_and_step_as_letters(base, tokenizer, command):
+    inputs = {"tokenizer": tokenizer.fingerprint}
+    state = {"source": {}, "provenance": {"run_id": "run-1", "seed": 4, "inputs": inputs}}
+    state |= {"stage": "base", "identity": {"batch_tokens": 4096}}
+    model = model_of(tokenizer, "classic")
+    for tag, step in (("d2", 3), ("d2", 9), ("d4", 9)):
+        save_checkpoint(stage_folder("base") / tag, step, model, None, tokenizer, state)
+    command.works("export", "-i", "base", "-g", "d2", "-s", "3")
+    (folder,) = (base / "export").iterdir()
+    assert folder.name == "base-d2" and read_hf(folder).origin["step"] == 3
+    assert "sft" in command.rejects("export", "-i", "sft")
+
+
+@pytest.mark.parametrize("script", ["base_eval", "base_loss"])
+def test_base_evaluators_take_tag_and_step_as_letters(base, script, command, tokenizer):
+    state = {"source": {}, "provenance": {"inputs": {"tokenizer": tokenizer.fingerprint}}}
+    model = model_of(tokenizer, "classic")
+    save_checkpoint(stage_folder("base") / "d2", 9, model, None, tokenizer, state)
+    said = command.rejects(script, "-g", "d2", "-s", "3")
+    assert "base_checkpoints/d2" in said and "3" in said and "unrecognized" not in said.lower()
+
+
 # ------------------------------------------------------------------------------------------------
 # Models of Hugging Face under our scorer
 
