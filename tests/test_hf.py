@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 from dataclasses import asdict, replace
 
@@ -590,6 +591,28 @@ def test_a_token_that_nothing_makes_is_named():
     with pytest.raises(ValueError, match="abc"):
         halves(b"abc", ranks)
     assert halves(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
+
+
+def test_the_model_card_runs_and_names_what_loads_it(exported, capsys):
+    ours, folder, _, _ = exported
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "{" not in card.split("## T")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    capsys.readouterr()
+    exec(code.replace("<this folder>", str(folder)), {})
+    assert capsys.readouterr().out
+    for name in ("transformers 5", "vLLM", "llama.cpp"):
+        assert f"- {name}: " in card
+    assert ("trust_remote_code" in card) == ("output_attentions" in card) != is_native(ours.cfg)
+
+
+def test_a_text_generation_pipeline_answers(exported):
+    ours, folder, _, _ = exported
+    options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
+    answer = transformers.pipeline("text-generation", str(folder), device="cpu", **options)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    said = answer(messages, max_new_tokens=4)[0]["generated_text"]
+    assert said[:-1] == messages and said[-1]["role"] == "assistant"
 
 
 # ------------------------------------------------------------------------------------------------
