@@ -64,6 +64,7 @@ MARKDOWN = {
     "$x_1*y_2$ and $a*b$": "p[math[$x_1*y_2$] and math[$a*b$]]",
     r"\(a_b_c\) \[d*e*f\]": r"p[math[\(a_b_c\)] math[\[d*e*f\]]]",
     "$$\na\n\n- b\n$$\nend": "p[math[$$\na\n\n- b\n$$]] p[end]",
+    "$$\na\n\n- b\n$$ tail\nnext": "p[math[$$\na\n\n- b\n$$]] p[tail\nnext]",
     "It costs $5 and $6, or US$7.": "p[It costs $5 and $6, or US$7.]",
     "$HOME/$PATH": "p[$HOME/$PATH]",
     "a<br>b": "p[abr[]b]",

@@ -10,6 +10,7 @@ import { highlight } from "./highlight.js";
 import { parseInline } from "./inline.js";
 
 const MAX_DEPTH = 10;
+const MAX_OPEN_BLOCKS = 30;
 const TAGS = new Set(("p h2 h3 h4 h5 h6 ul ol li blockquote hr table thead tbody tr th td strong em del " +
   "code a br").split(" "));
 // Marks the position of an object in the text, followed by a character for its number.
@@ -38,7 +39,7 @@ function parseBlocks(lines, depth) {
     }
     const block = fencedCode(rest) || heading(rest) || rule(rest) || quote(rest) || displayMath(rest) ||
       list(rest) || table(rest) || paragraph(rest);
-    blocks.push({ ...block, line });
+    blocks.push({ ...block, line, startsInLine: rest.cutLine === line });
   }
   return blocks;
 }
@@ -79,7 +80,7 @@ function fencedCode(rest) {
     code.push(outdent(lines[rest.at], indent));
   }
   rest.at++;
-  return { tag: "code-block", language: /^[^\s{]*/.exec(fence[2].trim())[0], text: code.join("\n") };
+  return { tag: "code-block", info: fence[2].trim(), text: code.join("\n") };
 }
 
 function headingOf(line) {
@@ -143,7 +144,10 @@ function displayMath(rest) {
     if (i === rest.at && !isBlank(after)) return null; // within a sentence
     parts.push(line.slice(0, end + 2));
     if (isBlank(after)) i++;
-    else lines[i] = after;
+    else {
+      lines[i] = after;
+      rest.cutLine = i; // a block begins in the middle of this line
+    }
     rest.at = i;
     return { tag: "p", children: [{ tag: "math", display: true, text: parts.join("\n") }] };
   }
@@ -261,13 +265,15 @@ function paragraph(rest) {
   const { lines } = rest, text = [];
   do text.push(lines[rest.at++].trimStart());
   while (rest.at < lines.length && !isBlank(lines[rest.at]) && !startsBlock(lines, rest.at));
-  return { tag: "p", children: parseInline(text.join("\n").trimEnd()) };
+  const open = /^\s*(?:\$\$|\\\[)/.test(text[0]); // math whose end is missing, so far
+  return { tag: "p", children: parseInline(text.join("\n").trimEnd()), open };
 }
 
 // ---- tree -> elements
 
 // Shows a text that may grow. Of a longer text that begins as the one before, only the last two
-// blocks are rendered again: what comes later cannot change those above.
+// blocks are rendered again: what comes later cannot change those above. Where display math has begun
+// and its end is missing, it may: the blocks from there on are rendered again, MAX_OPEN_BLOCKS at most.
 export class MarkdownView {
   constructor(renderObject = () => document.createTextNode("")) {
     this.element = make("div", { className: "body" });
@@ -290,9 +296,12 @@ export class MarkdownView {
     const blocks = parseBlocks(lines, 0);
     while (this.element.childNodes.length > this.count) this.element.lastChild.remove();
     for (const block of blocks) this.element.append(this.build(block));
-    if (blocks.length <= 2) return;
-    this.count += blocks.length - 2;
-    for (let i = 0; i < blocks[blocks.length - 2].line; i++) this.offset += lengths[i];
+    const open = blocks.findIndex((block, i) => block.open && i >= blocks.length - MAX_OPEN_BLOCKS);
+    let stable = Math.min(blocks.length - 2, open < 0 ? Infinity : open);
+    while (stable > 0 && blocks[stable].startsInLine) stable--;
+    if (stable <= 0) return;
+    this.count += stable;
+    for (let i = 0; i < blocks[stable].line; i++) this.offset += lengths[i];
   }
 
   build(node) {
@@ -329,8 +338,8 @@ export class MarkdownView {
     }
   }
 
-  codeBlock({ language, text }) {
-    const code = make("code");
+  codeBlock({ info, text }) {
+    const code = make("code"), language = /^[^\s{]*/.exec(info)[0];
     for (const [shade, piece] of highlight(text, language)) {
       const parent = shade ? code.appendChild(make("span", { className: `hl-${shade}` })) : code;
       this.addText(parent, piece);
@@ -338,7 +347,7 @@ export class MarkdownView {
     const copier = button("Copy", () => copyText(text, copier), { className: "quiet" });
     copier.setAttribute("aria-label", "Copy code");
     return make("figure", { className: "code" },
-      make("figcaption", {}, make("span", { textContent: language || "code" }), copier),
+      make("figcaption", {}, make("span", { textContent: info || "code" }), copier),
       make("pre", {}, code));
   }
 }
