@@ -94,7 +94,7 @@ CASES = {
     "V10": "the same seed says the same",
     "V11": "SIGTERM ends answers in good order",
     "V12": "no field of a request makes a special token",
-    "V15": "two tabs, a server restart, a reload: no conversation or answer version is lost",
+    "V15": "two tabs, a restart or a reload lose no conversation and no version of an answer",
 }
 # What was not tried where the table was made, and what that would need.
 NOT_HERE = {
