@@ -3,15 +3,12 @@ The server: OpenAI's API and the chat page over HTTP.
 
     request -> Gate -> FastAPI -> Desk -> Reply -> respond
 
-GET / is the chat page; under /v1 are OpenAI's chat completions, completions and models; /health and
-/metrics are for whoever runs it. When it is stopped, answers under way have a few seconds to end,
-then their streams close with an error that says so.
+GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
+completions and models; /health and /metrics are for whoever runs it. When it is stopped, answers
+under way have a few seconds to end, then their streams close with an error that says so.
 """
 
 import asyncio
-import base64
-import hashlib
-import re
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +18,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from nanochat.config import short
@@ -39,7 +36,20 @@ from nanochat.openai_api import (
 from nanochat.respond import respond
 from nanochat.server_metrics import MEDIA_TYPE
 
-PAGE = Path(__file__).with_name("ui.html")
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page loads its own files and calls its own server, nothing else. No inline script or style,
+# and no string becomes markup: what a model writes cannot run, wherever it ends up in the page.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 DRAIN_SECONDS = 5.0  # answers under way may go on for so long when the server is stopped
 LAST_SECONDS = 8  # then connections are cut
 
@@ -136,12 +146,18 @@ def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
 
 def add_pages(app: FastAPI, desk: Desk) -> None:
     """What people and monitors look at."""
-    page = PAGE.read_text(encoding="utf-8")
-    policy = content_policy(page)
+    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
-    def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+    def chat_page() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/{name}")
+    def page_file(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name!r}")
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
+        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
 
     @app.get("/health")
     def health() -> JSONResponse:
@@ -154,23 +170,6 @@ def add_pages(app: FastAPI, desk: Desk) -> None:
     def metrics() -> Response:
         text = desk.metrics.text(*desk.worker.counts())
         return Response(text, media_type=MEDIA_TYPE)
-
-
-def content_policy(page: str) -> str:
-    """
-    The page's Content-Security-Policy: its own script and style by their digests, its own server,
-    and nothing else. What a model writes can never run, even if it came to stand in the page.
-    """
-    found = {
-        tag: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL)
-    }
-    return (
-        f"default-src 'none'; script-src 'sha256-{found['script']}'; "
-        f"style-src 'sha256-{found['style']}'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
 
 
 def add_errors(app: FastAPI) -> None:
