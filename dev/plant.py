@@ -24,8 +24,8 @@ def template() -> None:
         tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
         ids, mask = [tokenizer.bos_id], [0]
-        for role, content in turns(messages):
-            said = content if isinstance(content, str) else "".join(p["text"] for p in content)
+        for role, parts in turns(messages):
+            said = "".join(part["text"] for part in parts)
             name, text = tokenizer.encode(f"{role.title()}:"), tokenizer.encode(f" {said}\n")
             ids += name + text
             mask += [0] * len(name) + [int(role == "assistant")] * len(text)

@@ -2,37 +2,101 @@
 Take the pictures of the chat page that stand in dev/chat_page/.
 
     uv sync --inexact --group browser
-    python -m scripts.chat_web --temperature=0 &
+    python -m scripts.chat_web &
     python dev/screenshots.py http://127.0.0.1:8000
 
-Asks the questions that the page suggests, so it wants a model of the embedded world.
+Imports the conversations below, so any model will do: they show what the page can display, not
+what a model answers.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 FOLDER = Path(__file__).parent / "chat_page"
 VIEWS = {
-    "light": {"color_scheme": "light", "viewport": {"width": 1000, "height": 760}},
-    "dark": {"color_scheme": "dark", "viewport": {"width": 1000, "height": 760}},
-    "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 780}},
+    "light": {"color_scheme": "light", "viewport": {"width": 1200, "height": 1060}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 1200, "height": 1060}},
+    "phone": {
+        "color_scheme": "light",
+        "viewport": {"width": 390, "height": 780},
+        "is_mobile": True,
+        "has_touch": True,
+    },
 }
+PLUMS = [
+    {"type": "text", "text": "In 4 days he sells 4 * 11 = "},
+    {"type": "python", "text": "4*11"},
+    {"type": "python_output", "text": "44"},
+    {"type": "text", "text": " plums.\n\n#### 44"},
+]
+STAGES = """Training goes through **four stages**; each starts from the checkpoint before it:
+
+| stage | data | learns |
+|:--|:--|--:|
+| base | plain text | language |
+| mid | conversations, tool calls | the chat format |
+| SFT | selected answers | to answer |
+| RL | questions with a checker | to be right |
+
+1. Train the tokenizer
+   - merges are learned from a sample
+   - ids are those of `tiktoken`
+2. Pretrain, with cross-entropy $L = -\\sum_t \\log p(x_t \\mid x_{<t})$
+3. Fine-tune:
+
+   ```python
+   def loss(logits, targets, mask):  # only what the assistant says
+       losses = F.cross_entropy(logits.mT, targets, reduction="none")
+       return (losses * mask).sum() / mask.sum()
+   ```
+"""
+CHATS = [
+    ("Spell 'plum' backwards", "m-u-l-p"),
+    ("Which planet is the largest?", "Jupiter."),
+    (
+        "A haiku about gradients",
+        "Down the slope it goes,\nstep by step, a little less:\nthe loss finds its rest.",
+    ),
+]
 
 
-def picture(browser: Browser, url: str, name: str) -> None:
-    """A conversation as it looks in one of the views."""
+def conversation(*turns: object) -> list[dict]:
+    """Messages of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def import_chats(page: Page) -> None:
+    """Put all conversations into the page, the one of the picture last."""
+    long = conversation(
+        "What are the stages of training?",
+        STAGES,
+        "Nolan sells 11 plums every day. How many plums does he sell in 4 days?",
+        PLUMS,
+    )
+    for chat in [*(conversation(*turns) for turns in CHATS), long]:
+        text = json.dumps(chat).encode()
+        file = {"name": "chat.jsonl", "mimeType": "application/jsonl", "buffer": text}
+        count = page.locator("#chats a").count()
+        page.set_input_files("#file", files=[file])
+        page.wait_for_function("(n) => document.querySelectorAll('#chats a').length > n", arg=count)
+    page.locator("#toast [aria-label=Dismiss]").click()
+
+
+def take_picture(browser: Browser, url: str, name: str) -> None:
+    """The conversation as it looks in one of the views."""
     page = browser.new_context(**VIEWS[name]).new_page()
     page.goto(url)
-    page.wait_for_selector("#ideas button")
-    ideas = [idea.inner_text() for idea in page.query_selector_all("#ideas button")]
-    for idea in ideas:
-        page.fill("#question", idea)
-        page.press("#question", "Enter")
-        page.wait_for_selector("#send", state="visible")
+    page.wait_for_selector("#model option", state="attached")
+    import_chats(page)
     page.screenshot(path=str(FOLDER / f"{name}.png"))
+    if name == "phone":
+        page.click("#toggle")
+        page.screenshot(path=str(FOLDER / "phone_list.png"))
 
 
 def main(url: str) -> None:
@@ -41,7 +105,7 @@ def main(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for name in VIEWS:
-            picture(browser, url, name)
+            take_picture(browser, url, name)
 
 
 if __name__ == "__main__":

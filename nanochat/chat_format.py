@@ -1,28 +1,41 @@
 """
-Conversations as tokens: which ids a model sees, and which of them it is trained to say.
+Conversations as tokens: which ids a model sees, and which of them it is trained to produce.
 
-    messages -> render -> (ids, mask); messages -> render_prompt -> ids up to the next answer
-                                       (render_fitting: of its latest turns, as many as fit)
+    messages -> turns -> render -> (ids, mask)
+                      -> render_prompt -> ids up to the next answer
+                         (render_fitting: of the latest turns, as many as fit)
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
     mask 0          0       0         0              0             1         1
 
-A message is {"role": "user" or "assistant", "content": text}. An assistant's content may also be
-a list of parts {"type", "text"}: `text`, `python` (a call of the tool, trained) and `python_output`
-(what it answered, not trained). A system message opens the first user message. Text is only ever
-encoded as text: no message can contain a special token, whatever is typed in it.
+A message is {"role": "system", "user" or "assistant", "content": text or a list of parts}. A part
+is {"type", "text"}: `text`, and in an assistant's message also `python` (a tool call, trained) and
+`python_output` (its result, not trained). System text is read as the user's. Neighboring messages
+of one speaker are one turn, with a blank line between them; neighboring text parts are one text.
+Text is only ever encoded as text: no message can contain a special token, whatever is typed in it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
+SEPARATOR = {"type": "text", "text": "\n\n"}  # between neighboring messages of one speaker
 PARTS = {  # type of a part -> its first and last token, is it trained?
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
+
+
+class Turn(NamedTuple):
+    """What one speaker says until the other one does."""
+
+    speaker: str
+    """user or assistant."""
+    parts: list[Message]
+    """No text part is empty, and no two text parts stand side by side."""
 
 
 def render(
@@ -34,94 +47,130 @@ def render(
     Raises ValueError, naming the message, where roles or contents are not as described above.
     """
     ids, mask = [tokenizer.bos_id], [0]
-    for role, content in turns(messages):
-        trained = int(role == "assistant")
-        ids.append(tokenizer.special(f"<|{role}_start|>"))
-        mask.append(0)
-        for part_ids, part_mask in map(lambda part: encode(tokenizer, part), parts(content)):
-            ids += part_ids
-            mask += [trained & part_mask] * len(part_ids)
-        ids.append(tokenizer.special(f"<|{role}_end|>"))
-        mask.append(trained)
+    for turn in turns(messages):
+        turn_ids, turn_mask = render_turn(tokenizer, turn)
+        ids += turn_ids
+        mask += turn_mask
     return ids[:max_tokens], mask[:max_tokens]
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The conversation up to where the assistant speaks next; a last answer is left out."""
-    if len(turns(messages)) > 1 and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    ids, _ = render(tokenizer, messages)
+def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
+    """One turn with its first and last token: ids, and for each 1 where it is trained."""
+    trained = int(turn.speaker == "assistant")
+    ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
+    for part in turn.parts:
+        part_ids, part_trained = encode(tokenizer, part)
+        ids += part_ids
+        mask += [trained & part_trained] * len(part_ids)
+    return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, trained]
+
+
+def render_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], continue_last: bool = False
+) -> list[int]:
+    """
+    The conversation up to where the assistant speaks next. An answer at the end is left out; with
+    `continue_last` it stays, without its end, so that the model goes on with it.
+
+    Raises ValueError as `render` does.
+    """
+    return prompt_ids(tokenizer, turns(messages), continue_last)
+
+
+def prompt_ids(tokenizer: Tokenizer, spoken: Sequence[Turn], continue_last: bool) -> list[int]:
+    """The prompt of some turns, as in `render_prompt`."""
+    answered = spoken[-1].speaker == "assistant" and (continue_last or len(spoken) > 1)
+    ids = [tokenizer.bos_id]
+    for turn in spoken[:-1] if answered else spoken:
+        ids += render_turn(tokenizer, turn)[0]
+    if answered and continue_last:
+        return ids + render_turn(tokenizer, spoken[-1])[0][:-1]
     return [*ids, tokenizer.special("<|assistant_start|>")]
 
 
 def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int) -> list[int]:
     """
-    The prompt of a conversation, without its oldest turns where it has more than `max_tokens`.
+    The prompt of a conversation, without its oldest turns where it has more than `max_tokens`. An
+    answer at the end is continued.
 
-    A system message and the last question stay, however long. Every turn is encoded once or twice,
-    however many there are. Raises ValueError as `render` does.
+    System messages at the start and the last question stay, however long. Every turn is encoded at
+    most three times, however many there are. Raises ValueError as `render` does.
     """
-    turns(messages)
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    system = [m for m in messages[:1] if m["role"] == "system"]
-    first = len(messages) - 1  # of those that are kept
-    room = max_tokens - len(render_prompt(tokenizer, [*system, messages[first]]))
-    while first - 2 >= len(system):
-        room -= len(render(tokenizer, messages[first - 2 : first])[0]) - 1  # BOS
+    whole = turns(messages)
+    num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
+    opening = list(messages[:num_opening])
+    spoken = turns(messages[num_opening:]) if opening else whole
+
+    def prompt(first: int) -> list[int]:
+        kept = [{"role": turn.speaker, "content": turn.parts} for turn in spoken[first:]]
+        return prompt_ids(tokenizer, turns([*opening, *kept]), continue_last=True)
+
+    starts = [i for i, turn in enumerate(spoken) if i == 0 or turn.speaker == "user"]
+    at = len(starts) - 1
+    room = max_tokens - len(prompt(starts[at]))
+    while at > 0:
+        older = spoken[starts[at - 1] : starts[at]]
+        room -= sum(len(render_turn(tokenizer, turn)[0]) for turn in older)
         if room < 0:
             break
-        first -= 2
-    prompt = render_prompt(tokenizer, [*system, *messages[first:]])
-    while len(prompt) > max_tokens and first < len(messages) - 1:  # the system's text joined badly
-        first += 2
-        prompt = render_prompt(tokenizer, [*system, *messages[first:]])
-    return prompt
+        at -= 1
+    ids = prompt(starts[at])
+    while len(ids) > max_tokens and at < len(starts) - 1:  # the opening merged into more tokens
+        at += 1
+        ids = prompt(starts[at])
+    return ids
 
 
-def turns(messages: Sequence[Message]) -> list[tuple[str, Any]]:
-    """(role, content) with the system message merged, checked: user and assistant in turn."""
+def turns(messages: Sequence[Message]) -> list[Turn]:
+    """Who speaks in turn. Raises ValueError naming a message that is not as described above."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
-    checked = [check(i, message) for i, message in enumerate(messages)]
-    if checked and checked[0][0] == "system":
-        if len(checked) < 2 or checked[1][0] != "user":
-            raise ValueError("a system message must be followed by one of the user")
-        checked[:2] = [("user", f"{checked[0][1]}\n\n{checked[1][1]}")]
-    if not checked:
+    if not messages:
         raise ValueError("a conversation needs at least one message")
-    for i, (role, _) in enumerate(checked):
-        wanted = ("user", "assistant")[i % 2]
-        if role != wanted:
-            raise ValueError(f"message {i} is the {role}'s, but it is the {wanted}'s turn")
-    return checked
+    found: list[Turn] = []
+    for i, message in enumerate(messages):
+        speaker, parts = check(i, message)
+        if not found or found[-1].speaker != speaker:
+            found.append(Turn(speaker, []))
+        elif found[-1].parts and parts:
+            parts = [SEPARATOR, *parts]
+        append_parts(found[-1].parts, parts)
+    return found
 
 
-def check(i: int, message: Message) -> tuple[str, Any]:
-    """A message's role and content. Raises ValueError naming message `i` where one is amiss."""
+def check(i: int, message: Message) -> tuple[str, list[Message]]:
+    """Who speaks in message `i`, and its parts that are not empty. Raises ValueError naming it."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"message {i} is no object with a role and a content: {message!r}")
+        raise ValueError(f"message {i} is not an object with a role and a content: {message!r:.80}")
     role, content = message.get("role"), message.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise ValueError(f"message {i} has role {role!r}, not system, user or assistant")
+    if not isinstance(role, str) or role not in SPEAKERS:
+        raise ValueError(f"message {i} has role {role!r:.80}, not system, user or assistant")
     if isinstance(content, str):
-        return role, content
-    if role != "assistant" or not isinstance(content, list):
-        raise ValueError(f"message {i}: the content of the {role} is text, got {type(content)}")
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        kind = type(content).__name__
+        raise ValueError(f"message {i}: content is text or a list of parts, got {kind}")
+    known = ("text", *PARTS) if role == "assistant" else ("text",)
     for part in content:
-        known = isinstance(part, Mapping) and part.get("type") in ("text", *PARTS)
-        if not known or not isinstance(part.get("text"), str):
-            raise ValueError(f"message {i} has a part {part!r}; parts are text, {', '.join(PARTS)}")
-    return role, content
+        is_known = isinstance(part, Mapping) and part.get("type") in known
+        if not is_known or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"message {i} has a part {part!r:.80}; parts of the {role} are {', '.join(known)}"
+            )
+    return SPEAKERS[role], [part for part in content if part["type"] != "text" or part["text"]]
 
 
-def parts(content: str | Sequence[Message]) -> Sequence[Message]:
-    """A content as parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def append_parts(parts: list[Message], more: Sequence[Message]) -> None:
+    """Add parts at the end of others, neighboring texts as one."""
+    for part in more:
+        if parts and parts[-1]["type"] == part["type"] == "text":
+            parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+        else:
+            parts.append(part)
 
 
 def encode(tokenizer: Tokenizer, part: Message) -> tuple[list[int], int]:
-    """The ids of a part, and whether they are trained where the assistant says them."""
+    """The ids of a part, and 1 where they are trained when the assistant says them, else 0."""
     ids = tokenizer.encode(part["text"])
     if part["type"] == "text":
         return ids, 1

@@ -41,7 +41,7 @@ from nanochat.rows import Rows
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
-CHAT_RULE = 2  # part of the fingerprint: raise it when the same conversations give other rows
+CHAT_RULE = 3  # part of the fingerprint: raise it when the same conversations give other rows
 BATCH = 256  # conversations encoded, or handed to the packer, at a time
 POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
 

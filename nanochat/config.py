@@ -4,10 +4,11 @@ Dataclass in, command line out.
     frozen dataclass with docstrings -> flat flags with help -> the same dataclass, filled in
 
 `--device_batch_size=8` and `--device-batch-size 8` are the same flag; nested dataclasses share
-one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; for a setting that may be
-None, -1 means None ("decide for me"), as mostly does leaving the flag out. A setting made by
-`short` has a letter too: `-x 5`. A bare `--` in front of the flags is dropped. Flags that no longer
-exist, or that other programs have, are refused with the name of ours.
+one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; a list takes commas
+(`--x=a,b`), spaces and repeats; for a setting that may be None, -1 means None ("decide for me"), as
+mostly does leaving the flag out. A setting made by `short` has a letter too: `-x 5`. A bare `--` in
+front of the flags is dropped. Flags that no longer exist, or that other programs have, are refused
+with the name of ours.
 """
 
 import ast
@@ -232,11 +233,13 @@ def is_boolean(annotation: Any) -> bool:
 
 def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """
-    Translate the forms of a boolean to `--flag True`, and `-1` to None for settings that may be it.
+    Translate the forms of a boolean to `--flag True`, those of a list to `--flag a b`, and `-1` to
+    None for settings that may be it.
 
     Exits with status 2 on a flag that is not `known`, naming the nearest one.
     """
     result: list[str] = []
+    lists: dict[str, list[str]] = {}
     rest = list(args)
     while rest:
         arg = rest.pop(0)
@@ -247,6 +250,10 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
             result.append(arg)
         elif is_boolean(known.get(negated)) and not equals and rest[:1] != ["-1"]:
             result += [f"--{negated}", str(negated == name)]
+        elif typing.get_origin(known.get(name)) is tuple:
+            while not equals and rest and not rest[0].startswith("-"):
+                value += f",{rest.pop(0)}"
+            lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             refuse(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
@@ -259,6 +266,8 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
             result += [flag, "None" if value in ("-1", "-1.0") else value]
         else:
             result.append(arg)
+    for name, values in lists.items():
+        result += [f"--{name}", *values]
     return result
 
 

@@ -59,15 +59,12 @@ class Desk:
         return self.submit(request, model, prompts, most, request.logprobs, bool(request.echo))
 
     def chat_ids(self, request: ChatRequest, model: ServedModel) -> list[int]:
-        """A conversation up to where the assistant speaks."""
+        """A conversation up to where the assistant speaks, or goes on."""
         tokenizer = model.engine.tokenizer
         try:
-            messages = [message.as_message() for message in request.messages]
-            if messages[-1]["role"] == "assistant":
-                raise ValueError("the last message must be one of the user")
             if request.truncation == "auto":
-                return render_fitting(tokenizer, messages, model.context * 3 // 4)
-            return render_prompt(tokenizer, messages)
+                return render_fitting(tokenizer, request.messages, model.context * 3 // 4)
+            return render_prompt(tokenizer, request.messages, continue_last=True)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
 
@@ -75,10 +72,8 @@ class Desk:
         """Prompts that begin with BOS, and how many tokens of each we put in front: one or none."""
         tokenizer = model.engine.tokenizer
         try:
-            if not request.prompts:
-                raise ValueError("there is no prompt")
             found = []
-            for prompt in request.prompts:
+            for prompt in request.prompt:
                 ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
                     raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
@@ -117,7 +112,7 @@ class Desk:
                 )
             length = min(most or room, room)
             settings = request.sampling(self.defaults, length, seed, logprobs, echoed)
-            asks.append(Ask(prompt, settings, n, request.stops, parts=chat, hidden=hidden))
+            asks.append(Ask(prompt, settings, n, request.stop, parts=chat, hidden=hidden))
         try:
             reply = self.worker.submit(model.engine, asks)
         except Busy as error:

@@ -3,15 +3,18 @@ What a request must satisfy before anything reads it, as ASGI middleware.
 
     connection -> PatientProtocol (too slow: closed) -> Gate (host, origin, key, type, size) -> app
 
-A name that an attacker points at this machine (DNS rebinding), a page of another origin, a body
-that is too large or never ends, a client that does not read: each is turned away here, and nobody
-else notices. No CORS header is ever sent, so other origins cannot read replies.
+Requests for a host name that an attacker points at this machine (DNS rebinding), from a page of
+another origin, with headers that two programs could understand in two ways, or with a body that is
+too large or never ends, are rejected here, as are clients that do not read. Pages of other origins
+cannot read replies, as no CORS header is sent unless --allow_origins lists them.
 """
 
 import asyncio
 import hmac
 import ipaddress
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +25,18 @@ from nanochat.openai_api import ApiError
 
 Scope = dict[str, Any]
 PROTECTED = ("/v1/", "/metrics")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/?#@,]+)(:\d{1,5})?")
+ORIGIN = re.compile(rf"https?://{HOST.pattern}")
+SINGLE = {"host", "origin", "authorization", "content-type", "content-length"}
 
 
 @dataclass(frozen=True)
 class GateConfig:
     allowed_hosts: tuple[str, ...] = ()
-    """Names by which browsers may call this server, beside localhost and plain addresses."""
+    """Host names by which this server may be called, besides localhost and IP addresses."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins, such as https://my.page:3000, whose pages may use this server from a browser (CORS);
+    '*' for all. Default: only its own."""
     max_body_bytes: int = 2**20
     """Largest body of a request."""
     request_seconds: float = 10.0
@@ -39,6 +48,14 @@ class GateConfig:
         for name in ("max_body_bytes", "request_seconds", "send_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in self.allowed_hosts:
+            if not HOST.fullmatch(name) or hostname(name) != name.lower():
+                raise ValueError(f"allowed_hosts has {name!r}; use a name without scheme and port")
+        for origin in self.allow_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allow_origins has {origin!r}; use scheme://host or scheme://host:port"
+                )
 
 
 class Gate:
@@ -83,29 +100,40 @@ class Gate:
                 message = {**message, "headers": [*message["headers"], *SECURITY_HEADERS]}
             await send(message)
 
+        if scope["method"] == "HEAD":  # as GET; the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         await self.app(scope, replay, tell)
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError for a request that is none of ours to answer."""
+        names = Counter(k.decode("latin-1") for k, _ in scope["headers"])
+        if repeated := sorted(name for name in SINGLE if names[name] > 1):
+            raise ApiError(400, f"the header {repeated[0]} is there {names[repeated[0]]} times")
+        if names["content-length"] and names["transfer-encoding"]:
+            raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
+        if host and not HOST.fullmatch(host):
+            raise ApiError(400, f"Host is not a host name with a port: {host!r:.80}")
         if not self.is_ours(host):
             raise ApiError(
                 403,
-                f"this server is not called {hostname(host)!r}; --allowed_hosts names it",
+                f"host {hostname(host)!r} is not allowed; start the server with "
+                f"--allowed_hosts={hostname(host)}",
                 "host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
-            raise ApiError(403, f"pages of {origin} may not use this server", "foreign_origin")
-        if self.key and scope["path"].startswith(PROTECTED):
+        if origin is not None and origin.lower().partition("://")[2] != host:
+            if not {"*", origin} & set(self.cfg.allow_origins):
+                raise ApiError(403, f"pages of {origin} may not use this server", "foreign_origin")
+        if self.key and scope["path"].startswith(PROTECTED) and scope["method"] != "OPTIONS":
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(
                 given.strip().encode("latin-1"), self.key.encode()
             ):
                 raise ApiError(
                     401,
-                    "this server wants a key: Authorization: Bearer <key>",
+                    "this server requires a key: Authorization: Bearer <key>",
                     "invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -117,7 +145,7 @@ class Gate:
     def is_ours(self, host: str) -> bool:
         """An address, localhost or an allowed name: none that an attacker could point here."""
         name = hostname(host)
-        if name == "localhost" or name in self.cfg.allowed_hosts:
+        if name == "localhost" or name in map(str.lower, self.cfg.allowed_hosts):
             return True
         try:
             ipaddress.ip_address(name)
@@ -160,9 +188,8 @@ SECURITY_HEADERS = [
 
 def hostname(host: str) -> str:
     """The name in a Host header, without its port and without the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    found = HOST.fullmatch(host)
+    return found[1].strip("[]").lower() if found else ""
 
 
 async def refuse(error: ApiError, send: Any) -> None:

@@ -345,6 +345,8 @@ class Pass(NamedTuple):
     masks: dict[int | None, Any]
     """What is seen, by window: see `attention.attend`."""
     cache: CacheView | None
+    outputs: list[Tensor] | None = None
+    """Where there is one, what each visited layer returns (B, T, C) is appended to it."""
 
 
 class GPT(nn.Module):
@@ -496,13 +498,23 @@ class GPT(nn.Module):
         With a `cache` the tokens continue what it holds, and are added to it; with `segments`
         (B, T), a token sees only those of its row that have the same number as itself.
         """
-        run = self.begin(tokens, cache, segments)
+        return self.run_layers(self.begin(tokens, cache, segments))
+
+    def run_layers(self, run: Pass) -> Tensor:
+        """All layers -> the normalised state in front of the head (B, T, C)."""
         return norm(self.walk(run, run.x0, enumerate(self.cfg.order)))
 
     def begin(
-        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: CacheView | None = None,
+        segments: Tensor | None = None,
+        embeds: Tensor | None = None,
     ) -> Pass:
-        """Embed the tokens, and prepare what all layers need."""
+        """
+        Embed the tokens, and prepare what all layers need. `embeds` (B, T, C) take the place of the
+        tokens' vectors, not of those of their bigrams or of their value embeddings.
+        """
         cfg, T = self.cfg, tokens.size(1)
         places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
         cos, sin = rotary(places, cfg.rotated, cfg.rope_theta)
@@ -516,17 +528,21 @@ class GPT(nn.Module):
             else:
                 backend = self.blocks[0].attention.backend
                 masks[window] = shared_mask(backend, T, window, tokens.device)
-        x0 = norm(self.embedded(tokens, cache, segments))
+        x0 = norm(self.embedded(tokens, cache, segments, embeds))
         return Pass(tokens, x0, cos, sin, masks, cache)
 
     def embedded(
-        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: CacheView | None = None,
+        segments: Tensor | None = None,
+        embeds: Tensor | None = None,
     ) -> Tensor:
         """
         tokens (B, T) -> their vectors and those of the bigrams that end there, (B, T, C) in the
         compute dtype; each is rounded to it first, as in a model that stores them so.
         """
-        x = self.embed(tokens).to(self.dtype)
+        x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
         if self.bigrams is None:
             return x
         before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
@@ -534,7 +550,7 @@ class GPT(nn.Module):
 
     def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
         """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""
-        cfg, (tokens, x0, cos, sin, masks, cache) = self.cfg, run
+        cfg, (tokens, x0, cos, sin, masks, cache, outputs) = self.cfg, run
         for visit, i in visits:
             block, mix = self.blocks[i], None
             if cfg.residual_scalars:
@@ -550,6 +566,8 @@ class GPT(nn.Module):
                 x = block.forward(x, x0, mix, cos, sin, extra, mask, cache, visit)
             else:
                 x = block(x, x0, mix, cos, sin, extra, mask)
+            if outputs is not None:
+                outputs.append(x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

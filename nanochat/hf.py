@@ -31,6 +31,8 @@ MODELING = "hf_modeling"  # the module that the remote code begins with
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
+tags:
+- nanochat
 ---
 
 A model trained with nanochat: {params:,} parameters, {layers} layers, {vocab:,} token ids, rows of
@@ -41,19 +43,52 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("<this folder>"{remote})
 model = AutoModelForCausalLM.from_pretrained("<this folder>"{remote})
-ids = tokenizer.apply_chat_template(
+inputs = tokenizer.apply_chat_template(
     [{{"role": "user", "content": "Hello!"}}],
     add_generation_prompt=True,
     return_dict=True,
     return_tensors="pt",
 )
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=64)[0]))
+output = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 
-Every text begins with `{bos}`, which the tokenizer puts in front. Unlike nanochat itself, the
-tokenizers of transformers turn the name of a special token into that token wherever it is typed:
-take it out of what strangers write.
+## Texts and conversations
+
+- Every text begins with `{bos}`. `tokenizer(text)` puts it in front, and so does the chat template.
+  A conversation rendered with `tokenize=False` has it already, which no tokenizer.json can notice:
+  pass it on with `tokenizer(rendered, add_special_tokens=False)`, or it has two.
+- Messages have the roles system, user and assistant, in any order; other roles raise an error.
+  System text is read as the user's, and neighboring messages of one speaker become one turn.
+- With `add_generation_prompt=True`, an answer at the end is left out; `continue_final_message=True`
+  continues it instead. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains.
+- The name of a special token typed in a message becomes that token, unlike in nanochat itself.
+  Recent versions of transformers keep it as text: `apply_chat_template(...,
+  sanitize_control_tokens=True)`. Otherwise take such names out of what strangers write.
+- Padding is `{bos}`, on the left. It is the end of a document too, so pass the attention mask on.
+
+## What loads it
+
+{loads}
 """
+NATIVE_LOADS = """\
+- transformers 5: yes, by its own NanoChat classes, without remote code.
+- vLLM: not tried.
+- llama.cpp: no. The gguf package (0.19.0) lists no architecture of this kind to convert it to.
+"""
+REMOTE_LOADS = """\
+- transformers 5: yes, with the code in this folder (`trust_remote_code=True`). Beams, static
+  caches, gradient checkpointing, packed rows by `position_ids`, adapters and a resized vocabulary
+  work. There are no attention weights to return (`output_attentions`).
+  {embeds}
+- vLLM: not tried; it has no such architecture, and this code does not use its attention.
+- llama.cpp: no. The gguf package (0.19.0) lists no architecture of this kind to convert it to.
+- A model trained with `--arch=classic` needs no remote code.
+"""
+EMBEDS_NEED_IDS = """\
+The model also looks up each token's id (value embeddings, hash of bigrams), so `inputs_embeds` only
+  replace the vectors of `input_ids`: give both."""
+EMBEDS_ALONE = "`inputs_embeds` can take the place of `input_ids`."
 
 # ------------------------------------------------------------------------------------------------
 # Writing
@@ -81,15 +116,18 @@ def write_hf(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe = native_config if native else remote_config
     config = {**describe(model.cfg), "dtype": str(dtype).removeprefix("torch.")}
-    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.bos_id}
     ends = [tokenizer.special(END), tokenizer.bos_id]  # of an answer, and of a document
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
     history = {"nanochat": dict(origin)} if origin else {}
-    write_json(folder / "config.json", {**config, **ids, "eos_token_id": ends, **history})
-    write_json(folder / "generation_config.json", {**ids, "eos_token_id": ends})
+    # The class of transformers does not train the embedding of a padding token, and ours is BOS
+    write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})
+    write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
         for name in (MODELING, *code_of("refine")):
             write_atomic(folder / f"{name}.py", relative_imports(source_of(name)))
+    looks_up_ids = bool(model.cfg.bigram_rows or len(model.value_embeds))
+    embeds = EMBEDS_NEED_IDS if looks_up_ids else EMBEDS_ALONE
     card = CARD.format(
         params=model.num_params(),
         layers=model.cfg.n_layer,
@@ -97,6 +135,7 @@ def write_hf(
         context=model.cfg.max_seq_len,
         remote="" if native else ", trust_remote_code=True",
         bos=BOS,
+        loads=(NATIVE_LOADS if native else REMOTE_LOADS.format(embeds=embeds)).rstrip(),
     )
     write_atomic(folder / "README.md", card)
 

@@ -111,44 +111,89 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-# What chat_format.render does, for transformers: roles in turn, a system message in front of the
-# first user's, parts of an answer between the tokens of their kind.
+# What chat_format does, in Jinja: `render`, and `render_prompt` where a generation prompt is added
+# or the last message continued, which transformers marks by a tag at the end of its text. Trained
+# text is one generation block up to what is not trained: transformers finds a block's tokens by its
+# first and last character (of a last character of several tokens, the first; this happens only to
+# text right before python_output). Names of special tokens are written out, so that transformers
+# can tell those of the template from those that a user typed (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
-{%- set found = namespace(opening="", count=0) -%}
-{{- bos_token -}}
+{%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}
+{%- set state = namespace(speaker="", trained="", filled=false, gap=false, asked=0, tag="") -%}
 {%- for message in messages -%}
-    {%- if loop.first and message["role"] == "system" -%}
-        {%- if messages | length < 2 or messages[1]["role"] != "user" -%}
-            {{- raise_exception("a system message must be followed by one of the user") -}}
-        {%- endif -%}
-        {%- set found.opening = message["content"] + "\\n\\n" -%}
-    {%- else -%}
-        {%- set turn = "assistant" if found.count % 2 else "user" -%}
-        {%- if message["role"] != turn -%}
-            {{- raise_exception(message["role"] + " speaks where it is the turn of " + turn) -}}
-        {%- endif -%}
-        {{- "<|" + turn + "_start|>" + found.opening -}}
-        {%- set found.opening = "" -%}
-        {%- set found.count = found.count + 1 -%}
-        {%- if message["content"] is string -%}
-            {{- message["content"] -}}
-        {%- else -%}
-            {%- for part in message["content"] -%}
-                {%- if part["type"] == "python" -%}
-                    {{- "<|python_start|>" + part["text"] + "<|python_end|>" -}}
-                {%- elif part["type"] == "python_output" -%}
-                    {{- "<|output_start|>" + part["text"] + "<|output_end|>" -}}
-                {%- else -%}
-                    {{- part["text"] -}}
-                {%- endif -%}
-            {%- endfor -%}
-        {%- endif -%}
-        {{- "<|" + turn + "_end|>" -}}
+    {%- if message["role"] not in ["system", "user", "assistant"] -%}
+        {{- raise_exception("message " ~ loop.index0 ~ " has role " ~ message["role"]
+            ~ ", not system, user or assistant") -}}
+    {%- elif message["role"] != "assistant" -%}
+        {%- set state.asked = loop.index -%}
     {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
+{%- set shown = messages[:state.asked] if add_generation_prompt and state.asked else messages -%}
+{{- bos_token -}}
+{%- for message in shown -%}
+    {%- set message_loop = loop -%}
+    {%- set assistant = message["role"] == "assistant" -%}
+    {%- set content = message["content"] -%}
+    {%- if content is string -%}
+        {%- set content = [{"type": "text", "text": content}] -%}
+    {%- elif content is not defined or content is mapping or content is not sequence -%}
+        {{- raise_exception("message " ~ loop.index0
+            ~ ": content is neither text nor a list of parts") -}}
+    {%- endif -%}
+    {%- if loop.first or assistant != (state.speaker == "assistant") -%}
+        {{- "<|assistant_start|>" if assistant else "<|user_start|>" -}}
+        {%- set state.speaker = "assistant" if assistant else "user" -%}
+        {%- set state.filled = false -%}
+    {%- endif -%}
+    {%- set state.gap = state.filled -%}
+    {%- for part in content -%}
+        {%- set type = part["type"] if part is mapping else "" -%}
+        {%- if type != "text" and not (assistant and type in ["python", "python_output"])
+            or part["text"] is not string -%}
+            {{- raise_exception("message " ~ message_loop.index0 ~ " of the " ~ message["role"]
+                ~ " has a part that is not known: " ~ part) -}}
+        {%- endif -%}
+        {%- set text = part["text"] -%}
+        {%- if loop.last and message_loop.last and text.endswith(tag) -%}
+            {%- set text = text[:text | length - tag | length] -%}
+            {%- set state.tag = tag -%}
+        {%- endif -%}
+        {%- if text or type != "text" -%}
+            {%- set gap = "\n\n" if state.gap else "" -%}
+            {%- set state.gap = false -%}
+            {%- set state.filled = true -%}
+            {%- if not assistant -%}
+                {{- gap + text -}}
+            {%- elif type == "text" -%}
+                {%- set state.trained = state.trained + gap + text -%}
+            {%- elif type == "python" -%}
+                {%- set state.trained = state.trained + gap + "<|python_start|>" + text
+                    + "<|python_end|>" -%}
+            {%- else -%}
+                {%- set state.trained = state.trained + gap -%}
+                {%- if state.trained -%}
+                    {%- generation -%}{{- state.trained -}}{%- endgeneration -%}
+                {%- endif -%}
+                {{- "<|output_start|>" + text + "<|output_end|>" -}}
+                {%- set state.trained = "" -%}
+            {%- endif -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- if loop.last or assistant != (loop.nextitem["role"] == "assistant") -%}
+        {%- if not assistant -%}
+            {{- "<|user_end|>" -}}
+        {%- elif state.tag -%}
+            {{- state.trained -}}
+        {%- else -%}
+            {%- generation -%}{{- state.trained + "<|assistant_end|>" -}}{%- endgeneration -%}
+        {%- endif -%}
+        {%- set state.trained = "" -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt or state.tag and state.speaker == "user" -%}
     {{- "<|assistant_start|>" -}}
 {%- endif -%}
+{{- state.tag -}}
 """
 
 

@@ -1,40 +1,48 @@
 """
-The words of OpenAI's API: what a request may say, and what answers and errors look like.
+The data format of OpenAI's API: requests, answers and errors.
 
-    JSON -> ChatRequest, TextRequest -> Sampling;  pieces -> Writer -> chunks or one whole object
+    body -> read_request -> ChatRequest, TextRequest -> Sampling
+    pieces -> Writer -> chunks or one whole object
 
-Fields we cannot honour are refused unless they ask for nothing; fields that change nothing in an
-answer are passed over; all others are refused by name. Ours beyond theirs: `top_k`, `min_p`,
-`truncation`, `parts` of a message, `continuous_usage_stats`. Knows no engine and no HTTP.
+Fields that change nothing in an answer are ignored. Fields that this server does not support are
+accepted at the values that ask for nothing and rejected by name at any other. Reading stops at the
+first error. Beyond OpenAI's fields: `top_k`, `min_p`, `truncation`, `parts` of a message,
+`continuous_usage_stats`. A conversation that ends with the assistant is continued.
 Source: the API reference of OpenAI, chat completions and (legacy) completions, 2025.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from nanochat.sampling import Sampling, TokenLogprob
 from nanochat.serving import Piece, Said
 from nanochat.tokenizer import Tokenizer
 
+R = TypeVar("R", bound="Generation")
 LARGEST_COUNT = 2**31 - 1
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+NO_FUNCTIONS = "not supported, as this model calls no functions"
 # Fields that change nothing in what is answered here
-PASSED_OVER = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("parallel_tool_calls", "verbosity", "reasoning_effort"),
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
 }
-# Fields that can only be left as they are: what is allowed beside null
-UNSUPPORTED: dict[str, list[Any]] = {
+# Values at which an unsupported field asks for nothing, beside null
+NEUTRAL: dict[str, list[Any]] = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
+    "repetition_penalty": [1],
+    "length_penalty": [1],
     "logit_bias": [{}],
-    "tools": [[]],
     "tool_choice": ["none", "auto"],
-    "functions": [[]],
     "function_call": ["none", "auto"],
     "response_format": [{"type": "text"}],
     "modalities": [["text"]],
@@ -43,58 +51,214 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "web_search_options": [],
     "suffix": [""],
     "best_of": [1],
+    "min_tokens": [0],
+    "ignore_eos": [False],
+    "use_beam_search": [False],
+    "skip_special_tokens": [True],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [True, False],
 }
-# What a message that we sent may carry when it comes back
-EMPTY_IN_MESSAGES = (
-    *("refusal", "annotations", "audio", "function_call", "tool_calls", "name", "parsed"),
-)
+# The same of a message; all else that clients send along is a note to themselves
+IGNORED_IN_MESSAGES = {
+    *("name", "id", "timestamp", "created", "created_at", "date", "model", "metadata", "parsed"),
+    *("refusal", "annotations", "reasoning", "reasoning_content", "thinking", "cache_control"),
+}
+NEUTRAL_IN_MESSAGES: dict[str, list[Any]] = {"tool_calls": [[]], "function_call": [], "audio": []}
+IGNORED_IN_PARTS = {"index", "id", "annotations", "cache_control", "logprobs"}
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+class ApiError(Exception):
+    """A rejected request, with all that OpenAI's clients expect of an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = error_body(status, message, code, param)
+
+
+def error_body(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def invalid(where: str, message: str) -> ApiError:
+    """The error of a field: `where` it stands, as in messages.0.content."""
+    return ApiError(400, f"{where}: {message}", param=where)
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def read_request(kind: type[R], body: bytes) -> R:
+    """
+    A request of its body. Long bodies take long: call it on a thread of its own.
+
+    Raises ApiError, status 400, at the first thing that is wrong.
+    """
+    try:
+        value = json.loads(body, parse_constant=reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {json_type(value)}")
+    try:
+        return kind.model_validate(without_neutral(value, "", IGNORED, kind.neutral))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise unrecognized(where) from error
+        raise invalid(where, first["msg"].removeprefix("Value error, ")) from error
+
+
+def reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def unrecognized(where: str) -> ApiError:
+    return ApiError(400, f"Unrecognized request argument supplied: {where}", param=where)
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def without_neutral(
+    value: Mapping[str, Any], where: str, ignored: set[str], neutral: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    """
+    The fields of an object that ask for something. Raises ApiError for unsupported ones that do,
+    and for too many fields.
+    """
+    if len(value) > MAX_FIELDS:
+        raise invalid(where or "body", f"at most {MAX_FIELDS} fields, got {len(value):,}")
+    kept = {}
+    for name, given in value.items():
+        if given is None or name in ignored:
+            continue
+        if name not in neutral:
+            kept[name] = given
+        elif given not in neutral[name]:
+            path = f"{where}.{name}" if where else name
+            calls = "tool" in name or "function" in name
+            raise invalid(path, NO_FUNCTIONS if calls else "not supported here; leave it out")
+    return kept
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """
+    The messages of a request in the form of chat_format.py. Raises ApiError naming the first that
+    is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise invalid("messages", "must be an array of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise invalid("messages", f"at most {MAX_MESSAGES} messages, got {len(value):,}")
+    return [read_message(message, f"messages.{i}") for i, message in enumerate(value)]
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """One message. `parts`, where it has them, say more exactly what its `content` says."""
+    if not isinstance(message, dict):
+        raise invalid(
+            where, f"a message is an object with role and content, not {json_type(message)}"
+        )
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise invalid(f"{where}.role", f"{role!r} is {NO_FUNCTIONS}")
+    if not isinstance(role, str) or role not in ROLES:
+        shown = repr(role)[:80]
+        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown}")
+    kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES)
+    if unknown := kept.keys() - {"role", "content", "parts"}:
+        raise unrecognized(f"{where}.{min(unknown)}")
+    name = "parts" if role == "assistant" and "parts" in kept else "content"
+    content = kept.get(name, "" if role == "assistant" else None)
+    if isinstance(content, list):
+        content = read_parts(content, role, f"{where}.{name}")
+    elif not isinstance(content, str):
+        kind = json_type(content)
+        raise invalid(f"{where}.{name}", f"must be a string or an array of text parts, not {kind}")
+    return {"role": ROLES[role], "content": content}
+
+
+def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, str]]:
+    """The parts of a content: texts, and of an assistant's also tool calls and their results."""
+    if len(parts) > MAX_PARTS:
+        raise invalid(where, f"at most {MAX_PARTS} parts, got {len(parts):,}")
+    known = ("text", "python", "python_output") if role == "assistant" else ("text",)
+    found = []
+    for i, part in enumerate(parts):
+        at = f"{where}.{i}"
+        if not isinstance(part, dict):
+            raise invalid(at, f"a part is an object with type and text, not {json_type(part)}")
+        kind = part.get("type")
+        if kind not in known:
+            shown, only = repr(kind)[:80], ", ".join(known)
+            raise invalid(at, f"parts of type {shown} are not supported here, only {only}")
+        kept = without_neutral(part, at, IGNORED_IN_PARTS, {})
+        if unknown := kept.keys() - {"type", "text"}:
+            raise unrecognized(f"{at}.{min(unknown)}")
+        if not isinstance(kept.get("text"), str):
+            raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
+        found.append(kept)
+    return found
+
+
+def read_stop(value: Any) -> tuple[str, ...]:
+    """Stop strings: one, or an array of them."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise invalid("stop", f"must be a string or an array of strings, not {json_type(value)}")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"at most {MAX_STOPS} stop strings, got {len(stops):,}")
+    for i, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise invalid(f"stop.{i}", f"must be a string, not {json_type(stop)}")
+    return tuple(stops)
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or many, each a text or token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise invalid("prompt", "must be a string, an array of strings, or arrays of token ids")
+    if len(value) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts, got {len(value):,}")
+    for i, prompt in enumerate(value):
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and all(map(is_id, prompt))
+        ):
+            raise invalid(f"prompt.{i}", "must be a string or an array of token ids")
+    return value
+
+
+def is_id(value: Any) -> bool:
+    """Whether a JSON value can be a token id."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Strict(BaseModel):
-    """Of the JSON types that are asked for, finite, and without unknown fields."""
+    """Exactly the JSON types that are declared, finite, and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(Strict):
-    """A part of a content; in an assistant's message also a call of the tool and its answer."""
-
-    type: Literal["text", "python", "python_output"]
-    text: str
-    index: int | None = None
-    """Of a part that was streamed, its place; not looked at."""
-
-
-class ChatMessage(Strict):
-    """One message. `parts`, where a message has them, say more exactly what `content` says."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-    parts: list[TextPart] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_empty(cls, value: Any) -> Any:
-        """Take back what our own answers contain."""
-        if not isinstance(value, dict):
-            return value
-        kept = {k: v for k, v in value.items() if k not in EMPTY_IN_MESSAGES or v}
-        kept.pop("name", None)
-        return kept
-
-    def as_message(self) -> dict[str, Any]:
-        """In the form of chat_format.py."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if self.parts is None else self.parts
-        if content is None:
-            content = ""
-        if isinstance(content, list):
-            content = [part.model_dump(exclude={"index"}) for part in content]
-            if role != "assistant":
-                if any(part["type"] != "text" for part in content):
-                    raise ValueError(f"a message of the {role} has only parts of type text")
-                content = "".join(part["text"] for part in content)
-        return {"role": role, "content": content}
 
 
 class StreamOptions(Strict):
@@ -102,9 +266,17 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def drop_null(cls, value: Any) -> Any:
+        is_object = isinstance(value, dict)
+        return without_neutral(value, "stream_options", set(), {}) if is_object else value
+
 
 class Generation(Strict):
-    """What both kinds of request have in common. None: as the server was started."""
+    """Fields of both kinds of request. None: the server's default."""
+
+    neutral: ClassVar[Mapping[str, list[Any]]] = NEUTRAL
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -113,26 +285,9 @@ class Generation(Strict):
     top_k: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(read_stop)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_or_pass_over(cls, value: Any) -> Any:
-        """Drop the fields that ask for nothing. Raises ValueError for those we cannot honour."""
-        if not isinstance(value, dict):
-            return value
-        for name, harmless in UNSUPPORTED.items():
-            given = value.get(name)
-            if given is not None and given not in harmless:
-                raise ValueError(f"{name} is not supported here; leave it out")
-        return {k: v for k, v in value.items() if k not in PASSED_OVER and k not in UNSUPPORTED}
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(
         self, defaults: Sampling, most: int, seed: int, logprobs: int | None, prompt: bool
@@ -158,7 +313,9 @@ class Generation(Strict):
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    neutral: ClassVar[Mapping[str, list[Any]]] = {**NEUTRAL, "echo": [False]}
+
+    messages: Annotated[list[Any], BeforeValidator(read_messages)]
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     logprobs: bool | None = None
@@ -173,58 +330,10 @@ class ChatRequest(Generation):
 class TextRequest(Generation):
     """POST /v1/completions. A prompt of ids is taken as it is, a text never has special tokens."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[list[Any], BeforeValidator(read_prompts)]
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-
-    @property
-    def prompts(self) -> list[Any]:
-        """One or many, each a text or a list of ids."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or any(isinstance(one, int) for one in prompt[:1]):
-            return [prompt]
-        return prompt
-
-
-# ---- errors ------------------------------------------------------------------------------------
-
-
-class ApiError(Exception):
-    """A refusal, with all that OpenAI's clients expect of one."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
-        self.body = error_body(status, message, code, param)
-
-
-def error_body(
-    status: int, message: str, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """The JSON of an error."""
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Pydantic's findings in a sentence, and the field they are about."""
-    first = errors[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "extra_forbidden":
-        return f"Unrecognized request argument supplied: {where}", where
-    if first["type"] == "json_invalid":
-        return f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}", None
-    message = first["msg"].removeprefix("Value error, ")
-    return (f"{where}: {message}" if where else message), where or None
 
 
 # ---- answers -----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.gpt import GPT, GPTConfig, Linear, Pass, norm
-from nanochat.kv_cache import CacheView
 from nanochat.loss import IGNORE, loss_and_nats, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
@@ -192,12 +191,9 @@ class RecursiveGPT(GPT):
         first = self.cfg.n_prelude + loops * self.cfg.n_core
         return norm(self.walk(run, state, enumerate(self.cfg.coda, first)))
 
-    def hidden(
-        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
-    ) -> Tensor:
-        run, loops = self.begin(tokens, cache, segments), self.cfg.n_loops
-        *_, last = self.states(run, loops)
-        return self.read_out(run, last, loops)
+    def run_layers(self, run: Pass) -> Tensor:
+        *_, last = self.states(run, self.cfg.n_loops)
+        return self.read_out(run, last, self.cfg.n_loops)
 
     def loss(
         self,

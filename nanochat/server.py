@@ -3,16 +3,14 @@ The server: OpenAI's API and the chat page over HTTP.
 
     request -> Gate -> FastAPI -> Desk -> Reply -> respond
 
-GET / is the chat page; under /v1 are OpenAI's chat completions, completions and models; /health and
-/metrics are for whoever runs it. When it is stopped, answers under way have a few seconds to end,
-then their streams close with an error that says so.
+GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
+completions and models; /health and /metrics are for whoever runs it. When it is stopped, answers
+under way have a few seconds to end, then their streams close with an error that says so.
 """
 
-import base64
-import hashlib
-import re
+import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +18,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from nanochat.config import short
 from nanochat.desk import Desk
@@ -32,13 +30,26 @@ from nanochat.openai_api import (
     TextRequest,
     Writer,
     error_body,
-    explain,
     model_entry,
+    read_request,
 )
 from nanochat.respond import respond
 from nanochat.server_metrics import MEDIA_TYPE
 
-PAGE = Path(__file__).with_name("ui.html")
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page loads its own files and calls its own server, nothing else. No inline script or style,
+# and no string becomes markup: what a model writes cannot run, wherever it ends up in the page.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 DRAIN_SECONDS = 5.0  # answers under way may go on for so long when the server is stopped
 LAST_SECONDS = 8  # then connections are cut
 
@@ -99,13 +110,15 @@ def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
     """What OpenAI's clients call."""
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    async def chat_completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, ChatRequest, await request.body())
         model = await desk.model(asked.model)
         writer = Writer("chat", model.name, model.engine.tokenizer)
         return await respond(await desk.chat(asked, model), writer, asked, request, desk.done)
 
     @app.post("/v1/completions")
-    async def completions(asked: TextRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, TextRequest, await request.body())
         model = await desk.model(asked.model)
         writer = Writer("text", model.name, model.engine.tokenizer)
         return await respond(await desk.text(asked, model), writer, asked, request, desk.done)
@@ -133,12 +146,18 @@ def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
 
 def add_pages(app: FastAPI, desk: Desk) -> None:
     """What people and monitors look at."""
-    page = PAGE.read_text(encoding="utf-8")
-    policy = content_policy(page)
+    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
-    def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+    def chat_page() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/{name}")
+    def page_file(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name!r}")
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
+        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
 
     @app.get("/health")
     def health() -> JSONResponse:
@@ -153,23 +172,6 @@ def add_pages(app: FastAPI, desk: Desk) -> None:
         return Response(text, media_type=MEDIA_TYPE)
 
 
-def content_policy(page: str) -> str:
-    """
-    The page's Content-Security-Policy: its own script and style by their digests, its own server,
-    and nothing else. What a model writes can never run, even if it came to stand in the page.
-    """
-    found = {
-        tag: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL)
-    }
-    return (
-        f"default-src 'none'; script-src 'sha256-{found['script']}'; "
-        f"style-src 'sha256-{found['style']}'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
-
-
 def add_errors(app: FastAPI) -> None:
     """Every error in the shape that OpenAI's clients read."""
 
@@ -177,21 +179,27 @@ def add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, field_name = explain(error.errors())
-        return JSONResponse(error_body(400, message, None, field_name), 400)
-
-    async def plain(request: Request, error: Any) -> JSONResponse:
+    async def plain(request: Request, error: Any) -> Response:
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed_methods(error.headers)})
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed_methods(headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code)
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
-    for status in (400, 404, 405):  # what the framework itself refuses
+    for status in (400, 404, 405):  # what the framework itself rejects
         app.add_exception_handler(status, plain)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
+
+
+def allowed_methods(headers: Mapping[str, str] | None) -> str:
+    """The Allow header of a path, from the framework's: HEAD goes with GET, OPTIONS with all."""
+    methods = {name.strip() for name in (headers or {}).get("Allow", "").split(",")} - {""}
+    return ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
 
 
 # ---- running it --------------------------------------------------------------------------------
@@ -203,7 +211,15 @@ class Server(uvicorn.Server):
     def __init__(self, desk: Desk, cfg: ServerConfig, suggestions: Sequence[str] = ()):
         self.desk = desk
         app = build_app(desk, suggestions)
-        gate = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        gate: Any = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        if cfg.gate.allow_origins:
+            gate = CORSMiddleware(
+                gate,
+                cfg.gate.allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )
         super().__init__(
             uvicorn.Config(
                 gate,

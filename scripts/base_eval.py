@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.common import MissingInput
-from nanochat.config import settings, start
+from nanochat.config import settings, short, start
 from nanochat.eval_core import Subject, TaskScore, core, examine, subject_of
 from nanochat.gpt import for_inference
 from nanochat.held_out import require_access
@@ -32,9 +32,9 @@ INSTALL = "uv sync --inexact --group interop"
 
 @dataclass(frozen=True)
 class BaseEval:
-    model_tag: str | None = None
+    model_tag: str | None = short("g", None)
     """Folder under base_checkpoints/. Default: the one written last."""
-    model_step: int | None = None
+    model_step: int | None = short("s", None)
     """Step of the checkpoint. Default: the last good one."""
     max_per_task: int | None = None
     """Items to score of each task. Default: all."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
-from nanochat.config import settings, start
+from nanochat.config import settings, short, start
 from nanochat.eval_bpb import (
     Bpb,
     bits_per_byte,
@@ -52,9 +52,9 @@ class BaseLoss:
     """Tokens scored per window of the sliding evaluation. Default: a quarter of a row."""
     sliding_documents: int = 256
     """Validation documents of the sliding evaluation, counted from the first; 0 = none."""
-    model_tag: str | None = None
+    model_tag: str | None = short("g", None)
     """Folder under base_checkpoints/. Default: the one written last."""
-    model_step: int | None = None
+    model_step: int | None = short("s", None)
     """Step of the checkpoint. Default: the last good one."""
     once: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""

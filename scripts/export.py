@@ -2,8 +2,8 @@
 Write a checkpoint in another project's format.
 
     python -m scripts.export                            # the last stage's newest checkpoint
-    python -m scripts.export --source=base --model_tag=d24 --out=my-model --dtype=bfloat16
-    python -m scripts.export --source=base --format=artifact --limit_bytes=16000000
+    python -m scripts.export -i base -g d24 --out=my-model --dtype=bfloat16
+    python -m scripts.export -i base --format=artifact --limit_bytes=16000000
 
 Reads   a checkpoint of a stage
 Writes  export/<stage>-<tag>/, or the folder of --out: weights, configuration, tokenizer and chat
@@ -19,7 +19,7 @@ from nanochat.artifact import Compressor, Container, store
 from nanochat.artifact_size import describe, require_within, smallest
 from nanochat.checkpoint import Checkpoint, carried, find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, write_atomic
-from nanochat.config import field_docs, start
+from nanochat.config import field_docs, short, start
 from nanochat.gpt import GPT
 from nanochat.hf import is_native, write_hf
 from nanochat.machine import Machine, MachineConfig, init_machine
@@ -32,11 +32,11 @@ class Export:
     format: Literal["hf", "artifact"] = "hf"
     """hf: Hugging Face's. A model of --arch=classic becomes transformers' own NanoChat classes; any
     other brings its code along. artifact: one file, as small as can be, refused above a limit."""
-    source: Literal["base", "mid", "sft", "rl"] | None = None
+    source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
     """The stage whose model is written. Default: the last that has one."""
-    model_tag: str | None = None
+    model_tag: str | None = short("g", None)
     """Folder of the checkpoint. Default: the one written last."""
-    step: int | None = None
+    step: int | None = short("s", None)
     """Step of the checkpoint. Default: the last good one."""
     out: str | None = None
     """Folder or file to write. Default: export/<stage>-<tag> under the base directory."""

@@ -94,6 +94,10 @@ CASES = {
     "V10": "the same seed says the same",
     "V11": "SIGTERM ends answers in good order",
     "V12": "no field of a request makes a special token",
+    "V13": "large bad bodies are rejected at once, read off the event loop",
+    "V14": "requests of clients are answered, or rejected naming the field",
+    "V15": "two tabs, a restart or a reload lose no conversation and no version of an answer",
+    "V16": "ambiguous requests are rejected and their connection is closed",
 }
 # What was not tried where the table was made, and what that would need.
 NOT_HERE = {

@@ -69,6 +69,20 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Co
     return Command(monkeypatch, capfd)
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium of the system, driven by Playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"no browser is installed: {', '.join(names)}")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
 @pytest.fixture(scope="session")
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows and finished small trainings (`training_runs.prepare`), made once for all tests."""

@@ -50,6 +50,40 @@ def test_a_system_message_opens_the_first_user_message():
     assert "<|user_start|>Be kind.\n\nhi<|user_end|>" in shown(*render(TOKENIZER, messages))[0]
 
 
+def test_V14_neighboring_messages_of_one_speaker_are_one_turn():
+    late = [*chat("hi", "hello"), {"role": "system", "content": "Be kind."}, *chat("bye")]
+    assert "<|user_start|>Be kind.\n\nbye<|user_end|>" in shown(*render(TOKENIZER, late))[0]
+    answers = [*chat("hi", "one"), *chat("", [{"type": "python", "text": "1"}])[1:], *chat("", "")]
+    whole, trained = shown(*render(TOKENIZER, [*chat("", "well?")[1:], *answers[:-2], *chat("ok")]))
+    assert whole == (
+        "<|bos|><|assistant_start|>well?<|assistant_end|><|user_start|>hi<|user_end|>"
+        "<|assistant_start|>one\n\n<|python_start|>1<|python_end|><|assistant_end|>"
+        "<|user_start|>ok<|user_end|>"
+    )
+    assert trained == (
+        "well?<|assistant_end|>one\n\n<|python_start|>1<|python_end|><|assistant_end|>"
+    )
+    only = [{"role": "system", "content": "Be kind."}]
+    assert TOKENIZER.decode(render_prompt(TOKENIZER, only)) == (
+        "<|bos|><|user_start|>Be kind.<|user_end|><|assistant_start|>"
+    )
+
+
+def test_neighboring_texts_are_encoded_as_one():
+    cut = [{"type": "text", "text": text} for text in ("wh", "", "at is", " it")]
+    for messages in (chat("hi", cut), chat(cut, "hi")):
+        joined = [{**m, "content": "what is it" if m["content"] == cut else "hi"} for m in messages]
+        assert render(TOKENIZER, messages) == render(TOKENIZER, joined)
+
+
+def test_an_answer_at_the_end_can_be_continued():
+    ids = render_prompt(TOKENIZER, chat("hi", "hello"), continue_last=True)
+    assert TOKENIZER.decode(ids) == "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>hello"
+    for continue_last in (False, True):
+        asked = render_prompt(TOKENIZER, chat("hi"), continue_last)
+        assert asked == render_prompt(TOKENIZER, chat("hi", ""), continue_last)
+
+
 def test_a_prompt_ends_where_the_assistant_speaks():
     expected = "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>"
     assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi"))) == expected
@@ -66,9 +100,12 @@ def test_V5_a_conversation_that_does_not_fit_loses_its_oldest_turns():
         kept = [render_prompt(TOKENIZER, [*system, *talk[first:]]) for first in (0, 2, 4)]
         assert prompt == next((k for k in kept if len(k) <= most), kept[-1])
         assert len(prompt) <= max(most, last)
-    assert render_fitting(TOKENIZER, talk[:4], 999) == render_prompt(TOKENIZER, talk[:3])
-    with pytest.raises(ValueError, match="turn"):
-        render_fitting(TOKENIZER, [*chat("a", "b"), *chat("", "c")[1:], *chat("d")], 5)
+    for messages in (talk[:4], talk[1:], system, [*system, *system, *talk[1:4]]):  # any order
+        whole = render_prompt(TOKENIZER, messages, continue_last=True)
+        assert render_fitting(TOKENIZER, messages, 999) == whole
+    assert render_fitting(TOKENIZER, talk[:4], 5) == render_fitting(TOKENIZER, talk[2:4], 999)
+    with pytest.raises(ValueError, match="message 6"):
+        render_fitting(TOKENIZER, [*system, *talk, {"role": "tool", "content": "x"}], 5)
     many = chat(*["word " * 9] * 4001)
     assert len(render_fitting(TOKENIZER, many, 200)) <= 200  # at once, however many there are
 
@@ -95,12 +132,13 @@ def test_P5_V12_no_text_can_become_a_special_token(texts):
     ("messages", "complaint"),
     [
         ([], "at least one"),
-        ([{"role": "system", "content": "x"}], "followed"),
-        (chat("a", "b")[1:], "message 0 is the assistant's"),
-        (chat("a") + chat("b"), "message 1 is the user's"),
         ([{"role": "tool", "content": "x"}], "'tool'"),
+        ([{"role": ["user"], "content": "x"}], "role"),
         ([{"role": "user", "content": 3}], "message 0"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "message 0"),
+        (
+            [{"role": "user", "content": [{"type": "python", "text": "x"}]}],
+            "message 0.*user are text",
+        ),
         (chat("a", [{"type": "image", "text": "x"}]), "image"),
         (chat("a", [{"type": "text"}]), "message 1"),
     ],

@@ -187,8 +187,9 @@ def test_V12_any_conversation_is_rendered_or_refused(fuzz, tokenizer):
         assert len(ids) == len(mask) and set(mask) <= {0, 1}
         assert ids[0] == tokenizer.bos_id not in ids[1:]
         starts = [tokenizer.special(f"<|{who}_start|>") for who in ("user", "assistant")]
-        turns = len(conversation) - (conversation[0]["role"] == "system")
-        assert [i for i in ids if i in starts] == (starts * turns)[:turns]  # as many as turns
+        roles = [message["role"] == "assistant" for message in conversation]
+        speakers = [role for i, role in enumerate(roles) if i == 0 or role != roles[i - 1]]
+        assert [i for i in ids if i in starts] == [starts[role] for role in speakers]
         render_prompt(tokenizer, conversation)
 
     fuzz(check, conversations, 600)

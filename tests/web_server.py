@@ -119,10 +119,11 @@ def serving(
     gate: GateConfig | None = None,
     tools: Tools | None = None,
     endless: bool = True,
+    port: int = 0,
     **settings: Any,
 ) -> Iterator[Site]:
     """Serve a checkpoint that was written; `endless`: its answers end only at their limit."""
-    cfg = ServerConfig(port=0, gate=gate or GateConfig(), **settings)
+    cfg = ServerConfig(port=port, gate=gate or GateConfig(), **settings)
     tool = BackgroundTools(tools or Tools())
     library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
     library.loaded[name] = library.load(name)

@@ -1,0 +1,227 @@
+// What this browser keeps: chats and settings in localStorage, shared by all tabs.
+//
+//   nanochat:chat:<id>   one chat (chat.js); trashed ones go after 30 days
+//   nanochat:settings    {system, temperature, ..., model}
+//
+// Every tab has all chats in memory. Saving merges with what is stored. A storage event of another
+// tab is merged too, and where two tabs saved at the same moment and one overwrote the other, the
+// tab whose messages are missing saves again.
+
+import { checkedChat, merge, newChat, textPart } from "./chat.js";
+
+const CHAT = "nanochat:chat:";
+const SETTINGS = "nanochat:settings";
+const OLD = "nanochat"; // one conversation with settings, of the first version of the page
+const TRASH_MS = 30 * 24 * 3600 * 1000;
+
+export const chats = new Map(); // id -> chat, trashed ones included
+export const settings = {};
+const lastRaw = new Map(); // id -> stored text that is known to be merged
+const unsaved = new Set(); // ids of chats that storage had no room for
+const listeners = { chats: [], settings: [], trouble: [] };
+
+// on("chats", (id) => ...): a chat was changed by another tab or from outside of the shown thread.
+// on("settings", () => ...). on("trouble", (text) => ...): something could not be read or saved.
+export function on(event, listener) {
+  listeners[event].push(listener);
+}
+
+export function emit(event, value) {
+  for (const listener of listeners[event]) listener(value);
+}
+
+// Read everything. Returns the id of a chat that was migrated from the first version, or "".
+export function loadAll() {
+  const damaged = [];
+  for (const key of Object.keys(localStorage).filter((name) => name.startsWith(CHAT))) {
+    const raw = localStorage.getItem(key), chat = parseChat(raw);
+    if (!chat || CHAT + chat.id !== key) damaged.push(key);
+    else if (chat.trash.on && Date.now() - chat.trash.at > TRASH_MS) localStorage.removeItem(key);
+    else {
+      chats.set(chat.id, chat);
+      lastRaw.set(chat.id, raw);
+    }
+  }
+  if (damaged.length) emit("trouble", `Stored chats that cannot be read are left untouched: ${damaged.join(", ")}`);
+  readSettings();
+  return migrate();
+}
+
+function parse(raw) {
+  try {
+    return JSON.parse(raw);
+  } catch (error) {
+    return null;
+  }
+}
+
+const parseChat = (raw) => (raw === null ? null : checkedChat(parse(raw)));
+
+// ---- chats
+
+// Save a chat, merged with what is stored. Returns whether there was room.
+export function saveChat(chat) {
+  if (!chats.has(chat.id)) chats.set(chat.id, chat);
+  mergeStored(chat);
+  const raw = JSON.stringify(chat);
+  try {
+    localStorage.setItem(CHAT + chat.id, raw);
+  } catch (error) {
+    unsaved.add(chat.id);
+    emit("trouble", "The browser's storage is full: new messages are kept only until this tab is closed. " +
+      "Export your chats, then delete some and empty the trash.");
+    return false;
+  }
+  lastRaw.set(chat.id, raw);
+  unsaved.delete(chat.id);
+  return true;
+}
+
+function mergeStored(chat) {
+  const raw = localStorage.getItem(CHAT + chat.id);
+  if (raw === null || raw === lastRaw.get(chat.id)) return;
+  const stored = parseChat(raw);
+  if (stored) merge(chat, stored);
+}
+
+export function hasUnsaved() {
+  return unsaved.size > 0;
+}
+
+// Try again, now that there may be room.
+export function saveUnsaved() {
+  for (const id of [...unsaved]) {
+    if (chats.has(id) && !saveChat(chats.get(id))) return;
+  }
+}
+
+export function rename(chat, text) {
+  chat.title = { text: text.trim(), at: Date.now() };
+  saveChat(chat);
+  emit("chats", chat.id);
+}
+
+export function setTrashed(chat, isTrashed) {
+  chat.trash = { on: isTrashed, at: Date.now() };
+  saveChat(chat);
+  emit("chats", chat.id);
+}
+
+// For good. Only what is in the trash can be removed.
+export function removeForever(chat) {
+  if (!chat.trash.on) throw new Error(`chat ${chat.id} is not in the trash`);
+  chats.delete(chat.id);
+  lastRaw.delete(chat.id);
+  unsaved.delete(chat.id);
+  localStorage.removeItem(CHAT + chat.id);
+  saveUnsaved();
+  emit("chats", chat.id);
+}
+
+// Put a chat from a file in: what is there already stays, and gets what is new. Returns the chat.
+export function receive(chat) {
+  const mine = chats.get(chat.id);
+  if (mine) merge(mine, chat);
+  const kept = mine || chat;
+  if (kept.trash.on) kept.trash = { on: false, at: Date.now() };
+  saveChat(kept);
+  emit("chats", kept.id);
+  return kept;
+}
+
+// ---- other tabs
+
+function onStorage(event) {
+  if (event.storageArea !== localStorage || event.key === null) return;
+  if (event.key === SETTINGS) {
+    readSettings();
+    emit("settings");
+  } else if (event.key.startsWith(CHAT)) {
+    if (event.newValue === null) removedElsewhere(event.key.slice(CHAT.length));
+    else receiveFromTab(event.newValue);
+  }
+}
+
+function removedElsewhere(id) {
+  if (!chats.get(id)?.trash.on) return; // not by this page: memory keeps it
+  chats.delete(id);
+  lastRaw.delete(id);
+  emit("chats", id);
+}
+
+function receiveFromTab(raw) {
+  const chat = parseChat(raw);
+  if (!chat) return;
+  const mine = chats.get(chat.id);
+  if (!mine) chats.set(chat.id, chat);
+  else {
+    merge(mine, chat);
+    if (merge(chat, mine)) setTimeout(() => repair(mine), 20 + Math.random() * 100);
+  }
+  emit("chats", chat.id);
+}
+
+// Save again if the stored copy still lacks something of ours.
+function repair(mine) {
+  const stored = parseChat(localStorage.getItem(CHAT + mine.id));
+  if (chats.has(mine.id) && (!stored || merge(stored, mine))) saveChat(mine);
+}
+
+export function followOtherTabs() {
+  window.addEventListener("storage", onStorage);
+}
+
+// ---- settings
+
+function readSettings() {
+  const kept = parse(localStorage.getItem(SETTINGS) || "{}");
+  for (const name of Object.keys(settings)) delete settings[name];
+  for (const [name, value] of Object.entries(kept || {})) {
+    if (["string", "number", "boolean"].includes(typeof value)) settings[name] = value;
+  }
+}
+
+export function saveSettings() {
+  try {
+    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+  } catch (error) {
+    emit("trouble", "The browser's storage is full: the settings are not kept.");
+  }
+}
+
+// ---- the first version's state
+
+function migrate() {
+  const raw = localStorage.getItem(OLD), old = parse(raw);
+  if (!old || typeof old !== "object") return "";
+  if (localStorage.getItem(SETTINGS) === null && old.settings && typeof old.settings === "object") {
+    Object.assign(settings, old.settings);
+    if (typeof old.model === "string" && old.model) settings.model = old.model;
+    saveSettings();
+  }
+  const chat = chatOfOldState(old.messages, raw);
+  if (!chat) {
+    if (Array.isArray(old.messages) && !old.messages.length) localStorage.removeItem(OLD);
+    return "";
+  }
+  if (chats.has(chat.id)) merge(chat, chats.get(chat.id));
+  localStorage.removeItem(OLD); // first: storage may not hold both
+  chats.set(chat.id, chat);
+  if (!saveChat(chat)) localStorage.setItem(OLD, raw);
+  return chat.id;
+}
+
+// The ids follow from the content: two tabs that migrate at once make the same chat.
+function chatOfOldState(messages, raw) {
+  if (!Array.isArray(messages) || !messages.length) return null;
+  let hash = 0;
+  for (let i = 0; i < raw.length; i++) hash = (Math.imul(hash, 31) + raw.charCodeAt(i)) | 0;
+  const id = `old-${(hash >>> 0).toString(16)}-${raw.length}`, now = Date.now(), chat = newChat(id, now);
+  messages.forEach((message, i) => {
+    const node = { ...message, id: `${id}-${i}`, parent: i ? `${id}-${i - 1}` : null, created: now - messages.length + i, rev: 1, saved: 0 };
+    if (typeof message?.content === "string") node.parts = [textPart(message.content)];
+    if (node.role === "assistant" && !node.finish && !node.error) node.stopped = true;
+    chat.nodes[node.id] = node;
+  });
+  return checkedChat(chat);
+}

@@ -1,0 +1,135 @@
+"""Chat in the terminal: what is typed, piped or given by -p, and how answers are shown."""
+
+import io
+import sys
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from nanochat.chat_format import render_prompt
+from nanochat.engine import Engine
+from nanochat.tokenizer import Tokenizer
+from scripts.chat_cli import LineBreaker
+from tests.web_server import write_model
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The prompt of every answer, as text; the answers themselves are empty."""
+    found = []
+
+    def stream(engine, prompt, settings):
+        found.append(engine.tokenizer.decode(prompt))
+        yield from ()
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    return found
+
+
+@pytest.fixture
+def typed(base, monkeypatch, command):
+    """Runs chat_cli in a terminal in which some keys are pressed."""
+
+    def run(keys, *flags):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        with create_pipe_input() as pipe:
+            pipe.send_text(keys)
+            with create_app_session(input=pipe, output=DummyOutput()):
+                return command("chat_cli", *flags)
+
+    return run
+
+
+def piped(monkeypatch, data: bytes):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+TURN = "<|user_start|>{}<|user_end|><|assistant_start|>"
+
+
+def test_a_base_model_continues_text_without_chat_tokens(base, command, asked, typed):
+    write_model("base:tiny")
+    command.works("chat_cli", "-i", "base", "-p", " Once upon")
+    said = typed("a time \r/quit\r", "--source=base")
+    assert said.status == 0 and "continues what you write" in said.text
+    assert asked == ["<|bos|> Once upon", "<|bos|>a time "]
+
+
+def test_piped_text_is_one_question_and_keeps_its_spacing(base, command, asked, monkeypatch):
+    write_model()
+    piped(monkeypatch, "  def f():\n\treturn é\n\n".encode())
+    assert command.works("chat_cli") == "\n"
+    assert asked == ["<|bos|>" + TURN.format("  def f():\n\treturn é\n")]
+    for data, message in ((b" \n", "standard input is empty"), (b"\xff\xfe", "not UTF-8")):
+        piped(monkeypatch, data)
+        assert message in command.rejects("chat_cli")
+
+
+@pytest.mark.parametrize("source", ["base", "sft"])
+def test_a_prompt_that_does_not_fit_exits_with_2(base, command, capfd, monkeypatch, source):
+    write_model(f"{source}:tiny", context=64)
+    text = command.rejects("chat_cli", "-p", "x" * 64)
+    assert "error: the prompt has 6" in text and "holds 64" in text
+    piped(monkeypatch, b"x" * 64)
+    assert "holds 64" in command.rejects("chat_cli")
+
+
+def test_commands_lines_and_the_system_prompt(base, typed, asked):
+    write_model()
+    keys = "/system Be kind.\rone\x1b\rtwo\nthree\r/clear\r/system\rfour\r/usr/bin\r/what\r/help\r"
+    said = typed(keys + "\x04", "--system=ignored")
+    assert said.status == 0
+    first, second, third = asked
+    assert first == "<|bos|>" + TURN.format("Be kind.\n\none\ntwo\nthree")
+    assert second == "<|bos|>" + TURN.format("four")
+    assert third.endswith(TURN.format("/usr/bin")) and "four" in third
+    assert "there is no /what" in said.text and "Alt-Enter" in said.text
+    assert "/system" in said.text
+
+
+def test_history_is_kept_for_the_next_session(base, typed, asked):
+    write_model()
+    typed("remember me\r/quit\r")
+    typed("\x1b[A\x1b[A\r/quit\r")  # the Up key, twice
+    assert len(asked) == 2 and asked[0] == asked[1]
+    assert "+remember me" in (base / "chat_history").read_text()
+
+
+def test_an_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monkeypatch):
+    write_model()
+    prompts = []
+
+    def stream(engine, prompt, settings):
+        prompts.append(prompt)
+        yield from engine.tokenizer.encode("as far as")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    said = typed("one\rtwo\r/quit\r")
+    assert said.text.count("as far as (stopped)\n") == 2
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "as far as"},
+        {"role": "user", "content": "two"},
+    ]
+    tokenizer = Tokenizer.read(next(base.rglob("tokenizer.json")))
+    assert prompts[1] == render_prompt(tokenizer, messages)
+
+
+def test_an_oversized_question_is_reported_and_forgotten(base, typed, asked):
+    write_model(context=64)
+    said = typed("x" * 64 + "\rhi\r/quit\r")
+    assert "ask something shorter" in said.text and asked == ["<|bos|>" + TURN.format("hi")]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lines_break_between_words(size):
+    text = "one two  three\nfour-five " + "x" * 25 + " 漢字漢字漢字 end"
+    lines = LineBreaker(10)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    shown = "".join(map(lines.add, pieces)) + lines.end()
+    assert shown == ("one two  \nthree\nfour-five \n" + "x" * 25 + " 漢字\n漢字漢字 \nend")
+    plain = LineBreaker(None)
+    assert "".join(map(plain.add, pieces)) + plain.end() == text
