@@ -237,7 +237,7 @@ def test_V16_ambiguous_requests_are_rejected_and_closed(site, lines):
 
 
 def test_head_and_options_are_answered_as_http_wants(site):
-    for path in ("/", "/health", "/v1/models"):
+    for path in ("/", "/page/chat.js", "/health", "/v1/models"):
         got, headed = site.client.get(path), site.client.head(path)
         assert headed.status_code == 200 and not headed.content
         assert headed.headers["content-length"] == got.headers["content-length"]
