@@ -18,8 +18,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from starlette.middleware.cors import CORSMiddleware
 
 from nanochat.config import short
 from nanochat.desk import Desk

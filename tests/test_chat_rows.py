@@ -83,7 +83,7 @@ def test_a_conversation_amiss_is_named_whatever_process_finds_it(monkeypatch):
     monkeypatch.setattr(chat_rows, "POOL_SHARE", 10)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     chats = [*[chat("q", "a")] * 400, [{"role": "user", "content": 7}]]
-    with pytest.raises(ValueError, match="message 0: the content of the user is text"):
+    with pytest.raises(ValueError, match="message 0: content is text or a list of parts"):
         encode({"name": "x"}, chats, TOKENIZER, 31)
 
 
