@@ -226,6 +226,12 @@ def may_be_none(annotation: Any) -> bool:
     return is_union and type(None) in typing.get_args(annotation)
 
 
+def is_list(annotation: Any) -> bool:
+    """True for `tuple[X, ...]`, also where it may be None."""
+    options = typing.get_args(annotation) if may_be_none(annotation) else (annotation,)
+    return any(typing.get_origin(option) is tuple for option in options)
+
+
 def is_boolean(annotation: Any) -> bool:
     """True for `bool` and `bool | None`."""
     return annotation is bool or annotation == bool | None
@@ -250,7 +256,7 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
             result.append(arg)
         elif is_boolean(known.get(negated)) and not equals and rest[:1] != ["-1"]:
             result += [f"--{negated}", str(negated == name)]
-        elif typing.get_origin(known.get(name)) is tuple:
+        elif is_list(known.get(name)) and "-1" not in (value, *rest[:1]):
             while not equals and rest and not rest[0].startswith("-"):
                 value += f",{rest.pop(0)}"
             lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))

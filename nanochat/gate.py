@@ -52,9 +52,13 @@ class GateConfig:
             if not HOST.fullmatch(name) or hostname(name) != name.lower():
                 raise ValueError(f"allowed_hosts has {name!r}; use a name without scheme and port")
         for origin in self.allow_origins:
-            if origin != "*" and not ORIGIN.fullmatch(origin):
+            default_port = origin.startswith("http://") and origin.endswith(":80")
+            default_port |= origin.startswith("https://") and origin.endswith(":443")
+            is_sent_so = origin == origin.lower() and not default_port  # by browsers
+            if origin != "*" and not (ORIGIN.fullmatch(origin) and is_sent_so):
                 raise ValueError(
-                    f"allow_origins has {origin!r}; use scheme://host or scheme://host:port"
+                    f"allow_origins has {origin!r}; use scheme://host or scheme://host:port, in "
+                    "lower case and without the scheme's own port, as browsers send it"
                 )
 
 

@@ -81,6 +81,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message, param = encodable(message), encodable(param) if param else None
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         self.body = error_body(status, message, code, param)
@@ -93,6 +94,11 @@ def error_body(
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def encodable(text: str) -> str:
+    """The start of a text that may quote a request, with half characters as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()[:1000]
 
 
 def invalid(where: str, message: str) -> ApiError:
@@ -154,11 +160,19 @@ def without_neutral(
             continue
         if name not in neutral:
             kept[name] = given
-        elif given not in neutral[name]:
+        elif given not in neutral[name] and not leaves_tools(name, given):
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
             raise invalid(path, NO_FUNCTIONS if calls else "not supported here; leave it out")
     return kept
+
+
+def leaves_tools(name: str, given: Any) -> bool:
+    """Whether a tool_choice only limits which tools may be called."""
+    limits = (
+        given.get("allowed_tools") if name == "tool_choice" and isinstance(given, dict) else None
+    )
+    return isinstance(limits, dict) and limits.get("mode") == "auto"
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -186,9 +200,10 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         shown = repr(role)[:80]
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown}")
     kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES)
-    if unknown := kept.keys() - {"role", "content", "parts"}:
+    known = {"role", "content", "parts"} if role == "assistant" else {"role", "content"}
+    if unknown := kept.keys() - known:
         raise unrecognized(f"{where}.{min(unknown)}")
-    name = "parts" if role == "assistant" and "parts" in kept else "content"
+    name = "parts" if "parts" in kept else "content"
     content = kept.get(name, "" if role == "assistant" else None)
     if isinstance(content, list):
         content = read_parts(content, role, f"{where}.{name}")

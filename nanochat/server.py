@@ -218,6 +218,7 @@ class Server(uvicorn.Server):
                 cfg.gate.allow_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                allow_private_network=True,
                 expose_headers=["Retry-After"],
             )
         super().__init__(

@@ -83,7 +83,7 @@ class ChatCli:
 def main(cfg: ChatCli) -> None:
     prompt = cfg.prompt if cfg.prompt is not None or sys.stdin.isatty() else piped_text()
     machine = init_machine(cfg.machine, cfg.seed)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
@@ -128,8 +128,9 @@ def piped_text() -> str:
 
 def history() -> History:
     """What was typed in earlier sessions; of this one alone where it cannot be kept."""
-    writable = os.access(base_dir(), os.W_OK)
-    return FileHistory(str(base_dir() / "chat_history")) if writable else InMemoryHistory()
+    file = base_dir() / "chat_history"
+    writable = os.access(file if file.exists() else base_dir(), os.R_OK | os.W_OK)
+    return FileHistory(str(file)) if writable else InMemoryHistory()
 
 
 def enter_sends() -> KeyBindings:

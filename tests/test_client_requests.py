@@ -52,6 +52,13 @@ def test_V14_recorded_requests_of_clients_are_answered(site, name):
     assert finish[-1] in ("stop", "length")
 
 
+def test_V14_limiting_the_tools_demands_no_call(site):
+    limits = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+    assert site.chat(tool_choice=limits, max_tokens=1).status_code == 200
+    limits["allowed_tools"]["mode"] = "required"
+    assert site.chat(tool_choice=limits, max_tokens=1).status_code == 400
+
+
 def test_V14_continue_goes_on_with_the_last_answer(site):
     messages = [*HELLO, {"role": "assistant", "content": "Hi, I am"}]
     expected = len(render_prompt(site.tokenizer, messages, continue_last=True))
@@ -97,6 +104,8 @@ def test_V14_what_changes_an_answer_is_rejected_by_name(site, body, param, messa
         ({"content": "x", "sing": 1}, "messages.0.sing", "Unrecognized"),
         ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", "functions"),
         ({"role": "tool", "content": "x"}, "messages.0.role", "calls no functions"),
+        ({"content": "x", "parts": []}, "messages.0.parts", "Unrecognized"),
+        ({"content": "x", "\ud800": 1}, "messages.0.\\ud800", "Unrecognized"),
         ({"role": "root", "content": "x"}, "messages.0.role", "one of developer, system"),
     ],
 )
@@ -105,7 +114,7 @@ def test_V14_a_message_that_cannot_be_read_is_named(site, given, param, message)
 
 
 def rejected(site, body, param, message):
-    answer = site.client.post(CHAT, json=body)
+    answer = site.client.post(CHAT, content=json.dumps(body), headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert message in error["message"]
@@ -258,6 +267,7 @@ def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
             **origin,
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization, content-type",
+            "Access-Control-Request-Private-Network": "true",
         }
         preflight = site.client.options(CHAT, headers=asked)
         assert preflight.status_code == 200
@@ -282,6 +292,8 @@ def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
         {"allowed_hosts": ("http://my.box",)},
         {"allowed_hosts": ("my.box:80",)},
         {"allow_origins": ("my.page",)},
+        {"allow_origins": ("https://My.Page",)},
+        {"allow_origins": ("https://my.page:443",)},
         {"allow_origins": ("https://my.page/chat",)},
     ],
 )

@@ -159,3 +159,22 @@ def test_help_names_two_commands_and_what_is_written(script):
     )  # fmt: skip
     assert done.returncode == 0 and f"python -m scripts.{script}" in done.stdout
     assert "Writes " in done.stdout
+
+
+@dataclass(frozen=True)
+class Lists:
+    names: tuple[str, ...] = ()
+    """Names."""
+    sizes: tuple[int, ...] | None = None
+    """Sizes."""
+
+
+@pytest.mark.parametrize("flags", ["--x=a,b --x c", "--x a b c", "--x=a --x=b,c", "--x a,b,c"])
+def test_lists_take_commas_spaces_and_repeats(flags):
+    found = parse(Lists(), args=flags.replace("--x", "--names").split())
+    assert found == Lists(names=("a", "b", "c"))
+
+
+def test_a_list_that_may_be_none_takes_commas_and_none():
+    assert parse(Lists(), args=["--sizes=1,2"]).sizes == (1, 2)
+    assert parse(Lists((), (1,)), args=["--sizes=-1"]).sizes is None

@@ -61,6 +61,7 @@ def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\r\x08b\x9b31m\u202etxt.exe\u2066\u200b\ufeff[/red]\x00"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07\r\x08b\x9b31m\u202etxt.exe\u2066\u200b\ufeff[/red]\x00"
 LEGITIMATE = (
+    "a[1:100:5] :x: [b]",  # neither emoji nor markup
     "two lines\n\tand a tab",
     "\ud55c\uad6d\uc5b4 \u05e9\u05dc\u05d5\u05dd \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f \U0001f44d\U0001f3fd na\u00efve",
@@ -87,7 +88,9 @@ def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
         cache=SimpleNamespace(capacity=100),
         stream=lambda prompt, sampling: (token for token in tokens),
     )
-    console = Console(file=out, force_terminal=terminal, highlight=False, soft_wrap=True)
+    console = Console(
+        file=out, force_terminal=terminal, highlight=False, soft_wrap=True, emoji=False
+    )
     Chat(engine, ChatCli(), console).ask("?")  # type: ignore
     assert out.getvalue() == (shown.replace("\t", "        ") if terminal else shown) + "\n"
 

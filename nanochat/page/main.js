@@ -22,6 +22,7 @@ function route() {
   if (id && !chat) toast("This browser has no such chat.");
   drafts.set(view.chat?.id || "", $("question").value);
   $("question").value = drafts.get(chat?.id || "") || "";
+  drafts.delete(chat?.id || "");
   resizeComposer();
   showChat(chat);
   markNews(id, false);
@@ -48,7 +49,7 @@ async function submit(text) {
   if (!server.models.length || isBusy()) return;
   if (view.chat?.trash.on) return toast("This chat is in the trash.", restoreShown, "Restore");
   if (isBusyElsewhere()) return toast("Another tab is generating this answer.");
-  $("question").value = "";
+  if ($("question").value.trim() === text) $("question").value = ""; // a suggestion leaves it
   resizeComposer();
   hideToast();
   const chat = view.chat || newChat(), parent = view.chat ? view.head || null : null;
@@ -142,6 +143,7 @@ function onComposerKey(event) {
 }
 
 function onKey(event) {
+  if (!event.key || event.isComposing) return; // autofill, an input method
   const command = (event.ctrlKey || event.metaKey) && !event.altKey;
   const key = event.key.toLowerCase(), isOpen = document.querySelector("dialog[open]") !== null;
   if (isOpen) return;

@@ -91,7 +91,7 @@ function heading(rest) {
   const line = rest.lines[rest.at], found = headingOf(line);
   const answer = found && ANSWER.exec(line.trim());
   if (answer && rest.depth === 0 && rest.lines.slice(rest.at + 1, rest.at + 9).every(isBlank)) {
-    rest.at = rest.lines.length;
+    rest.at++;
     return { tag: "answer", text: answer[1].trim() };
   }
   if (!found) return null;

@@ -14,9 +14,32 @@ const SETTINGS = "nanochat:settings";
 const OLD = "nanochat"; // one conversation with settings, of the first version of the page
 const TRASH_MS = 30 * 24 * 3600 * 1000;
 
+// Where the browser blocks site data, everything is kept for this tab alone.
+class TabStorage {
+  #values = new Map();
+  get length() { return this.#values.size; }
+  key(i) { return [...this.#values.keys()][i]; }
+  getItem(key) { return this.#values.get(key) ?? null; }
+  setItem(key, value) { this.#values.set(key, value); }
+  removeItem(key) { this.#values.delete(key); }
+}
+
+function openStorage() {
+  try {
+    localStorage.getItem(SETTINGS);
+    return localStorage;
+  } catch (error) {
+    return new TabStorage();
+  }
+}
+
+const storage = openStorage();
+const storedKeys = () => Array.from({ length: storage.length }, (_, i) => storage.key(i));
+
 export const chats = new Map(); // id -> chat, trashed ones included
 export const settings = {};
 const lastRaw = new Map(); // id -> stored text that is known to be merged
+const removed = new Set(); // ids of chats that were deleted for good
 const unsaved = new Set(); // ids of chats that storage had no room for
 const listeners = { chats: [], settings: [], trouble: [] };
 
@@ -33,10 +56,11 @@ export function emit(event, value) {
 // Read everything. Returns the id of a chat that was migrated from the first version, or "".
 export function loadAll() {
   const damaged = [];
-  for (const key of Object.keys(localStorage).filter((name) => name.startsWith(CHAT))) {
-    const raw = localStorage.getItem(key), chat = parseChat(raw);
+  if (storage instanceof TabStorage) emit("trouble", "This browser blocks site data: chats are lost when this tab is closed.");
+  for (const key of storedKeys().filter((name) => name.startsWith(CHAT))) {
+    const raw = storage.getItem(key), chat = parseChat(raw);
     if (!chat || CHAT + chat.id !== key) damaged.push(key);
-    else if (chat.trash.on && Date.now() - chat.trash.at > TRASH_MS) localStorage.removeItem(key);
+    else if (chat.trash.on && Date.now() - chat.trash.at > TRASH_MS) storage.removeItem(key);
     else {
       chats.set(chat.id, chat);
       lastRaw.set(chat.id, raw);
@@ -61,11 +85,12 @@ const parseChat = (raw) => (raw === null ? null : checkedChat(parse(raw)));
 
 // Save a chat, merged with what is stored. Returns whether there was room.
 export function saveChat(chat) {
+  if (removed.has(chat.id)) return true; // an answer may still be generated
   if (!chats.has(chat.id)) chats.set(chat.id, chat);
   mergeStored(chat);
   const raw = JSON.stringify(chat);
   try {
-    localStorage.setItem(CHAT + chat.id, raw);
+    storage.setItem(CHAT + chat.id, raw);
   } catch (error) {
     unsaved.add(chat.id);
     emit("trouble", "The browser's storage is full: new messages are kept only until this tab is closed. " +
@@ -78,7 +103,7 @@ export function saveChat(chat) {
 }
 
 function mergeStored(chat) {
-  const raw = localStorage.getItem(CHAT + chat.id);
+  const raw = storage.getItem(CHAT + chat.id);
   if (raw === null || raw === lastRaw.get(chat.id)) return;
   const stored = parseChat(raw);
   if (stored) merge(chat, stored);
@@ -110,16 +135,18 @@ export function setTrashed(chat, isTrashed) {
 // For good. Only what is in the trash can be removed.
 export function removeForever(chat) {
   if (!chat.trash.on) throw new Error(`chat ${chat.id} is not in the trash`);
+  removed.add(chat.id);
   chats.delete(chat.id);
   lastRaw.delete(chat.id);
   unsaved.delete(chat.id);
-  localStorage.removeItem(CHAT + chat.id);
+  storage.removeItem(CHAT + chat.id);
   saveUnsaved();
   emit("chats", chat.id);
 }
 
 // Put a chat from a file in: what is there already stays, and gets what is new. Returns the chat.
 export function receive(chat) {
+  removed.delete(chat.id);
   const mine = chats.get(chat.id);
   if (mine) merge(mine, chat);
   const kept = mine || chat;
@@ -132,7 +159,7 @@ export function receive(chat) {
 // ---- other tabs
 
 function onStorage(event) {
-  if (event.storageArea !== localStorage || event.key === null) return;
+  if (event.storageArea !== storage || event.key === null) return;
   if (event.key === SETTINGS) {
     readSettings();
     emit("settings");
@@ -144,8 +171,10 @@ function onStorage(event) {
 
 function removedElsewhere(id) {
   if (!chats.get(id)?.trash.on) return; // not by this page: memory keeps it
+  removed.add(id);
   chats.delete(id);
   lastRaw.delete(id);
+  unsaved.delete(id);
   emit("chats", id);
 }
 
@@ -163,7 +192,7 @@ function receiveFromTab(raw) {
 
 // Save again if the stored copy still lacks something of ours.
 function repair(mine) {
-  const stored = parseChat(localStorage.getItem(CHAT + mine.id));
+  const stored = parseChat(storage.getItem(CHAT + mine.id));
   if (chats.has(mine.id) && (!stored || merge(stored, mine))) saveChat(mine);
 }
 
@@ -174,7 +203,7 @@ export function followOtherTabs() {
 // ---- settings
 
 function readSettings() {
-  const kept = parse(localStorage.getItem(SETTINGS) || "{}");
+  const kept = parse(storage.getItem(SETTINGS) || "{}");
   for (const name of Object.keys(settings)) delete settings[name];
   for (const [name, value] of Object.entries(kept || {})) {
     if (["string", "number", "boolean"].includes(typeof value)) settings[name] = value;
@@ -183,7 +212,7 @@ function readSettings() {
 
 export function saveSettings() {
   try {
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
+    storage.setItem(SETTINGS, JSON.stringify(settings));
   } catch (error) {
     emit("trouble", "The browser's storage is full: the settings are not kept.");
   }
@@ -192,22 +221,22 @@ export function saveSettings() {
 // ---- the first version's state
 
 function migrate() {
-  const raw = localStorage.getItem(OLD), old = parse(raw);
+  const raw = storage.getItem(OLD), old = parse(raw);
   if (!old || typeof old !== "object") return "";
-  if (localStorage.getItem(SETTINGS) === null && old.settings && typeof old.settings === "object") {
+  if (storage.getItem(SETTINGS) === null && old.settings && typeof old.settings === "object") {
     Object.assign(settings, old.settings);
     if (typeof old.model === "string" && old.model) settings.model = old.model;
     saveSettings();
   }
   const chat = chatOfOldState(old.messages, raw);
   if (!chat) {
-    if (Array.isArray(old.messages) && !old.messages.length) localStorage.removeItem(OLD);
+    if (Array.isArray(old.messages) && !old.messages.length) storage.removeItem(OLD);
     return "";
   }
   if (chats.has(chat.id)) merge(chat, chats.get(chat.id));
-  localStorage.removeItem(OLD); // first: storage may not hold both
+  storage.removeItem(OLD); // first: storage may not hold both
   chats.set(chat.id, chat);
-  if (!saveChat(chat)) localStorage.setItem(OLD, raw);
+  if (!saveChat(chat)) storage.setItem(OLD, raw);
   return chat.id;
 }
 
