@@ -303,6 +303,6 @@ def settings(cfg: Any) -> dict[str, Any]:
 
 
 def unset_value(annotation: Any) -> Any:
-    """How the report prints an optional setting nobody chose."""
+    """How the report prints an optional setting that was not given."""
     options = typing.get_args(annotation)
     return -1 if int in options else -1.0 if float in options else ""

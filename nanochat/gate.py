@@ -66,7 +66,7 @@ class Gate:
     """
     Wraps `app`. `key`, where there is one, must be borne by requests for what is PROTECTED.
 
-    on_response: told the path and the status of every answer.
+    on_response: called with the path and the status of every answer.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Gate:
             return await refuse(error, send)
         if body is None:
             return  # the client left
-        told = False
+        replayed = False
 
         async def replay() -> dict[str, Any]:
-            nonlocal told
-            if told:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            told = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def tell(message: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ IGNORED = {
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
 }
-# Values at which an unsupported field asks for nothing, beside null
+# Values other than null at which an unsupported field asks for nothing
 NEUTRAL: dict[str, list[Any]] = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
@@ -50,7 +50,6 @@ NEUTRAL: dict[str, list[Any]] = {
     "prediction": [],
     "web_search_options": [],
     "suffix": [""],
-    "best_of": [1],
     "min_tokens": [0],
     "ignore_eos": [False],
     "use_beam_search": [False],
@@ -122,7 +121,8 @@ def read_request(kind: type[R], body: bytes) -> R:
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {json_type(value)}")
     try:
-        return kind.model_validate(without_neutral(value, "", IGNORED, kind.neutral))
+        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all of them are answered
+        return kind.model_validate(without_neutral(value, "", IGNORED, neutral))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -169,10 +169,10 @@ def without_neutral(
 
 def leaves_tools(name: str, given: Any) -> bool:
     """Whether a tool_choice only limits which tools may be called."""
-    limits = (
-        given.get("allowed_tools") if name == "tool_choice" and isinstance(given, dict) else None
-    )
-    return isinstance(limits, dict) and limits.get("mode") == "auto"
+    if name != "tool_choice" or not isinstance(given, dict):
+        return False
+    allowed = given.get("allowed_tools")
+    return isinstance(allowed, dict) and allowed.get("mode") == "auto"
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -400,7 +400,7 @@ class Writer:
     def new_parts(self, piece: Piece) -> list[dict[str, Any]]:
         """
         What a piece adds to the parts of its message, by their index, as clients put a list
-        together. They are told from the first call of a tool on, then all there was before too.
+        together. Sent from the first tool call on, then with all parts before it.
         """
         parts = self.parts.setdefault(piece.index, [])
         called = any(part["type"] != "text" for part in parts)
@@ -468,7 +468,7 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def top(self, said: TokenLogprob) -> dict[str, float | None] | None:
-        """The likeliest tokens, and the one that was said."""
+        """The most likely tokens, and the generated one."""
         if said.logprob is None:
             return None
         pairs = [*said.top, (said.token, said.logprob)]

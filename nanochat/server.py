@@ -4,7 +4,7 @@ The server: OpenAI's API and the chat page over HTTP.
     request -> Gate -> FastAPI -> Desk -> Reply -> respond
 
 GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
-completions and models; /health and /metrics are for whoever runs it. When it is stopped, answers
+completions and models; /health and /metrics are for its operator. When it is stopped, answers
 under way have a few seconds to end, then their streams close with an error that says so.
 """
 
@@ -242,7 +242,7 @@ class Server(uvicorn.Server):
 
 
 def listen(cfg: ServerConfig) -> socket.socket:
-    """The socket of the server. Raises ValueError, with a way out, where the address is taken."""
+    """The socket of the server. Raises ValueError where the address is in use."""
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

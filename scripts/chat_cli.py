@@ -61,15 +61,15 @@ class ChatCli:
     system: str = ""
     """System prompt, put in front of the first message."""
     temperature: float = short("t", 0.6)
-    """How freely the model speaks; 0 always takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int | None = short("k", 50)
-    """Only among so many of the likeliest tokens. Default: all."""
+    """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
     """Only among the likeliest tokens that together reach this probability."""
     max_new_tokens: int = short("m", 256)
     """Longest answer, in tokens."""
     seed: int = 0
-    """Of what is left to chance."""
+    """Seed of the sampling."""
     python: bool = False
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False

@@ -43,14 +43,14 @@ class ChatEval:
     task_name: str | None = short("a", None)
     """Tasks by name, with | between them. Default: all of the model's world."""
     temperature: float = short("t", 0.0)
-    """How freely the model answers; 0 always takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     max_new_tokens: int = short("m", 512)
     """Longest answer, in tokens."""
     num_samples: int | None = short("n", None)
     """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
     Default: 1 at temperature 0, else what scripts.eval_variance found the task to need."""
     top_k: int | None = short("k", 50)
-    """Only among so many of the likeliest tokens. Default: all."""
+    """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
     """Only among the likeliest tokens that together reach this probability."""
     batch_size: int | None = short("b", None)
@@ -95,7 +95,7 @@ class ChatEval:
         return self.num_samples or default_repeats(task.name, self.temperature)
 
     def sampled(self, task: Task) -> bool:
-        """Whether the answers to a task are left to chance."""
+        """Whether the answers to a task are sampled."""
         return task.kind == "generate" and self.temperature > 0
 
     @property

@@ -38,9 +38,9 @@ class ChatWeb:
     step: int | None = short("s", None)
     """Step of the checkpoint. Default: the last good one."""
     temperature: float = short("t", 0.6)
-    """How freely the model speaks where a request does not say; 0 takes the likeliest token."""
+    """Sampling temperature of requests that give none; 0 is greedy."""
     top_k: int | None = short("k", 50)
-    """Only among so many of the likeliest tokens. Default: all."""
+    """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
     """Only among the likeliest tokens that together reach this probability."""
     max_tokens: int = short("m", 256)

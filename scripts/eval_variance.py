@@ -7,7 +7,7 @@ Measure how much scores vary when the same weights answer the same questions aga
 Reads   checkpoints, as stage[:tag[:step]], and the evaluation splits of the tasks
 Writes  eval_variance.json under the base directory, which gives scripts.chat_eval its default
         repeats, and the section "Evaluation variance". Tasks that are scored by the logits of
-        letters are left out: nothing in them is left to chance
+        letters are left out: they are not sampled
 """
 
 import time
@@ -44,9 +44,9 @@ class EvalVariance:
     runs: int = 3
     """Answers to each question."""
     temperature: float = 1.0
-    """How freely the models answer; at 0 nothing would vary."""
+    """Sampling temperature; at 0 nothing would vary."""
     top_k: int | None = 50
-    """Only among so many of the likeliest tokens. Default: all."""
+    """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
     """Only among the likeliest tokens that together reach this probability."""
     max_new_tokens: int = 512

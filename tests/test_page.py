@@ -40,7 +40,7 @@ def page(browser, site):
     found = context.new_page()
     errors = []
     found.on("pageerror", lambda error: errors.append(str(error)))
-    found.on("console", lambda told: errors.append(told.text) if told.type == "error" else None)
+    found.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
     found.goto(site.url)
     found.wait_for_selector("#model option", state="attached")
     yield found
@@ -268,6 +268,13 @@ def test_the_answer_line_of_gsm8k_is_no_heading(page, site, monkeypatch):
     assert page.locator(".body h5").all_inner_texts() == ["12"]
 
 
+def test_text_after_an_answer_line_stays(page, site, monkeypatch):
+    tell(site, monkeypatch, "#### 44" + "\n" * 10 + "**Done.**")
+    send(page, "How many?")
+    assert page.inner_text(".answer") == "Answer: 44"
+    assert page.locator(".body strong").last.inner_text() == "Done."
+
+
 def test_settings_are_used_and_kept(page, site):
     page.click("#open-settings")
     page.fill("[name=temperature]", "0.25")
@@ -474,6 +481,22 @@ def test_deleted_chats_come_back_by_undo_and_from_the_trash(page, site):
     assert page.locator("#trash-list li").count() == 0 and stored(page) == {}
 
 
+def test_a_chat_deleted_for_good_while_it_is_generated_stays_away(page, site, monkeypatch):
+    slow_down(monkeypatch, site, 0.1)
+    send(page, "Delete me", wait=False)
+    until(lambda: len(said(page)[-1][1]) > 3)
+    other = open_page(page.context, site.url)
+    choose(other, "Delete me", "Delete")
+    other.click("#open-trash")
+    other.click("#empty-trash")
+    other.click("#empty-trash")
+    until(lambda: said(page) == [])
+    page.click("#new")
+    site.seconds_until_idle()
+    page.wait_for_timeout(1500)  # the answer would be saved every second
+    assert stored(page) == {} and titles(page) == titles(other) == []
+
+
 def test_the_trash_is_emptied_after_thirty_days(page, site):
     for name in ("old", "new"):
         page.click("#new")
@@ -555,6 +578,33 @@ def test_a_fine_tuning_file_with_tool_calls_can_be_imported(page, site):
     assert stored(page) == before
 
 
+def test_an_imported_system_prompt_is_used_and_exported(page, site):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+        },
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+    ]
+    import_text(page, "one.json", json.dumps(chat, indent=2))
+    page.wait_for_selector("#toast >> text=One chat was imported")
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data))
+    send(page, "And?")
+    system = {"role": "system", "content": "Be brief.\n\nBe kind."}
+    assert json.loads(asked[0])["messages"][0] == system
+    page.reload()
+    with page.expect_download() as download:
+        choose(page, "Hello", "Export as JSONL")
+    saved = json.loads(Path(download.value.path()).read_text())
+    assert saved[0] == system and [m["role"] for m in saved[1:]] == ["user", "assistant"] * 2
+    chat[1]["content"] = [{"type": "python", "text": "1"}]
+    import_text(page, "bad.json", json.dumps(chat))
+    page.wait_for_selector("#toast >> text=a system message that is not text")
+
+
 def test_the_state_of_the_first_page_is_migrated(page, site):
     old = {
         "messages": [
@@ -604,6 +654,21 @@ def test_a_full_storage_is_reported_and_loses_nothing(page, site):
     )
     send(page, "Again")
     assert sorted(stored(page)) == ["Before", "While it is full"]
+
+
+def test_where_site_data_is_blocked_one_can_chat_and_is_warned(browser, site):
+    context = browser.new_context()
+    context.add_init_script(
+        "Object.defineProperty(window, 'localStorage', "
+        "{ get() { throw new DOMException('blocked', 'SecurityError'); } })"
+    )
+    page = open_page(context, site.url)
+    assert "blocks site data" in page.inner_text("#trouble")
+    send(page, "Hello")
+    page.click("#new")
+    page.click("#chats a")
+    assert said(page) == [("user", "Hello"), ("assistant", STORY)]
+    context.close()
 
 
 # ---- several tabs, reloads, restarts
@@ -675,6 +740,26 @@ def test_V15_a_second_tab_follows_a_chat(page, site, monkeypatch):
     until(lambda: said(other) == said(page))
     other.locator("article.assistant").last.hover()
     until(lambda: other.get_by_role("button", name="Retry").count() == 2)
+
+
+def test_what_is_typed_stays_with_its_chat(page, site):
+    def suggest(route):
+        found = route.fetch()
+        route.fulfill(response=found, json=found.json() | {"suggestions": ["A suggestion"]})
+
+    page.route("**/v1/models", suggest)
+    page.reload()
+    page.fill("#question", "Typed before")
+    page.locator("#ideas button").first.click()  # a suggestion is sent, not what is typed
+    page.wait_for_selector("#send", state="visible")
+    assert page.input_value("#question") == "Typed before"
+    page.click("#new")
+    assert page.input_value("#question") == ""
+    page.fill("#question", "For a new chat")
+    page.click("#chats a")
+    assert page.input_value("#question") == "Typed before"
+    page.click("#new")
+    assert page.input_value("#question") == "For a new chat"
 
 
 def test_what_is_typed_survives_changes_of_another_tab(page, site, monkeypatch):
@@ -890,8 +975,8 @@ def test_everything_works_by_keyboard(page, site, monkeypatch):
     order += ["Edit", "Previous version", "Copy", "Retry", "question", "send"]
     assert [name for name in reached if name in order][: len(order) + 1].count("Retry") == 1
     assert set(order) <= set(reached)
-    places = [reached.index(name) for name in order if name != "Copy"]
-    assert places == sorted(places)
+    positions = [reached.index(name) for name in order if name != "Copy"]
+    assert positions == sorted(positions)
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, select, textarea, input, a')].filter((e) => "
         "!e.ariaLabel && !e.textContent.trim() && !e.labels?.length).map((e) => e.outerHTML)"
@@ -916,7 +1001,15 @@ def test_everything_works_by_keyboard(page, site, monkeypatch):
     assert page.evaluate("document.activeElement.id") == "search"
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Delete")
-    assert titles(page) == []
+    assert titles(page) == [] and page.evaluate("document.activeElement.id") == "search"
+    for name in ("One", "Two", "Three"):
+        page.click("#new")
+        send(page, name)
+    page.locator("#chats a").nth(1).focus()
+    for left in (["Three", "One"], ["Three"]):
+        page.keyboard.press("Delete")
+        assert titles(page) == left
+        assert page.evaluate("document.activeElement.textContent") == left[-1]
     for keys, dialog in (("Control+,", "#settings"), ("Control+/", "#help")):
         page.keyboard.press(keys)
         assert page.is_visible(dialog)

@@ -41,7 +41,8 @@ export function continueAnswer(chat, node) {
 function answer(chat, question, more = {}) {
   const model = $("model").value;
   const { parts = [], ...rest } = more;
-  const extra = { model, ...(settings.system && !isBase(model) && { system: settings.system }), ...rest };
+  const system = isBase(model) ? "" : settings.system || chat.system;
+  const extra = { model, ...(system && { system }), ...rest };
   const node = addMessage(chat, question, "assistant", parts, extra);
   const run = { chat, node, control: new AbortController(), savedAt: 0 };
   running.set(node.id, run);

@@ -1,12 +1,12 @@
 // One conversation as data: a tree of messages, of which one path is shown.
 //
-//   chat     {id, created, updated, title: {text, at}, head: {id, at}, trash: {on, at}, nodes}
+//   chat     {id, created, updated, system, title: {text, at}, head: {id, at}, trash: {on, at}, nodes}
 //   message  {id, parent, role, parts, created, rev, saved, ...} in `nodes`, by id
 //
 // A message is only ever changed by the tab that made it, which counts `rev` up; another try, a
 // changed question and a continued answer are new messages. So two copies of a chat merge without
 // a conflict: all messages of both, each in its newest revision, and of title, head and trash the
-// value that was set last.
+// value that was set last. `system` is the system prompt of an imported chat and never changes.
 
 const ROLES = ["user", "assistant"];
 const PART_TYPES = ["text", "python", "python_output"];
@@ -24,7 +24,7 @@ export function newId() {
 
 export function newChat(id = newId(), now = Date.now()) {
   return {
-    id, created: now, updated: now, title: { text: "", at: 0 }, head: { id: "", at: 0 },
+    id, created: now, updated: now, system: "", title: { text: "", at: 0 }, head: { id: "", at: 0 },
     trash: { on: false, at: 0 }, nodes: Object.create(null),
   };
 }
@@ -147,6 +147,7 @@ export function checkedChat(value) {
   const number = (x) => (Number.isFinite(x) ? x : 0), text = (x) => (typeof x === "string" ? x : "");
   const chat = newChat(value.id, number(value.created));
   chat.updated = number(value.updated);
+  chat.system = text(value.system);
   chat.title = { text: text(value.title?.text), at: number(value.title?.at) };
   chat.head = { id: text(value.head?.id), at: number(value.head?.at) };
   chat.trash = { on: value.trash?.on === true, at: number(value.trash?.at) };

@@ -20,7 +20,7 @@ function lineOf(chat) {
   const path = pathTo(chat, chat.head.id), messages = asMessages(path);
   if (!messages.some((message) => message.role === "assistant")) return "";
   while (messages.at(-1).role === "user") messages.pop();
-  const system = path.findLast((node) => node.system)?.system;
+  const system = path.findLast((node) => node.system)?.system || chat.system;
   return JSON.stringify(system ? [{ role: "system", content: system }, ...messages] : messages);
 }
 
@@ -60,18 +60,24 @@ const isConversation = (value) => Array.isArray(value?.messages ?? value);
 function fromMessages(value, where) {
   const messages = value?.messages ?? value, chat = newChat();
   if (!Array.isArray(messages) || !messages.length) throw new Error(`${where}no list of messages`);
-  let parent = null, system = "";
+  const system = [];
+  let parent = null;
   for (const message of messages) {
     const content = message?.content;
     const parts = typeof content === "string" ? [textPart(content)] : content;
-    if (message?.role === "system" && typeof content === "string") system = content;
-    else {
-      const more = message?.role === "assistant" ? { finish: "stop", ...(system && { system }) } : {};
+    if (message?.role === "system") {
+      if (!isText(parts)) throw new Error(`${where}a system message that is not text`);
+      system.push(parts.map((part) => part.text).join(""));
+    } else {
+      const more = message?.role === "assistant" ? { finish: "stop" } : {};
       parent = addMessage(chat, parent, message?.role, parts, more).id;
     }
   }
+  chat.system = system.join("\n\n"); // as training joins them
   Object.values(chat.nodes).forEach((node, i) => { node.created += i; });
   const checked = checkedChat(chat);
   if (!checked || !parent) throw new Error(`${where}not a list of messages with role and content`);
   return checked;
 }
+
+const isText = (parts) => Array.isArray(parts) && parts.every((part) => part?.type === "text" && typeof part.text === "string");

@@ -265,7 +265,11 @@ function moveInList(event) {
     ArrowDown: () => links[Math.min(at + 1, links.length - 1)].focus(),
     ArrowUp: () => (at ? links[at - 1] : $("search")).focus(),
     F2: () => startRename(chat),
-    Delete: () => { deleteChat(chat); (links[at + 1] || links[at - 1] || $("search")).focus?.(); },
+    Delete: () => {
+      const next = (links[at + 1] || links[at - 1])?.id;
+      deleteChat(chat); // draws the list anew
+      (document.getElementById(next) || $("search")).focus();
+    },
   }[event.key];
   if (!act) return;
   event.preventDefault();

@@ -39,7 +39,7 @@ const storedKeys = () => Array.from({ length: storage.length }, (_, i) => storag
 export const chats = new Map(); // id -> chat, trashed ones included
 export const settings = {};
 const lastRaw = new Map(); // id -> stored text that is known to be merged
-const removed = new Set(); // ids of chats that were deleted for good
+const removed = new Map(); // id of a chat that was deleted for good -> when it was put into the trash
 const unsaved = new Set(); // ids of chats that storage had no room for
 const listeners = { chats: [], settings: [], trouble: [] };
 
@@ -135,7 +135,7 @@ export function setTrashed(chat, isTrashed) {
 // For good. Only what is in the trash can be removed.
 export function removeForever(chat) {
   if (!chat.trash.on) throw new Error(`chat ${chat.id} is not in the trash`);
-  removed.add(chat.id);
+  removed.set(chat.id, chat.trash.at);
   chats.delete(chat.id);
   lastRaw.delete(chat.id);
   unsaved.delete(chat.id);
@@ -146,11 +146,10 @@ export function removeForever(chat) {
 
 // Put a chat from a file in: what is there already stays, and gets what is new. Returns the chat.
 export function receive(chat) {
-  removed.delete(chat.id);
-  const mine = chats.get(chat.id);
+  const mine = chats.get(chat.id), wasRemoved = removed.delete(chat.id);
   if (mine) merge(mine, chat);
   const kept = mine || chat;
-  if (kept.trash.on) kept.trash = { on: false, at: Date.now() };
+  if (kept.trash.on || wasRemoved) kept.trash = { on: false, at: Date.now() };
   saveChat(kept);
   emit("chats", kept.id);
   return kept;
@@ -170,8 +169,9 @@ function onStorage(event) {
 }
 
 function removedElsewhere(id) {
-  if (!chats.get(id)?.trash.on) return; // not by this page: memory keeps it
-  removed.add(id);
+  const { trash } = chats.get(id) || {};
+  if (!trash?.on) return; // not by this page: memory keeps it
+  removed.set(id, trash.at);
   chats.delete(id);
   lastRaw.delete(id);
   unsaved.delete(id);
@@ -181,6 +181,11 @@ function removedElsewhere(id) {
 function receiveFromTab(raw) {
   const chat = parseChat(raw);
   if (!chat) return;
+  if (removed.has(chat.id) && chat.trash.at <= removed.get(chat.id)) { // a tab saved it meanwhile
+    storage.removeItem(CHAT + chat.id);
+    return;
+  }
+  removed.delete(chat.id);
   const mine = chats.get(chat.id);
   if (!mine) chats.set(chat.id, chat);
   else {

@@ -1,0 +1,94 @@
+"""
+Record what every stage computes, to compare two commits of a refactor on one machine.
+
+    python -m dev.golden float32 > before.json # in the old checkout
+    python -m dev.golden float32 before.json   # in the new one; exit 1 where a digit differs
+
+20 steps of each kind of training, or 3 of pretraining in bfloat16, the rewards of RL, and
+greedy answers of each stage, all on one thread. Digits depend on the processor: compare on one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STEPS = {"float32": 20, "bfloat16": 3}  # processors without bfloat16 take minutes for one
+SMALL = (
+    "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8"
+)
+CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048"
+GOLF = (
+    "--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.5 --xsa_last_n=1 --rope_dims=16 "
+    "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 --bigram_rows=0 "
+    "--quantize=embed.*=int8,*=int6"
+)
+HOUSE = Path("scripts/golf/base_train.py").exists()  # where tracks have scripts of their own
+GOLF_SCRIPT = "golf.base_train" if HOUSE else "base_train"
+RECURSION_SCRIPT = "recursion.base_train" if HOUSE else "base_train"
+RL = "--examples_per_step=4 --num_samples=4 --max_new_tokens=24 --eval_examples=8 --eval_samples=2"
+RUNS = {  # tag -> stage, script and its flags
+    "plain": ("base", f"base_train {SMALL}"),
+    "classic": ("base", f"base_train {SMALL} --arch=classic"),
+    "windows": ("base", f"base_train {SMALL} --window_pattern=SL --max_seq_len=256"),
+    "share2": ("base", f"{RECURSION_SCRIPT} {SMALL} --recursion_preset=share2"),
+    "sampled": ("base", f"{RECURSION_SCRIPT} {SMALL} --n_loops=3 --supervise=sampled"),
+    "golf": ("base", f"{GOLF_SCRIPT} {SMALL} {GOLF}"),
+    "mid": ("mid", f"mid_train {CHAT} --from_tag=plain --mixture=world_chat=300"),
+    "sft": ("sft", f"chat_sft {CHAT} --from_tag=mid --mixture=world_facts=400"),
+    "rl": ("rl", f"chat_rl {RL} --from_tag=sft --task=world_facts"),
+}
+ANSWERED = (("base", "plain"), ("base", "share2"), ("base", "golf"), ("sft", "sft"), ("rl", "rl"))
+FOLDERS = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}
+CURVES = ("loss", "grad_norm", "val_bpb", "reward", "pass_at_1")
+
+
+def run(base: Path, words: str) -> str:
+    """What a script prints. Raises CalledProcessError where it fails."""
+    name, *flags = words.split()
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"scripts.{name}", *flags]
+    return subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def curves(folder: Path) -> dict[str, list[float]]:
+    """The figures of a training by name, every digit of them."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {name: [line[name] for line in lines if name in line] for name in CURVES}
+
+
+def record(dtype: str) -> dict[str, object]:
+    """Everything in one dtype, in a base directory of its own; in bfloat16 only pretraining."""
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        run(base, "tok_train --dataset=embedded --num_shards=1 --vocab_size=512")
+        runs = {t: r for t, r in RUNS.items() if dtype == "float32" or r[0] == "base"}
+        for tag, (stage, words) in runs.items():
+            steps = 3 if stage == "rl" else STEPS[dtype]
+            run(base, f"{words} --num_iterations={steps} --model_tag={tag} --dtype={dtype}")
+            checkpoints = base / FOLDERS.get(stage, "chatrl_checkpoints")
+            found[f"{dtype} {tag}"] = curves(checkpoints / tag)
+        for stage, tag in ANSWERED if dtype == "float32" else ():
+            asked = f"chat_cli -i {stage} -g {tag} -t 0 -p Who?"
+            found[f"{dtype} answer of {tag}"] = run(base, f"{asked} --dtype={dtype}")
+    return found
+
+
+def main() -> None:
+    found = record(sys.argv[1])
+    if len(sys.argv) == 2:
+        json.dump(found, sys.stdout, indent=1)
+        return
+    before = json.loads(Path(sys.argv[2]).read_text())
+    differ = [name for name in before.keys() | found.keys() if before.get(name) != found.get(name)]
+    for name in sorted(differ):
+        print(f"{name}\n  before {before.get(name)}\n  now    {found.get(name)}")
+    print(f"{len(found) - len(differ)} of {len(before)} equal to the last digit")
+    raise SystemExit(bool(differ))
+
+
+if __name__ == "__main__":
+    main()
