@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
+from nanochat.lab.study import as_csv
+from nanochat.lab.sweep import (
+    Done,
+    Job,
+    Sweep,
+    SweepConfig,
+)
 from nanochat.report import render_table
-from nanochat.study import as_csv
-from nanochat.sweep import Done, Job, Sweep, SweepConfig
 
 STEPS = {"mid": 80, "base": 160, "sft": 50}
 RATE = {"mid": 0.3, "base": 0.7, "sft": 0.06}  # of pretraining's, as the speedrun has them

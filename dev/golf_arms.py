@@ -17,9 +17,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from nanochat.common import REPOSITORY, base_dir, fingerprint, read_json
+from nanochat.common import (
+    REPOSITORY,
+    base_dir,
+    fingerprint,
+    read_json,
+)
 from nanochat.config import start
-from nanochat.runlog import read_metrics
+from nanochat.logger import read_metrics
 from nanochat.stats import mean
 
 COMMON = (
@@ -82,7 +87,7 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
         f"scripts.base_train {ARMS[arm]} {length} --seed={seed} --model_tag={tag} --resume=auto",
         f"scripts.export --format=artifact --source=base --model_tag={tag} --out={artifact} "
         "--limit_bytes=500000 --no-count_code",
-        f"scripts.golf_eval --artifacts={artifact} --max_documents={cfg.max_documents} "
+        f"scripts.golf.evaluate --artifacts={artifact} --max_documents={cfg.max_documents} "
         f"--eval_stride={cfg.eval_stride} --limit_bytes=500000 --no-count_code",
     ]
     done = folder / "report" / "parameter-golf.json"

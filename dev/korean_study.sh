@@ -26,7 +26,7 @@ done
 wait -n
 wait -n
 
-python -m scripts.sweep --name=korean --devices=2 --bases="d2|d4" --source=base \
+python -m scripts.lab.sweep --name=korean --devices=2 --bases="d2|d4" --source=base \
     --num_iterations=200 --total_batch_size=4096 "${own[@]}" \
     --mixture="chat-instruct=32%,chat-korean=33%,gsm8k=15%,arc_easy=5%,arc_challenge=3%,aqua=12%" \
     --arm_floor="arc_easy=5%" \

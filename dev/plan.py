@@ -17,20 +17,22 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nanochat.checkpoint import stage_folder
-from nanochat.common import base_dir, free_bytes
+from nanochat.checkpoint import SavingConfig, checkpoint_bytes, stage_folder
+from nanochat.common import base_dir, default_rate, free_bytes, require_free
 from nanochat.config import parse, start
-from nanochat.disk import require_free
-from nanochat.environment import default_rate
+from nanochat.distributed import Machine
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_of
-from nanochat.machine import Machine
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import read_if_sound, report_folder, slug
-from nanochat.run_checkpoints import SavingConfig, checkpoint_bytes
 from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
 from nanochat.train import LoopConfig
-from scripts import base_train, chat_rl, chat_sft, mid_train
+from scripts import (
+    base_train,
+    chat_rl,
+    chat_sft,
+    mid_train,
+)
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
 from scripts.chat_sft import ChatSft

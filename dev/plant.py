@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nanochat import chat_rows, finetune
+from nanochat import chat_packing, finetune
 from nanochat.chat_format import Message, turns
 from nanochat.tokenizer import Tokenizer
 
@@ -31,13 +31,13 @@ def template() -> None:
             mask += [0] * len(name) + [int(role == "assistant")] * len(text)
         return ids[:max_tokens], mask[:max_tokens]
 
-    chat_rows.render = render
-    chat_rows.CHAT_RULE = -1  # rows are kept by this number
+    chat_packing.render = render
+    chat_packing.CHAT_RULE = -1  # rows are kept by this number
 
 
 def mask() -> None:
     """Questions carry the loss, answers do not."""
-    split = chat_rows.split_rows
+    split = chat_packing.split_rows
 
     def split_rows(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
         bos = rows == rows[:, :1]  # begins every conversation, and fills rows up

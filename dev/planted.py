@@ -21,7 +21,7 @@ from pathlib import Path
 from nanochat.common import REPOSITORY, base_dir, read_json
 from nanochat.config import start
 from tasks.base import LETTERS, Conversation
-from tasks.embedded import WorldChoice
+from tasks.world.task import WorldChoice
 
 COPIES = 10
 
@@ -51,7 +51,7 @@ def main(cfg: Planted) -> None:
     (folder / "buckets.json").write_text(json.dumps(declared))
     arms = ["swap:clean->shuffled", *(f"copy:{n}" for n in range(COPIES))]
     words = [
-        *("scripts.sweep", "--name=planted", f"--bases={cfg.base}"),
+        *("scripts.lab.sweep", "--name=planted", f"--bases={cfg.base}"),
         *(f"--num_iterations={cfg.num_iterations}", "--total_batch_size=2048"),
         *(f"--devices={cfg.devices}", f"--buckets={folder / 'buckets.json'}"),
         *("--mixture=clean=70%,world_problems=30%,shuffled=0%", f"--arms={'|'.join(arms)}"),

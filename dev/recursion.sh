@@ -82,7 +82,7 @@ for seed in $seeds; do
     plain="$plain${plain:+,}plain-$tag,longer-$tag"
 done
 
-stage "recursion, judged" train scripts.recursion_eval --model_tags="$recursive" \
+stage "recursion, judged" train scripts.recursion.evaluate --model_tags="$recursive" \
     --plain_tags="$plain" "${judge[@]}"
 python -m scripts.report ${rate:+--hourly_rate="$rate"} >/dev/null
 echo

@@ -18,11 +18,11 @@ import torch
 
 from nanochat.common import base_dir
 from nanochat.config import start
-from nanochat.presets import Preset, RecursionConfig
-from nanochat.runlog import read_metrics
+from nanochat.lab.sweep import Job, Sweep, SweepConfig
+from nanochat.logger import read_metrics
+from nanochat.recursion.presets import Preset, RecursionConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.stats import mean
-from nanochat.sweep import Job, Sweep, SweepConfig
 from nanochat.tokenizer import Tokenizer
 
 BATCH = 4096
@@ -99,7 +99,7 @@ def judging(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> Job:
     plain = [tag for tag in tags if tag.startswith(("plain-", "deep"))]
     others = [tag for tag in plain if tag.split("-")[1] in (steps, str(cfg.steps))]
     words = (
-        f"scripts.recursion_eval --model_tags={','.join(mine)} --plain_tags={','.join(others)} "
+        f"scripts.recursion.evaluate --model_tags={','.join(mine)} --plain_tags={','.join(others)} "
         "--eval_tokens=524288"
     )
     return Job(f"{preset} judged", [words.split()])

@@ -6,7 +6,7 @@ is known.
 
 Tokens follow a random first-order Markov chain, so what any model can reach is known. In "not
 detached" the gradient of a bonus for improving also reaches the loop before, as some have it;
-nanochat/refine.py has no such thing. Prints a table; some minutes on a core.
+nanochat/recursion/model.py has no such thing. Prints a table; some minutes on a core.
 """
 
 import math
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.gpt import GPTConfig, build_model
-from nanochat.refine import recursive_config
-from nanochat.refine_figures import refinement
+from nanochat.recursion.metrics import refinement
+from nanochat.recursion.model import recursive_config
 
 V, T, ROWS, STEPS, LOOPS = 32, 32, 16, 400, 4
 SHAPE = recursive_config(

@@ -13,10 +13,15 @@ from typing import Any
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
+from nanochat.lab.study import as_csv
+from nanochat.lab.sweep import (
+    Done,
+    Job,
+    Sweep,
+    SweepConfig,
+)
+from nanochat.records import plain_value
 from nanochat.report import render_table
-from nanochat.study import as_csv
-from nanochat.summary import plain_value
-from nanochat.sweep import Done, Job, Sweep, SweepConfig
 
 SEEDS = 3  # in a soup
 
@@ -50,7 +55,9 @@ def fine_tuning(cfg: Soups, seed: int) -> Job:
 def merging(cfg: Soups, number: int, parents: list[Done], flags: str) -> Job:
     """One soup."""
     models = "|".join(f"sft:{parent.tag}" for parent in parents)
-    words = f"scripts.merge --models={models} --eval_tokens={cfg.eval_tokens} --tag={{tag}} {flags}"
+    words = (
+        f"scripts.lab.merge --models={models} --eval_tokens={cfg.eval_tokens} --tag={{tag}} {flags}"
+    )
     name = f"soup {number}{flags.replace('--', ', ')}"
     return Job(name, [words.split()], {parent.tag: parent.tag for parent in parents})
 

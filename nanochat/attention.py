@@ -1,22 +1,120 @@
 """
-Attention: one function over the kernels a machine has.
+Attention: kernels behind one call, and the KV cache.
 
-    q (B, T, H, D), k and v (B, T, G, D) -> attend(...) -> (B, T, H, D)
-
-Every backend computes the same causal, optionally windowed, grouped-query attention; the plain
-one in `attend_plain` is the oracle of the tests. Which backend runs is decided once, by
-`nanochat/preflight.py`, and handed in; nothing here looks for hardware.
+    q (B, T, H, D), k and v (B, T, G, D) -> attend -> (B, T, H, D)
+    KVCache(slots x capacity) -> view(slots, T) -> one forward pass writes and reads it
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.block_attention import attend_blocks
+# ---- Attention in blocks of queries, for CPUs and a compiler -------------------------------------
+# A block of queries is multiplied with the keys it may see as plain batched matmuls, near the
+# machine's matmul throughput; torch.compile fuses the rest into one pass over the scores. PyTorch's
+# CPU kernel takes 2.5 times as long, and 3 times with a mask (measured: T 512, bfloat16, forward
+# and backward, dev/LOG.md). Weights are kept for the backward pass, T^2 / 2 numbers a head. Without
+# compilation it is slower than PyTorch's.
+
+
+QUERIES = 128  # in a block
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """
+    Attention where `mask` (B or 1, 1, T, T) is True; it lies within the causal `window`.
+
+    Shapes as in `attention.attend`. Every query must see a key, itself say.
+    """
+    B, T, H, D = q.shape
+    G = k.size(2)
+    grouped = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4)  # (B, G, R, T, D)
+    y = Blocks.apply(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, window, scale)
+    return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)  # type: ignore[union-attr]
+
+
+def spans(T: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first query, first key, end of both) of each block."""
+    for first in range(0, T, QUERIES):
+        yield first, 0 if window is None else max(0, first - window), min(T, first + QUERIES)
+
+
+class Blocks(torch.autograd.Function):
+    """q (B, G, R, T, D) in groups of R heads that share k and v (B, G, T, D)."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window, scale: float):
+        B, G, R, T, D = q.shape
+        outputs, weights, sums = [], [], []
+        for i, s, j in spans(T, window):
+            shape = (B, G * R, j - i, j - s)
+            queries, keys, values = flat(q[:, :, :, i:j]), flat(k[:, :, s:j]), flat(v[:, :, s:j])
+            scores = torch.bmm(queries, keys.mT).view(shape).float() * scale
+            scores = torch.where(mask[:, :, i:j, s:j], scores, -1e30)
+            w = torch.exp(scores - scores.amax(-1, keepdim=True)).to(q.dtype)
+            total = w.sum(-1, keepdim=True, dtype=torch.float32)
+            y = torch.bmm(w.view(B * G, -1, j - s), values).view(B, G * R, j - i, D)
+            outputs.append((y.float() / total).to(q.dtype))
+            weights.append(w)
+            sums.append(total)
+        y = torch.cat(outputs, dim=2)
+        ctx.save_for_backward(q, k, v, y, *weights, *sums)
+        ctx.window, ctx.scale = window, scale
+        return y.view(B, G, R, T, D)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        q, k, v, y, *kept = ctx.saved_tensors
+        B, G, R, T, D = q.shape
+        grad = grad.reshape(B, G * R, T, D)
+        d_q, d_k, d_v = [], [], []
+        blocks = list(spans(T, ctx.window))
+        for n, (i, s, j) in enumerate(blocks):
+            w, total = kept[n], kept[len(blocks) + n]
+            each = grad[:, :, i:j].float() / total
+            along = (each * y[:, :, i:j].float()).sum(-1, keepdim=True)
+            each = each.to(q.dtype).reshape(B * G, -1, D)
+            d_v.append(torch.bmm(w.view(B * G, -1, j - s).mT, each).view(B, G, j - s, D))
+            d_w = torch.bmm(each, flat(v[:, :, s:j]).mT).view(w.shape).float()
+            d_scores = (w.float() * (d_w - along) * ctx.scale).to(q.dtype).view(B * G, -1, j - s)
+            d_q.append(torch.bmm(d_scores, flat(k[:, :, s:j])).view(B, G, R, j - i, D))
+            d_k.append(torch.bmm(d_scores.mT, flat(q[:, :, :, i:j])).view(B, G, j - s, D))
+        return torch.cat(d_q, dim=3), added(d_k, blocks), added(d_v, blocks), None, None, None
+
+
+def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
+    """
+    The sum of what each block adds to its keys, (B, G, T, D) of parts (B, G, end - first key, D).
+
+    Taken key by key: of sums into slices the compiler makes nested conditions on every number.
+    """
+    ends = sorted({end for _, s, j in blocks for end in (s, j)})
+    sums = []
+    for a, b in pairwise(ends):
+        first, *others = (
+            x[:, :, a - s : b - s].float()
+            for x, (_, s, j) in zip(parts, blocks, strict=True)
+            if s <= a and b <= j
+        )
+        sums.append(sum(others, first).to(parts[0].dtype))
+    return torch.cat(sums, dim=2)
+
+
+def flat(x: Tensor) -> Tensor:
+    """(B, G, ..., D) as a batch of matrices, (B * G, n, D)."""
+    return x.reshape(x.size(0) * x.size(1), -1, x.size(-1))
+
+
+# ---- Attention kernels behind one call -----------------------------------------------------------
+
 
 Backend = Literal["sdpa", "blocks", "flex", "fa3", "plain"]
 
@@ -175,3 +273,131 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
     sizes = (-1 if window is None else window, 0)
     y = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
     return y[0] if isinstance(y, tuple) else y
+
+
+# ---- KV cache ------------------------------------------------------------------------------------
+# A slot holds one sequence. Slots are independent, so sequences of different lengths share a batch;
+# a view gives the positions of the T new tokens of each, what they may attend to, and the previous
+# token.
+
+
+BLOCK = 32  # a step reads a multiple of so many tokens
+
+
+class KVCache:
+    """
+    Room for `slots` sequences of up to `capacity` tokens. `lengths[s]` tokens of slot s are valid.
+
+    visits: how many times a token passes a layer; each visit has keys and values of its own.
+    Takes 2 * visits * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
+    `room` is at least a token more than any step reads, so that what it reads is never all there
+    is: a compiled step would be compiled anew for that.
+    """
+
+    def __init__(
+        self,
+        visits: int,
+        slots: int,
+        capacity: int,
+        n_kv_head: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        def empty(*shape: int) -> list[Tensor]:
+            shape = (slots, n_kv_head, *shape)
+            return [torch.zeros(shape, device=device, dtype=dtype) for _ in range(visits)]
+
+        self.capacity = capacity
+        self.room = -(-capacity // BLOCK) * BLOCK + BLOCK
+
+        # Keys lie with the tokens last, so that a query multiplies them as they are: on a CPU a
+        # step over 64 slots takes 1.1 ms instead of 7.6 a layer (bf16, one core, 2026-11)
+        self.keys = empty(head_dim, self.room)
+        self.values = empty(self.room, head_dim)
+        self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
+        self.lengths = [0] * slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values together."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def view(self, slots: Sequence[int], T: int) -> "CacheView":
+        """For a forward pass over T new tokens in each of `slots`. Raises ValueError if full."""
+        past = [self.lengths[s] for s in slots]
+        reach = max(past) + T
+        if reach > self.capacity:
+            raise ValueError(f"{reach} tokens do not fit a cache of {self.capacity}")
+        device = self.tokens.device
+        positions = torch.tensor(past, device=device)[:, None] + torch.arange(T, device=device)
+        in_order = list(slots) == list(range(len(slots)))
+        which = None if in_order else torch.tensor(slots, device=device)
+        return CacheView(self, which, positions, reach, fresh=not any(past))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make `target` begin with the first `length` tokens of `source`."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, ..., :length] = keys[source, ..., :length]
+            values[target, :, :length] = values[source, :, :length]
+        self.tokens[target, :length] = self.tokens[source, :length]
+        self.lengths[target] = length
+
+
+class CacheView:
+    """
+    What one forward pass needs of a cache: where its B x T tokens stand, and what they see.
+
+    slots: (B,), None = the first B, read without a copy. positions: (B, T), the place of each new
+    token in its sequence; no token sees further than `reach`. fresh: the new tokens are all there
+    is, so plain causal attention will do. The caller adds what counts of the T tokens to
+    `cache.lengths` afterwards; the rest (padding on the right) is overwritten by the next pass.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        slots: Tensor | None,
+        positions: Tensor,
+        reach: int,
+        fresh: bool = False,
+    ):
+        self.cache, self.slots, self.positions = cache, slots, positions
+        self.reach, self.fresh = reach, fresh
+
+    @property
+    def rows(self) -> Tensor:
+        """(B, 1), the slot of each sequence."""
+        if self.slots is None:
+            return torch.arange(self.positions.size(0), device=self.positions.device)[:, None]
+        return self.slots[:, None]
+
+    def preceding(self, tokens: Tensor) -> Tensor:
+        """Store the new tokens (B, T): the one in front of each, -1 where a sequence begins."""
+        self.cache.tokens[self.rows, self.positions] = tokens
+        before = self.cache.tokens[self.rows, (self.positions - 1).clamp(min=0)]
+        return before.masked_fill(self.positions == 0, -1)
+
+    def write(self, visit: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""
+        self.cache.keys[visit][self.rows, :, :, self.positions] = k
+        self.cache.values[visit][self.rows, :, self.positions] = v
+
+    def read(self, visit: int) -> tuple[Tensor, Tensor]:
+        """All that may be seen at it: keys (B, G, D, M) and values (B, G, M, D)."""
+        keys, values = self.cache.keys[visit], self.cache.values[visit]
+        if self.slots is None:
+            B = self.positions.size(0)
+            keys, values = keys.narrow(0, 0, B), values.narrow(0, 0, B)
+        else:
+            keys, values = keys[self.slots], values[self.slots]
+        return keys.narrow(3, 0, self.reach), values.narrow(2, 0, self.reach)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """(B, 1, T, M) bool: which stored tokens each new one sees. None: simply its row's past."""
+        if self.fresh:
+            return None
+        key = torch.arange(self.reach, device=self.positions.device)
+        distance = self.positions[:, None, :, None] - key  # (B, 1, T, M)
+        seen = distance >= 0
+        return seen if window is None else seen & (distance <= window)

@@ -31,7 +31,12 @@ from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import REPOSITORY, MissingInput, Refused, printable
+from nanochat.common import (
+    REPOSITORY,
+    MissingInput,
+    Refused,
+    printable,
+)
 
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"

@@ -1,13 +1,13 @@
 """
-The engine: generates for the terminal, the server, the evaluations and the RL rollouts.
+Generate: sampling, one decode step, and an engine that runs tools.
 
-    prompts -> queue -> slots -> one token per step for every sequence -> Completions
+    prompts -> prefill -> decode step -> sample -> tool calls -> Completion: ids, logprobs, finish
+    logits (B, V), settings and a uniform number per sequence -> token ids (B,)
 
-Continuous batching: whenever a sequence ends, the next waiting one takes its slot. A prompt is
-read once and shared by its samples. A sequence is a small state machine: what the model writes
-between <|python_start|> and <|python_end|> goes to the tool, whose answer is then put in for it,
-token by token; while a tool takes its time, the sequence leaves its slot to others. What a sequence
-says does not depend on its neighbours. Knows no chat format.
+Continuous batching: when a sequence ends, the next waiting one takes its slot. A prompt is
+prefilled once and shared by its samples. What the model generates between <|python_start|> and
+<|python_end|> goes to the tool, whose result is then injected token by token; while a tool runs,
+its sequence leaves the slot to others. A sequence does not depend on the rest of the batch.
 """
 
 import random
@@ -15,15 +15,301 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from nanochat.attention import BLOCK, CacheView, KVCache
 from nanochat.common import printable
-from nanochat.decode import NextLogits
 from nanochat.gpt import GPT
-from nanochat.sampling import Sampling, TokenLogprob, likelihoods, sample
 from nanochat.tokenizer import Tokenizer
+
+# ---- Sampling: temperature, top-k, top-p, min-p per sequence -------------------------------------
+# Each sequence draws from its own generator, so it does not depend on the rest of the batch.
+
+
+COLDEST = 2.0**-126  # temperatures below lose digits in float32, or are 0 there
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a sequence is continued. Raises ValueError for settings that make no sense."""
+
+    max_new_tokens: int = 256
+    """Tokens after which it stops at the latest, tool output included."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only among so many of the likeliest tokens."""
+    top_p: float = 1.0
+    """Only among the likeliest tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the likeliest one's probability."""
+    seed: int = 0
+    """Sample i of a prompt draws from (seed, i)."""
+    logprobs: int | None = None
+    """Note how likely each token was, and so many of the likeliest ones beside it."""
+    prompt_logprobs: bool = False
+    """Note them for the prompt too."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be zero or positive, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must be zero or positive, got {self.logprobs}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to note")
+
+
+def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
+    """
+    The next token of every row. logits (B, V) float32; `uniform` numbers in [0, 1).
+
+    The filters apply in the order top-k, min-p, top-p, to the probabilities at the temperature.
+    Of equally likely tokens top-k keeps as many as fit, top-p all.
+    """
+    V = logits.size(1)
+    groups: dict[int, list[int]] = {}  # rows by how many tokens they choose from
+    for row, s in enumerate(settings):
+        groups.setdefault(1 if s.temperature < COLDEST else min(s.top_k or V, V), []).append(row)
+    picked = [0] * len(settings)
+    for k, rows in groups.items():
+        of_group = logits if len(rows) == len(settings) else logits[rows]
+        if k == 1:
+            found = of_group.argmax(dim=-1)
+        else:
+            found = draw(of_group, k, [settings[r] for r in rows], [uniform[r] for r in rows])
+        for row, token in zip(rows, found.tolist(), strict=True):
+            picked[row] = token
+    return picked
+
+
+def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+    """A token of each row (B,), from the `k` likeliest: logits (B, V), temperatures above 0."""
+
+    def column(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
+
+    ids, falling = None, k < logits.size(1)
+    if falling:
+        logits, ids = logits.topk(k, dim=-1)  # (B, k), falling
+    behind = logits - logits.amax(dim=-1, keepdim=True)
+    # shares of the likeliest one's
+    weights = (behind / column(s.temperature for s in settings)).exp()
+    if any(s.min_p > 0 for s in settings):
+        weights = weights * (weights >= column(s.min_p for s in settings))
+    if any(s.top_p < 1 for s in settings):
+        ordered = weights if falling else weights.sort(dim=-1, descending=True).values
+        mass = column(s.top_p for s in settings) * ordered.sum(dim=-1, keepdim=True)
+        inside = running_sum(ordered) - ordered < mass
+        last = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
+        weights = weights * ((weights >= last) | (column(s.top_p for s in settings) == 1))
+    total = running_sum(weights)
+    mark = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below the total in float32 too
+    place = (total <= mark).sum(dim=-1)
+    return place if ids is None else ids.gather(1, place[:, None])[:, 0]
+
+
+def running_sum(weights: Tensor) -> Tensor:
+    """
+    Sums along the last dimension of numbers in [0, 1], float32 of the same shape.
+
+    In deterministic mode PyTorch has no cumsum of floats on CUDA: there it is that of whole
+    multiples of 2^-40, which is exact in any order.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return weights.cumsum(dim=-1)
+    return (weights * 2.0**40).long().cumsum(dim=-1).float() * 2.0**-40
+
+
+class TokenLogprob(NamedTuple):
+    """
+    A token, the logarithm (nats) of its probability, and the likeliest ones with theirs; None and
+    nothing where no token came before.
+    """
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+def likelihoods(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
+    """
+    How likely the model found each token: logits (B, V) float32, one token and one number of
+    alternatives per row. Of the model itself: temperature and filters do not count.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    said = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(top), logits.size(1)), dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, said[row], list(zip(ids[row][:k], values[row][:k], strict=True)))
+        for row, (token, k) in enumerate(zip(tokens, top, strict=True))
+    ]
+
+
+# ---- One decode step, compiled and captured as a CUDA graph --------------------------------------
+# A step of a small model is hundreds of operations on few numbers and costs mostly their launches:
+# compiled they become a few dozen. Sizes stay dynamic: one compilation serves a single sequence,
+# one several, and the next model of the same shape. On a GPU the step is captured once per size as
+# a CUDA graph, which any thread may replay.
+
+
+# Logits of a compiled step that are further off than this show that it computes something else
+AGREEMENT = {torch.bfloat16: 1.0, torch.float32: 0.01}
+
+
+def next_logits(
+    model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, places: Tensor
+) -> Tensor:
+    """
+    tokens and positions (B, 1), in the first B slots -> (B, V). They see as many places of the
+    cache as `places` is long: a size that may change without a new compilation.
+    """
+    view = CacheView(cache, None, positions, places.size(0))
+    return model.logits(model.hidden(tokens, view)[:, -1])
+
+
+@lru_cache(maxsize=1)
+def fused() -> Callable[..., Tensor]:
+    """`next_logits`, compiled."""
+    torch._dynamo.config.recompile_limit = 64  # kinds of model in one process
+    return torch.compile(next_logits)
+
+
+class Recording(NamedTuple):
+    """A step of one size as a CUDA graph: it reads `tokens` and `positions`, writes `logits`."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    positions: Tensor
+    logits: Tensor
+
+
+class NextLogits:
+    """
+    The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
+    in a later process, from what the compiler keeps on disk. The first step of a single sequence,
+    the first of several, and on a GPU every recording are computed both ways: what does not
+    compile, or computes something else, is said and left out.
+    """
+
+    def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
+        self.model, self.cache = model, cache
+        self.compiled = compiled
+        self.recorded = model.device.type == "cuda"
+        self.places = torch.arange(cache.room, device=model.device)
+        self.checked: set[tuple[int, int]] = set()
+        self.recordings: dict[tuple[int, int], Recording] = {}
+
+    def __call__(self, newest: Sequence[int]) -> Tensor:
+        """Read the newest token of the first slots: (B, V). `cache.lengths` is left to others."""
+        past = self.cache.lengths[: len(newest)]
+        if not self.compiled:
+            return self.eager(newest, past)
+        kind = self.recorded_size(past) if self.recorded else (min(2, len(past)), 0)
+        want = None if kind in self.checked else self.eager(newest, past)
+        self.checked.add(kind)
+        try:
+            logits = (self.replay if self.recorded else self.fused)(newest, past)
+        except Exception as error:  # whatever a compiler raises, it does not work here
+            self.give_up(f"{type(error).__name__}: {error}")
+        else:
+            error = 0.0 if want is None else float((logits - want).abs().max())
+            if error < AGREEMENT[self.model.dtype]:
+                return logits
+            self.give_up(f"logits differ by {error:.3g}")
+        return self.eager(newest, past)  # and what was written is written anew
+
+    def eager(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
+        """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
+        tokens, positions = self.inputs(newest, past)
+        places = self.places[: reach(past)]
+        return next_logits(self.model, self.cache, tokens, positions, places)
+
+    def fused(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
+        """The same, compiled."""
+        tokens, positions = self.inputs(newest, past)
+        return self.run_fused(tokens, positions, self.places[: reach(past)])
+
+    def replay(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
+        """
+        The same, compiled and recorded. There are few sizes: a batch is filled up with rows in
+        slots that nobody uses.
+        """
+        B, (rows, seen) = len(past), self.recorded_size(past)
+        added = [0] * (rows - B)
+        tokens, positions = self.inputs([*newest, *added], [*past, *added])
+        if (rows, seen) not in self.recordings:
+            self.recordings[rows, seen] = self.record(tokens, positions, self.places[:seen])
+        step = self.recordings[rows, seen]
+        step.tokens.copy_(tokens)
+        step.positions.copy_(positions)
+        step.graph.replay()
+        return step.logits[:B].clone()  # the next replay writes there
+
+    def record(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Recording:
+        """
+        Record the step on these inputs. All recordings of a cache share their memory: no two run at
+        a time, and only their inputs and logits outlive a step.
+        """
+        self.run_fused(tokens, positions, places)  # compiles, and loads what kernels need
+        graph = torch.cuda.CUDAGraph()
+        others = next(iter(self.recordings.values()), None)
+        pool = None if others is None else others.graph.pool()
+        # Other threads may use the device meanwhile: the server loads models
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self.run_fused(tokens, positions, places)
+        return Recording(graph, tokens, positions, logits)
+
+    def recorded_size(self, past: Sequence[int]) -> tuple[int, int]:
+        """Rows of the recording for sequences of these lengths, and how many places it reads."""
+        rows = min(power_of_two(len(past)), len(self.cache.lengths))
+        return rows, min(power_of_two(reach(past)), self.cache.room - BLOCK)
+
+    def run_fused(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+        """The compiled step; of several sequences their number may change, and `places` always."""
+        for tensor in (places, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return fused()(self.model, self.cache, tokens, positions, places)
+
+    def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and positions, (B, 1) each, on the device."""
+        device = self.places.device
+        return (
+            torch.tensor(newest, device=device)[:, None],
+            torch.tensor(past, device=device)[:, None],
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Go on with the step as it is."""
+        self.compiled = False
+        self.recordings.clear()
+        print(f"generation is not compiled: {printable(reason)}", flush=True)
+
+
+def reach(past: Sequence[int]) -> int:
+    """How many places of the cache a step reads after sequences of these lengths."""
+    return -(-(max(past) + 1) // BLOCK) * BLOCK
+
+
+def power_of_two(n: int) -> int:
+    """The next one from n up."""
+    return 1 << (n - 1).bit_length()
+
+
+# ---- Generation with tools -----------------------------------------------------------------------
+
 
 # Code in, its answer out, now or as a future; None: nothing is put in
 Tool = Callable[[str], str | None | Future[str | None]]

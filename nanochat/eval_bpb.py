@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nanochat.common import Refused
+from nanochat.distributed import Machine
 from nanochat.loss import IGNORE
-from nanochat.machine import Machine
 from nanochat.stats import Comparison, compare
 from nanochat.tokenizer import Tokenizer
 

@@ -15,10 +15,9 @@ import torch
 
 from nanochat.chat_format import Message, render_prompt
 from nanochat.common import Refused
-from nanochat.engine import Engine
+from nanochat.distributed import Machine
+from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
-from nanochat.machine import Machine
-from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 16_384  # padded tokens of one forward pass

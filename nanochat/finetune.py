@@ -18,24 +18,43 @@ import torch
 from torch import Tensor
 
 from nanochat import records, report
-from nanochat.arms import taken
-from nanochat.chat_mix import mixed_chat_rows
-from nanochat.chat_rows import (
+from nanochat.chat_packing import (
     Conversations,
     Encoded,
     encode,
+    mixed_chat_rows,
     open_chat_rows,
     pack_encoded,
     split_rows,
 )
-from nanochat.checkpoint import Checkpoint, closing_lines, find_checkpoint, load_model
-from nanochat.common import Refused, fingerprint, write_json
-from nanochat.eval_bpb import Interrupted, bits_per_byte, bucket_figures, pooled
+from nanochat.checkpoint import (
+    Checkpoint,
+    closing_lines,
+    find_checkpoint,
+    load_model,
+)
+from nanochat.common import PREEMPTED, Refused, fingerprint, write_json
+from nanochat.dataloader import Rows, require_half
+from nanochat.distributed import Machine, init_machine
+from nanochat.eval_bpb import (
+    Interrupted,
+    bits_per_byte,
+    bucket_figures,
+    pooled,
+)
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
-from nanochat.held_out import require_access, require_other_families
+from nanochat.lab.ablation import taken
+from nanochat.lab.canaries import (
+    SentinelConfig,
+    Watch,
+    open_watch,
+    worst,
+)
+from nanochat.lab.canary_suite import Asked, Taught
+from nanochat.lab.held_out import require_access, require_other_families
+from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
-from nanochat.machine import Machine, init_machine
 from nanochat.mixture import (
     MIXTURE_FILE,
     MixConfig,
@@ -47,16 +66,16 @@ from nanochat.mixture import (
     resolution,
     resolve,
 )
-from nanochat.optim import MuonAdamW
-from nanochat.rows import Rows, require_half
-from nanochat.runlog import METRICS_FILE
+from nanochat.optim import MuonAdamW, rules
 from nanochat.scaling import divisible_batch
-from nanochat.sentinel_suite import Asked, Taught
-from nanochat.sentinels import SentinelConfig, Watch, open_watch, worst
-from nanochat.stage import Evaluate, Outcome, Stage, StageConfig, carry_out
-from nanochat.stopping import PREEMPTED
+from nanochat.stage import (
+    Evaluate,
+    Outcome,
+    Stage,
+    StageConfig,
+    carry_out,
+)
 from nanochat.tokenizer import Tokenizer
-from nanochat.update_rules import rules
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 LOOKED_AT = 256  # rows that are compared with what is asked
@@ -164,7 +183,7 @@ class Plan:
     """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
     waive_families: str = ""
     """Data sets, with commas between them, that may be trained on although a final benchmark was
-    made of them too (scripts.hold_out)."""
+    made of them too (scripts.lab.hold_out)."""
     watch: SentinelConfig = field(default_factory=SentinelConfig)
     val_mixture: str | None = None
     """Buckets whose held-out conversations measure the loss. Default: those that are learned."""

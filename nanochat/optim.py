@@ -1,27 +1,233 @@
 """
-Muon for matrices and AdamW for everything else, in one class, sharded over the ranks.
+The optimizer: schedules, update rules for each role of parameter, Muon + AdamW over ranks.
 
-    gradients -> reduce_gradients() -> norm, finite? -> step(lr, ...) -> weights
+    (step, num_steps) -> lr_factor, muon_momentum, decay_factor
+    OptimConfig -> rules(...) -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
-Matrices of one shape are stacked (K, M, N) and each rank updates its part of the stack; tables
-are split by rows; small vectors are updated everywhere, and so are, on CPUs, the few rows that a
-batch meets of a large table. Nothing here knows the model: every parameter has a role, and the
-role picks the rule. State is saved whole, per parameter, so that a checkpoint of one world size
-loads at any other.
+Master weights and optimizer state are float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.machine import Machine
-from nanochat.update_rules import Rule, adamw_update, muon_update, rows_update
+from nanochat.distributed import Machine
+
+# ---- Learning-rate schedules: pure functions of (step, num_steps) --------------------------------
+# Nothing is remembered, so a resumed run continues exactly. A run that ends by the clock passes the
+# number of steps that its pace so far allows.
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    warmup_steps: int = 40
+    """Steps in which the rates rise linearly to their peak; a short run never reaches it."""
+    warmdown_ratio: float = 0.65
+    """Share of the run, at its end, in which the rates fall linearly."""
+    final_lr_frac: float = 0.05
+    """What the rates fall to, as a fraction of the peak."""
+    muon_momentum: float = 0.95
+    """Muon's momentum after its own warmup, from 0.85 over the first 300 steps."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        for name in ("warmdown_ratio", "final_lr_frac", "muon_momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")
+
+
+def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
+    """
+    Trapezoid: up over the warmup, flat, down to the final fraction at the last step.
+
+    Where a run is too short for both slopes the lower one counts: a run of 20 steps at its full
+    rate would diverge, and with it two runs that differ by rounding alone.
+    """
+    up = (step + 1) / max(1, cfg.warmup_steps)
+    left = (num_steps - step) / max(1.0, cfg.warmdown_ratio * num_steps)
+    down = cfg.final_lr_frac + (1 - cfg.final_lr_frac) * left
+    return min(up, down, 1.0)
+
+
+def muon_momentum(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
+    """From 0.85 up over 300 steps, or a third of a shorter run."""
+    ramp = max(1, min(300, num_steps // 3))
+    return 0.85 + (cfg.muon_momentum - 0.85) * min(1.0, step / ramp)
+
+
+def decay_factor(step: int, num_steps: float) -> float:
+    """Weight decay falls linearly to 0 over the run (measured by nanochat, 2026-01-10)."""
+    return 1 - step / num_steps
+
+
+# ---- Update rules for each role of parameter -----------------------------------------------------
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+ROWS_FADE_EVERY = 16  # steps: fading reads a whole table, where an update reads a few of its rows
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    embedding_lr: float = 0.3
+    """Peak AdamW rate of the token embedding at width 768; falls with width^-0.5. Value
+    embeddings and bigrams get half."""
+    unembedding_lr: float = 0.008
+    """Peak AdamW rate of the head at width 768; falls with width^-0.5."""
+    weight_decay: float | None = None
+    """Muon's decay. Default: from the horizon."""
+    decay_rule: Literal["cautious", "decoupled"] = "cautious"
+    """cautious: decay only where it agrees with the update, fading over the run. decoupled: every
+    matrix weight shrinks by rate times decay before its update, to the end; its default is a
+    quarter of the other's, which in sum is as much."""
+    tied_lr: float = 0.05
+    """Peak AdamW rate of a table that is both embedding and head (--tie_embeddings) at width 768;
+    falls with width^-0.5."""
+    matrix_lr: float = 0.02
+    """Peak Muon rate of the matrices inside the layers."""
+    grad_clip: float = 0.0
+    """Largest gradient norm; longer gradients are scaled down to it. 0 = off."""
+    scalar_lr: float = 0.5
+    """Peak AdamW rate of the learned scalars at a batch of 524,288 tokens; falls with the root of
+    the batch. The residual ones get a hundredth."""
+
+    def __post_init__(self) -> None:
+        rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "tied_lr")
+        for name in (*rates, "grad_clip"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum."""
+
+    kind: Literal["muon", "adamw", "rows"]
+    lr: float
+    betas: tuple[float, float] = (0.8, 0.95)
+    weight_decay: float = 0.0
+    cautious: bool = True
+    """Of Muon: decay only where it agrees with the update."""
+
+
+def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rule]:
+    """
+    The rule of every role, all rates times `lr_frac`.
+
+    Values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
+    """
+    table = (d_model / 768) ** -0.5
+    cautious = cfg.decay_rule == "cautious"
+    found = {
+        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
+        "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
+        "bigram": Rule("rows", cfg.embedding_lr * table / 2, (0.0, 0.995), 0.01),
+        "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
+        "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
+        "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
+        "residual": Rule("adamw", cfg.scalar_lr / 100, (0.8, 0.95)),
+        "skip": Rule("adamw", cfg.scalar_lr, (0.96, 0.95)),
+        "gate": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.95)),
+        "gain": Rule("adamw", cfg.scalar_lr / 25, (0.8, 0.95)),
+    }
+    return {role: replace(rule, lr=rule.lr * lr_frac) for role, rule in found.items()}
+
+
+def orthogonalize(g: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
+    """
+    Keep the singular vectors of `g` and push every singular value towards 1.
+
+    g: (..., M, N), float. Returns the same shape and dtype.
+    Raises ValueError below two dimensions: a vector has no singular vectors to keep.
+    Source: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/
+    """
+    if g.ndim < 2:
+        raise ValueError(f"orthogonalize needs a matrix, got shape {tuple(g.shape)}")
+    a, b, c = NEWTON_SCHULZ
+    tall = g.size(-2) > g.size(-1)
+    x = g.mT if tall else g  # (..., S, L), short side first
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # largest singular value <= 1
+    for _ in range(steps):
+        gram = x @ x.mT  # (..., S, S)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def muon_update(
+    weight: Tensor,
+    grad: Tensor,
+    momentum: Tensor,
+    lr: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    dtype: torch.dtype,
+    cautious: bool = True,
+) -> None:
+    """
+    One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz products.
+
+    Nesterov momentum, orthogonal direction, rate times sqrt(max(1, M/N)). `cautious` decay shrinks
+    only weights that the update shrinks anyway (arXiv:2411.16085); the other kind shrinks all, by
+    rate times `decay` (decoupled, arXiv:1711.05101).
+    """
+    momentum.lerp_(grad, 1 - beta)
+    direction = orthogonalize(grad.lerp(momentum, beta).to(dtype)).to(weight.dtype)
+    direction = direction * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+    shrunk = weight * ((direction * weight) > 0) if cautious else weight
+    weight.sub_(lr * direction + lr * decay * shrunk)
+
+
+def adamw_update(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    lr: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    decay: Tensor,
+    step: Tensor,
+) -> None:
+    """One AdamW step (arXiv:1711.05101) in place, any shape; `step` counts from 1."""
+    first.lerp_(grad, 1 - beta1)
+    second.lerp_(grad * grad, 1 - beta2)
+    scale = (1 - beta2**step).sqrt() / (1 - beta1**step)
+    weight.mul_(1 - lr * decay)
+    weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
+
+
+def rows_update(
+    weight: Tensor,
+    met: Tensor,
+    grad: Tensor,
+    second: Tensor,
+    lr: float,
+    beta2: float,
+    decay: float,
+    step: int,
+) -> None:
+    """
+    AdamW without first moment, in place, on a table of which a batch meets few rows: their numbers
+    (R,) and gradients (R, N). What it does to all rows, to shrink them and their second moment, is
+    done at every ROWS_FADE_EVERY-th step for as many; `step` counts from 1.
+    """
+    if step % ROWS_FADE_EVERY == 0:
+        weight.mul_(1 - lr * decay * ROWS_FADE_EVERY)
+        second.mul_(beta2**ROWS_FADE_EVERY)
+    moment = second[met] + (1 - beta2) * grad * grad
+    second[met] = moment
+    weight[met] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
+
+
+# ---- The optimizer: parameters in groups, sharded over ranks -------------------------------------
 
 
 def values(grad: Tensor) -> Tensor:

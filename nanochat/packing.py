@@ -1,29 +1,51 @@
 """
-Best-fit packing: token sequences of any length into rows of one length.
+Pack documents into rows of T + 1 tokens, by best fit, in any number of processes.
 
-    documents -> pieces (BOS + tokens) -> pool -> rows (n, row_length)
+    Source + Tokenizer -> open_rows -> Rows -> ensure (here, now) or start_packing (background)
 
-A document is a piece; one longer than a row first gives off whole rows, and its tail is a piece.
-Pieces wait in a bounded pool. A row takes the longest piece that fits what is left of it, again
-and again. Where none fits, the shortest one is cut: its front fills the row, its rest returns to
-the pool as a piece with a BOS of its own. Nothing is too short to be kept, because the shortest
-pieces fill the smallest gaps. A gap of one place takes a lone BOS. Only the end of a stream may
-leave a row unfilled: its tokens are dropped where they are at most MAX_DROPPED of all, else the row
-is padded with BOS. Two BOS in a row are therefore padding, and nothing else.
-
-Pieces that must not be cut (conversations) need only other answers: where none fits, the row is
-filled up with lone BOS, and what is longer than a row loses its end.
-
-Pure integers: knows no text, files or ranks. The rows depend on the sequence of documents alone,
-not on how it was cut into batches.
+Every row starts with BOS; the remainder of a document that did not fit is used again. Started as a
+program (`python -m nanochat.packing <order>`), this module is the background process.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nanochat.common import (
+    REPOSITORY,
+    base_dir,
+    claimed,
+    fingerprint,
+    fsync,
+    locked,
+    printable,
+    read_json,
+    require_free,
+    sealed,
+    write_atomic,
+    write_json,
+)
+from nanochat.config import user_message
+from nanochat.dataloader import Rows, flat
+from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.tokenizer import Tokenizer
+
+# ---- Best-fit packing of documents into rows -----------------------------------------------------
+
 
 PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same input packs otherwise
 
@@ -239,3 +261,417 @@ def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> It
     for ids, offsets in batches:
         yield packer.add(ids, offsets)
     yield packer.finish()
+
+
+# ---- Packing a source shard by shard, in several processes ---------------------------------------
+# A shard of rows is packed from one file of the source, or from several small ones. It is a pure
+# function of shard, tokenizer and row length. Processes share the work by lock files. A shard
+# counts as packed when its record exists, which is written last: a crash leaves nothing torn.
+
+
+# Bytes of rows per stored byte, until the first packed shard tells. A token of two bytes stands for
+# about 4 bytes of text, a byte of parquet or gzip for about 3.3; a little on the safe side.
+ROWS_PER_STORED_BYTE = {".parquet": 2.0, ".gz": 2.0, "": 0.6}
+GROUP_ROWS = 512  # about how many rows small files are gathered for: less than a row is left over
+
+
+def open_rows(
+    source: Source,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    run_id: str | None = None,
+    say: Callable[[str], None] = print,
+    verifies: bool = True,
+) -> Rows:
+    """
+    The rows of a source under rows/, whether packed already or not.
+
+    The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
+    source share it. It holds a copy of the tokenizer. run_id goes into index.json; `say` is told
+    when a shard is waited for; `verifies` as for `Rows`.
+    """
+    if max_seq_len < 1:
+        raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
+    made_of = {
+        "tokenizer": tokenizer.fingerprint,
+        "max_seq_len": max_seq_len,
+        "packing_rule": PACKING_RULE,
+    }
+    folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
+    groups = group_files(source, max_seq_len + 1)
+    if not (folder / "tokenizer.json").exists():
+        tokenizer.save(folder)
+    rows = Rows(
+        folder,
+        list(groups),
+        source.val_shard,
+        max_seq_len,
+        "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        tokenizer.vocab_size,
+        {
+            "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
+            "source": source.describe(),
+            **made_of,
+        },
+        say,
+        {**groups, source.val_shard: [source.val_shard]},
+        verifies,
+    )
+    write_index(rows, run_id)
+    return rows
+
+
+def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
+    """
+    The training shards of rows of a source: name -> files packed into it, in order.
+
+    Each is the shortest run of consecutive files with text for about GROUP_ROWS rows; a shorter one
+    at the end joins the one before. A file that is large enough keeps its name. Depends on
+    row_length and the ordered files and their sizes only, so that the first shards of a source stay
+    the same when more files of it are used.
+    """
+    sizes, runs, rows = source.shard_sizes(), [[]], 0.0
+    for file in source.train_shards:
+        if rows >= GROUP_ROWS:
+            runs.append([])
+            rows = 0.0
+        runs[-1].append(file)
+        rows += sizes[file] * tokens_per_stored_byte(file) / row_length
+    if rows < GROUP_ROWS and len(runs) > 1:
+        last = runs.pop()
+        runs[-1] += last
+    return {group_name(files): files for files in runs}
+
+
+def group_name(files: list[str]) -> str:
+    """The name of the shard that is packed from files."""
+    if len(files) == 1:
+        return files[0]
+    return f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}"
+
+
+def tokens_per_stored_byte(file: str) -> float:
+    """About how many tokens a file of this name gives."""
+    return ROWS_PER_STORED_BYTE.get(Path(file).suffix, ROWS_PER_STORED_BYTE[""]) / 2
+
+
+def write_index(rows: Rows, run_id: str | None = None) -> None:
+    """Write index.json: what these rows are, and the packed shards in order. For people."""
+    path = rows.folder / "index.json"
+    with locked(rows.folder / ".locks" / "index.lock", "writing index.json"):
+        if run_id is None and path.exists():
+            run_id = read_json(path)["run_id"]
+        index = {
+            **rows.recipe,
+            "run_id": run_id,
+            "dtype": rows.dtype.name,
+            "val_shard": rows.val_shard,
+            "totals": rows.totals(),
+            "shards": [{"shard": s, **rows.counts(s)} for s in rows.shards if rows.is_packed(s)],
+        }
+        write_json(path, index)
+
+
+def pack_shard(
+    source: Source, shard: str, tokenizer: Tokenizer, rows: Rows, num_threads: int | None = None
+) -> dict[str, Any]:
+    """
+    Pack one shard and return its record. Memory stays bounded, whatever the shard's size.
+
+    The rows go to a `.part` file, which is renamed when it is safe on disk; then the record is
+    written. The caller holds the shard's lock.
+    """
+    warn_of_damage(rows, shard)
+    packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
+    skipped: Counter = Counter()
+    text_bytes = 0
+
+    def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        nonlocal text_bytes
+        for file in rows.files[shard]:
+            for texts in source.documents(file, skipped):
+                text_bytes += sum(len(text.encode()) for text in texts)
+                yield tokenizer.encode_flat(texts, num_threads=num_threads)
+
+    digest = write_rows(rows, shard, pack(encoded(), packer))
+    counts = {
+        **asdict(packer.counts),
+        "text_bytes": text_bytes,
+        "skipped": skipped.total(),
+        "skipped_by_kind": dict(skipped),
+        "sha256": digest,
+    }
+    write_json(rows.counts_path(shard), sealed(counts))
+    return counts
+
+
+def warn_of_damage(rows: Rows, shard: str) -> None:
+    """Before a shard is packed: say so where it is because its record is damaged."""
+    try:
+        rows.counts(shard)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        rows.say(f"{error}: packing {shard} again")
+
+
+def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
+    """Write a shard's file of rows, whole or not at all; returns its SHA-256."""
+    path = rows.bin_path(shard)
+    part = path.with_name(path.name + ".part")
+    digest = hashlib.sha256()
+    try:
+        with part.open("wb") as out:
+            for block in blocks:
+                data = block.tobytes()
+                digest.update(data)
+                out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    fsync(rows.folder)
+    return digest.hexdigest()
+
+
+def work_list(rows: Rows) -> list[str]:
+    """The order of packing: what the first step needs, what evaluation needs, the rest."""
+    return [*rows.train_shards[:1], rows.val_shard, *rows.train_shards[1:]]
+
+
+def ensure(
+    rows: Rows,
+    source: Source,
+    tokenizer: Tokenizer,
+    rows_needed: int | None = None,
+    num_threads: int | None = None,
+) -> None:
+    """
+    Pack what is missing, in order, until there are `rows_needed` training rows (None: all shards).
+
+    Shares the work with every other process that does the same, and returns when it is done.
+    """
+    check_space(rows, source, rows_needed)
+    with alive(rows.alive_path):
+        elsewhere = []
+        for shard in work_list(rows):
+            if shard != rows.val_shard and enough(rows, rows_needed):
+                continue
+            if not pack_unclaimed(rows, source, tokenizer, shard, num_threads):
+                elsewhere.append(shard)
+        for shard in elsewhere:  # done by now, or left undone by one that died
+            with locked(lock_path(rows, shard), f"packing {shard}"):
+                if not rows.is_packed(shard):
+                    pack_shard(source, shard, tokenizer, rows, num_threads)
+    write_index(rows)
+
+
+def is_complete(rows: Rows, rows_needed: int | None = None) -> bool:
+    """True when there is nothing left to pack."""
+    if enough(rows, rows_needed):
+        return rows.is_packed(rows.val_shard)
+    return all(rows.is_packed(shard) for shard in work_list(rows))
+
+
+def enough(rows: Rows, rows_needed: int | None) -> bool:
+    """True when the packed training shards hold the rows that are needed."""
+    return rows_needed is not None and rows.packed_train_rows >= rows_needed
+
+
+def pack_unclaimed(
+    rows: Rows, source: Source, tokenizer: Tokenizer, shard: str, num_threads: int | None
+) -> bool:
+    """Pack a shard unless it is packed; False when another process is at it."""
+    if rows.is_packed(shard):
+        return True
+    with claimed(lock_path(rows, shard)) as mine:
+        if mine and not rows.is_packed(shard):
+            pack_shard(source, shard, tokenizer, rows, num_threads)
+        return mine
+
+
+def lock_path(rows: Rows, shard: str) -> Path:
+    """The lock file by which a process claims a shard."""
+    return rows.folder / ".locks" / f"{flat(shard)}.lock"
+
+
+def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> None:
+    """Raise Refused naming the numbers unless what is missing fits on the disk."""
+    needed, shards = bytes_to_pack(rows, source, rows_needed)
+    if shards:
+        require_free(
+            rows.folder, needed, f"fetching and packing {shards} shards", "lower --num_shards"
+        )
+
+
+def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> tuple[int, int]:
+    """About what fetching and packing will write, and of how many shards."""
+    sizes = source.shard_sizes()
+    row_bytes = rows.row_length * rows.dtype.itemsize
+    done, todo = [], []
+    for shard in work_list(rows):
+        (done if rows.is_packed(shard) else todo).append(shard)
+    stored = sum(sizes[file] for shard in done for file in rows.files[shard])
+    packed = sum(rows.bin_path(shard).stat().st_size for shard in done)
+    files, shards, total, have = [], 0, 0.0, rows.packed_train_rows
+    for shard in todo:
+        if shard != rows.val_shard and rows_needed is not None and have >= rows_needed:
+            break
+        estimates = (sizes[f] * tokens_per_stored_byte(f) for f in rows.files[shard])
+        known = sum(sizes[f] for f in rows.files[shard]) * packed / stored if stored else None
+        size = known or sum(estimates) * rows.dtype.itemsize
+        files += rows.files[shard]
+        shards += 1
+        total += size
+        have += int(size / row_bytes) if shard != rows.val_shard else 0
+    return int(total) + (source.missing_bytes(files) if files else 0), shards
+
+
+# ---------------------------------------------------------------------------------------------
+# In the background
+
+
+class Packing:
+    """Background processes at work. They end when the work is done, on close, or with us."""
+
+    def __init__(self, rows: Rows, processes: list[subprocess.Popen]):
+        self.rows, self.processes = rows, processes
+
+    def __enter__(self) -> "Packing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def running(self) -> bool:
+        """True while a process is at work."""
+        return any(process.poll() is None for process in self.processes)
+
+    def failure(self) -> str | None:
+        """Why a process ended before its work was done, if one did."""
+        for process in self.processes:
+            if process.poll() not in (None, 0):
+                if self.rows.error_path.exists():
+                    return self.rows.error_path.read_text()
+                return f"a packing process ended with status {process.returncode}"
+        return None
+
+    def close(self) -> None:
+        """Stop the processes; a shard they were at is packed anew next time."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait()
+
+
+def start_packing(
+    rows: Rows,
+    source: Source,
+    rows_needed: int | None = None,
+    workers: int = 1,
+    say: Callable[[str], None] = lambda line: print(f"[packing] {line}", flush=True),
+) -> Packing:
+    """
+    Have background processes do what `ensure` does; `rows.batch` waits for a shard it lacks.
+
+    One process per machine calls this (local rank 0). The workers run at low priority, hand their
+    lines to `say`, and when one fails, `rows` raises its message where it waits.
+    """
+    check_space(rows, source, rows_needed)
+    if is_complete(rows, rows_needed):
+        return Packing(rows, [])
+    rows.error_path.unlink(missing_ok=True)
+    order = {
+        "source": source.describe(),
+        "folder": str(rows.folder),
+        "max_seq_len": rows.max_seq_len,
+        "rows_needed": rows_needed,
+        "parent": os.getpid(),
+    }
+    environment = {
+        **os.environ,
+        "NANOCHAT_BASE_DIR": str(base_dir()),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "nanochat.packing", json.dumps(order)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a signal to our group is ours: we save, they end with us
+        )
+        for _ in range(workers)
+    ]
+    for process in processes:
+        threading.Thread(target=forward, args=(process, say), daemon=True).start()
+
+    packing = Packing(rows, processes)
+    rows.packer_failure = packing.failure
+    return packing
+
+
+def forward(process: subprocess.Popen, say: Callable[[str], None]) -> None:
+    """Hand on what a process prints, line by line."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        say(printable(line.rstrip()))
+
+
+@contextmanager
+def alive(path: Path) -> Iterator[None]:
+    """While inside, touch a file every second: whoever waits sees that someone is at work."""
+    done = threading.Event()
+
+    def beat() -> None:
+        path.touch()
+        while not done.wait(1.0):
+            path.touch()
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def exit_with(parent: int) -> None:
+    """End this process soon after its parent has ended, however it ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main() -> None:
+    """The background process: one JSON argument, as `start_packing` writes it."""
+    order = json.loads(sys.argv[1])
+    threading.Thread(target=exit_with, args=(order["parent"],), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: no half file stays
+    os.nice(10)
+    folder = Path(order["folder"])
+    try:
+        source = open_source(DataConfig(), order["source"])
+        tokenizer = Tokenizer.read(folder / "tokenizer.json")
+        rows = open_rows(source, tokenizer, order["max_seq_len"])
+        assert rows.folder == folder, f"{rows.folder} is not {folder}"
+        ensure(rows, source, tokenizer, order["rows_needed"], num_threads=1)
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+        write_atomic(folder / "packing.error", message)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,11 @@
 """
-One JSON record per stage: what it was asked, what it measured, what it cost, whence it came.
+Records: one JSON file for each section of the report, and what they say together.
 
-    a stage ends -> write_record -> report/<slug>.json, and a line in report/records.jsonl
+    settings, values, provenance, cost -> write_record -> report/<slug>.json, records.jsonl
+    records -> metrics by stage, differences, costs, broken chains
 
-    {section, timestamp, key, settings, values, items, tables, series, metrics, files, provenance,
-     cost, seal}
-
-`seal` is the digest of all the rest: a file or line that differs in a single bit is not read as a
-record. `<slug>.json` is the section as the report shows it; `records.jsonl` keeps every record ever
-written. Knows nothing of torch, nor of how a report looks. Artifacts go by one name everywhere,
-in `inputs` and in `outputs`, so that a reader can follow the chain: `data`, `tokenizer`, `rows`,
-and a checkpoint by the stage that made it: `base`, `mid`, `sft`, `rl`.
+A record names the fingerprints of its inputs and outputs, so a report can tell which belong
+together.
 """
 
 import contextlib
@@ -23,12 +18,17 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from pydantic import BaseModel, StringConstraints, ValidationError
+
+from nanochat import stats
 from nanochat.common import (
     base_dir,
     fingerprint,
+    git_state,
     printable,
     read_json,
     require_writable,
@@ -37,9 +37,157 @@ from nanochat.common import (
     unseal,
     write_atomic,
 )
-from nanochat.environment import git_state
-from nanochat.record_shape import check_record
 from nanochat.stats import mean
+
+# ---- The shape of a record -----------------------------------------------------------------------
+
+
+TIME = StringConstraints(pattern=r"^\d{4}-[01]\d-[0-3]\d [0-2]\d:[0-5]\d:[0-5]\d$")
+Setting = str | float | int | bool | None
+Number = float | int | str  # "nan", "inf", "-inf": what JSON has no number for
+
+
+class Shape(BaseModel, strict=True, extra="forbid"):
+    """Nothing is converted, nothing unknown is let through."""
+
+
+class ProvenanceSchema(Shape):
+    run_id: str
+    seed: int
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    commit: str
+    dirty: bool
+
+
+class CostSchema(Shape):
+    wall_seconds: float
+    devices: int
+    device: str
+    device_seconds: float
+    own_device_seconds: float | None = None
+    """Without what earlier calls added to the section."""
+
+
+class File(Shape):
+    bytes: int
+    sha256: str
+
+
+class Table(Shape):
+    title: str | None = None
+    columns: list[str]
+    rows: list[list[Number | bool | None]]
+
+
+class Estimate(Shape):
+    value: Number
+    n: int
+    se: Number
+    k: int | None = None
+    item_se: Number | None = None
+    repeat_se: Number | None = None
+
+
+class Scores(Shape):
+    of: str
+    scores: str
+    key: str | None = None
+    """What decides these scores, where a section is filled task by task."""
+
+
+class Weights(Shape):
+    weights: dict[str, float]
+
+
+class RecordSchema(Shape):
+    """`records.write_record` says what each field is."""
+
+    section: Annotated[str, StringConstraints(min_length=1)]
+    timestamp: Annotated[str, TIME]
+    key: str
+    settings: dict[str, Setting | list[Setting]]
+    values: dict[str, Estimate | Number | bool | None]
+    items: dict[str, Scores | Weights]
+    tables: list[Table]
+    series: dict[str, list[list[Number]]]
+    metrics: str | None
+    files: dict[str, File]
+    provenance: ProvenanceSchema
+    cost: CostSchema
+
+
+def check_record(record: Any, path: Path) -> dict[str, Any]:
+    """The record that `path` holds. Raises ValueError naming the file and the first wrong field."""
+    try:
+        RecordSchema.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "all of it"
+        raise ValueError(
+            f"{path} is no record: {where}: {first['msg']}; delete it and repeat that stage"
+        ) from error
+    return record
+
+
+# ---- Sections of the report, in order ------------------------------------------------------------
+# These names never change, so that reports can be compared line by line.
+
+
+CHAT_TASKS = "ARC-Easy, ARC-Challenge, MMLU, GSM8K, HumanEval, AQUA, ChatCORE"
+CHAT_KEYS = (
+    "source, task_name, dtype, temperature, max_new_tokens, num_samples, top_k, batch_size, "
+    f"model_tag, step, max_problems, device_type, {CHAT_TASKS}"
+)
+# The fixed sections in order, each with the keys that open it.
+SECTIONS: dict[str, str] = {
+    "Tokenizer training": "max_chars, doc_cap, vocab_size, train_time, num_special_tokens, "
+    "token_bytes_min, token_bytes_max, token_bytes_mean, token_bytes_std",
+    "Tokenizer evaluation": "",
+    "Base model training": "run, device_type, depth, max_seq_len, num_iterations, target_flops, "
+    "target_param_data_ratio, device_batch_size, total_batch_size, embedding_lr, "
+    "unembedding_lr, weight_decay, matrix_lr, grad_clip, eval_every, eval_tokens, "
+    "core_metric_every, core_metric_max_per_task, sample_every, model_tag, "
+    "Number of parameters, Number of FLOPs per token, Calculated number of iterations, "
+    "Number of training tokens, Tokens : Params ratio, DDP world size, warmup_ratio, "
+    "warmdown_ratio, final_lr_frac, Minimum validation bpb, Final validation bpb, "
+    "CORE metric estimate, MFU %, Total training flops, Total training time, Peak memory usage",
+    "Base model loss": "train bpb, val bpb, sample 0, sample 1, sample 2, sample 3, sample 4, "
+    "sample 5, sample 6",
+    "Base model evaluation": "Model, CORE metric, hellaswag_zeroshot, jeopardy, "
+    "bigbench_qa_wikidata, arc_easy, arc_challenge, copa, commonsense_qa, piqa, openbook_qa, "
+    "lambada_openai, hellaswag, winograd, winogrande, bigbench_dyck_languages, "
+    "agi_eval_lsat_ar, bigbench_cs_algorithms, bigbench_operators, "
+    "bigbench_repeat_copy_logic, squad, coqa, boolq, bigbench_language_identification",
+    "Midtraining": "run, device_type, dtype, num_iterations, max_seq_len, device_batch_size, "
+    "unembedding_lr, embedding_lr, matrix_lr, init_lr_frac, weight_decay, eval_every, "
+    "eval_tokens, total_batch_size, dry_run, Number of iterations, DDP world size, "
+    "Minimum validation bpb",
+    "Chat evaluation mid": CHAT_KEYS,
+    "Chat SFT": "run, source, device_type, dtype, device_batch_size, num_epochs, "
+    "num_iterations, target_examples_per_step, unembedding_lr, embedding_lr, matrix_lr, "
+    "weight_decay, init_lr_frac, aqua_train_examples, aqua_val_examples, eval_every, "
+    "eval_steps, eval_metrics_every, eval_metrics_max_problems, Training rows, "
+    "Number of iterations, Training loss, Validation loss",
+    "Chat evaluation sft": CHAT_KEYS,
+    "Chat RL": "run, source, dtype, device_batch_size, examples_per_step, num_samples, "
+    "max_new_tokens, temperature, top_k, unembedding_lr, embedding_lr, matrix_lr, "
+    "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
+    "Chat evaluation rl": CHAT_KEYS,
+}
+# Column of the summary -> the sections whose metrics it shows.
+COLUMNS = {
+    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
+    "MID": ("Chat evaluation mid",),
+    "SFT": ("Chat evaluation sft",),
+    "RL": ("Chat evaluation rl",),
+}
+BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
+LOWER_IS_BETTER = frozenset({"val bpb"})
+
+
+# ---- Writing and reading records -----------------------------------------------------------------
+
 
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
@@ -481,3 +629,174 @@ def locked(folder: Path) -> Iterator[None]:
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+# ---- Summaries over records: metrics by stage, costs, warnings -----------------------------------
+
+
+Record = Mapping[str, Any]
+GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
+
+
+def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for column, record in in_columns(records):
+        for key, value in record["values"].items():
+            if is_metric(record["section"], key, value):
+                found.setdefault(metric_name(key), {})[column] = value
+    names = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
+    return {name: found[name] for name in names}
+
+
+def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Column -> metric -> what its items scored, as the records have it."""
+    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for column, record in in_columns(records):
+        for key, entry in record.get("items", {}).items():
+            found[column][metric_name(key)] = entry
+    return found
+
+
+def in_columns(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """The records that the summary's columns show, each with its column."""
+    for record in records:
+        for column, sections in COLUMNS.items():
+            if record["section"] in sections:
+                yield column, record
+
+
+def metric_name(key: str) -> str:
+    """What the summary calls a value of a record."""
+    return str(BASE_METRICS.get(key, key))
+
+
+def is_metric(section: str, key: str, value: Any) -> bool:
+    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
+    if not section.startswith("Chat evaluation"):
+        return key in BASE_METRICS
+    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+
+
+def plain_value(value: Any) -> Any:
+    """The number of an estimate, any other value itself."""
+    return value["value"] if isinstance(value, Mapping) else value
+
+
+def standard_error(value: Any) -> float:
+    """The standard error of an estimate; NaN where nobody gave one."""
+    known = isinstance(value, Mapping) and value.get("se") is not None
+    return float(value["se"]) if known else math.nan
+
+
+def differences(
+    found: Mapping[str, Mapping[str, Any]],
+    items: Mapping[str, Mapping[str, Any]] = {},
+    order: Sequence[str] = tuple(COLUMNS),
+) -> dict[str, Any]:
+    """
+    Table of what each column changed: per metric, against the one before it that has one.
+
+    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
+    elsewhere the standard error is that of a difference of independent measurements.
+    """
+    rows = []
+    for name, by in found.items():
+        columns = [column for column in order if column in by]
+        for before, after in zip(columns, columns[1:], strict=False):
+            pairs = paired(name, items.get(before, {}), items.get(after, {}))
+            if pairs:
+                change, error = pairs.difference, pairs.se
+            else:
+                change = float(plain_value(by[after])) - float(plain_value(by[before]))
+                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
+            noise = ["-", "noise unknown"]
+            if math.isfinite(error):
+                gain = -change if name in LOWER_IS_BETTER else change
+                noise = [f"{error:.4f}", stats.verdict(gain, error)]
+            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
+    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
+    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
+
+
+def paired(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> stats.Comparison | None:
+    """Compare a metric on the items of two columns; None unless both have scores of the same."""
+    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
+    if weights[0] != weights[1]:
+        return None
+    parts = []
+    for part in weights[0]:
+        old, new = before.get(part), after.get(part)
+        if old is None or new is None or old["of"] != new["of"]:
+            return None
+        parts.append(stats.compare(read_scores(old), read_scores(new)))
+    return stats.combine(parts, list(weights[0].values()))
+
+
+def show_pairs(pairs: stats.Comparison | None) -> str:
+    """What became of the items, in words."""
+    if pairs is None:
+        return "-"
+    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
+
+
+def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+    """Table of what each stage took, in time and in money at the machine's hourly rate."""
+    rows = []
+    for record in records:
+        cost = record["cost"]
+        devices = f"{cost['devices']}x {cost['device']}"
+        rows.append([record["section"], cost["wall_seconds"], cost["device_seconds"], devices])
+    if rows:
+        rows.append(["Total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""])
+    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
+    cells = [
+        [name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", on, f"${wall / 3600 * hourly_rate:.2f}"]
+        for name, wall, busy, on in rows
+    ]
+    return {"title": "Cost", "columns": columns, "rows": cells}
+
+
+def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
+    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
+    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
+    before_rl = [end for section, end in ends.items() if "rl" not in slug(section).split("-")]
+    spans = {"Total wall clock time": before_rl}
+    if len(before_rl) < len(ends):
+        spans["Total wall clock time with RL"] = list(ends.values())
+    started = seconds(run_started)
+    return {label: int(max(times) - started) // 60 for label, times in spans.items() if times}
+
+
+def seconds(timestamp: str) -> float:
+    """A timestamp as seconds since the epoch."""
+    return datetime.strptime(timestamp, TIME_FORMAT).timestamp()
+
+
+def find_faults(records: Sequence[Record]) -> list[str]:
+    """
+    What breaks the chain from section to section: several runs, several versions of the code, a
+    stage that read something else than what the stage before it is recorded to have made. What
+    scores or compares models from outside the run is no part of the chain.
+    """
+    faults = []
+    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
+    for what, key in {"runs": "run_id", "commits": "commit"}.items():
+        groups: dict[str, list[str]] = {}
+        for record in records:
+            groups.setdefault(record["provenance"][key], []).append(record["section"])
+        if len(groups) > 1:
+            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
+            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
+    for record in records:
+        for name, read in record["provenance"]["inputs"].items():
+            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
+            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
+            if made and read not in made:
+                others = " and ".join(
+                    f"{section} made {print_}" for print_, section in made.items()
+                )
+                faults.append(f"{record['section']} read {name} {read}, but {others}.")
+    return faults

@@ -19,20 +19,38 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from nanochat import environment
-from nanochat.common import base_dir, printable, read_json, write_atomic, write_json
-from nanochat.lab import MOVED, NOTHING, Around, data_mix, look_around, reliability
-from nanochat.records import TIME_FORMAT, read_history, read_records, report_folder, slug
-from nanochat.sections import COLUMNS, SECTIONS
-from nanochat.summary import (
+from nanochat import common
+from nanochat.common import (
+    base_dir,
+    printable,
+    read_json,
+    write_atomic,
+    write_json,
+)
+from nanochat.lab.report_sections import (
+    MOVED,
+    NOTHING,
+    Around,
+    data_mix,
+    look_around,
+    reliability,
+)
+from nanochat.records import (
+    COLUMNS,
+    SECTIONS,
+    TIME_FORMAT,
     Record,
     differences,
     find_faults,
-    item_scores,
     ledger,
     metrics,
     plain_value,
+    read_history,
+    read_records,
+    report_folder,
+    scores_by_item,
     seconds,
+    slug,
     wall_clock,
 )
 
@@ -122,7 +140,7 @@ def write_report(
     redraw: bool = True,
 ) -> None:
     """Draw, render and write; figures that the report no longer shows are removed."""
-    from nanochat.figures import drawings  # brings matplotlib: not for those who only want --help
+    from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
 
     damaged: list[str] = []
     records = read_records(folder, damaged)
@@ -166,14 +184,14 @@ def header_of(folder: Path, records: Sequence[Record], hourly_rate: float | None
 
 def make_header(run_started: str, hourly_rate: float | None) -> dict[str, Any]:
     """Facts about this machine and this code."""
-    hardware = environment.hardware()
+    hardware = common.hardware()
     return {
         "run_started": run_started,
-        "git": environment.git_state(),
+        "git": common.git_state(),
         "hardware": hardware,
-        "software": environment.software(),
-        "bloat": environment.bloat(),
-        "hourly_rate": environment.default_rate(hardware["gpus"])
+        "software": common.software(),
+        "bloat": common.bloat(),
+        "hourly_rate": common.default_rate(hardware["gpus"])
         if hourly_rate is None
         else hourly_rate,
     }
@@ -397,7 +415,7 @@ def render_summary(records: Sequence[Record], header: Record) -> str:
     blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
     for label, minutes in wall_clock(records, header["run_started"]).items():
         blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, item_scores(records)), ledger(records, header["hourly_rate"])]
+    tables = [differences(found, scores_by_item(records)), ledger(records, header["hourly_rate"])]
     return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanochat.gpt import GPTConfig
-from nanochat.update_rules import OptimConfig
+from nanochat.optim import OptimConfig
 
 WIDTH_PER_LAYER = 64
 # More rows teach a small model more (d4, 2026-11); others found no gain left at depth 25

@@ -17,25 +17,27 @@ import numpy as np
 import torch
 
 from nanochat import preflight
-from nanochat.checkpoint import Checkpoint, stage_folder
-from nanochat.common import require_name
+from nanochat.checkpoint import Checkpoint, Checkpoints, SavingConfig, stage_folder
+from nanochat.common import StopRequest, require_name
+from nanochat.dataloader import MixedRows, Rows
+from nanochat.distributed import Machine, MachineConfig
 from nanochat.gpt import GPT
 from nanochat.hardware import utilization
-from nanochat.kernels import KernelConfig
-from nanochat.machine import Machine, MachineConfig
-from nanochat.mixed_rows import MixedRows
-from nanochat.optim import MuonAdamW
-from nanochat.preflight import Prepared, duration
-from nanochat.refine_figures import step_figures
-from nanochat.rows import Rows
-from nanochat.run_checkpoints import Checkpoints, SavingConfig
-from nanochat.runlog import RunLog, RunLogConfig
-from nanochat.schedule import ScheduleConfig
-from nanochat.sentinels import Watch, stop_if_broken
-from nanochat.stopping import StopRequest
+from nanochat.lab.canaries import Watch, stop_if_broken
+from nanochat.logger import RunLog, RunLogConfig
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
+from nanochat.preflight import KernelConfig, Prepared, duration
+from nanochat.recursion.metrics import step_figures
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import LoopConfig, Progress, Run, Step, Trainable, median_rate, train
-from nanochat.update_rules import OptimConfig
+from nanochat.train import (
+    LoopConfig,
+    Progress,
+    Run,
+    Step,
+    Trainable,
+    median_rate,
+    train,
+)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,19 @@ from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.common import MissingInput
 from nanochat.config import settings, short, start
-from nanochat.eval_core import Subject, TaskScore, core, examine, subject_of
+from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.eval_core import (
+    Subject,
+    Suite,
+    SuiteConfig,
+    TaskScore,
+    core,
+    examine,
+    open_suite,
+    subject_of,
+)
 from nanochat.gpt import for_inference
-from nanochat.held_out import require_access
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.suites import Suite, SuiteConfig, open_suite
+from nanochat.lab.held_out import require_access
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model evaluation"
@@ -45,7 +53,7 @@ class BaseEval:
     """Run the code that comes with that model."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     final: bool = False
-    """Look at tasks that scripts.hold_out declared final, and have it written down."""
+    """Look at tasks that scripts.lab.hold_out declared final, and have it written down."""
     only_fetch: bool = False
     """Only get the tasks and say what they are; no model is needed."""
     once: bool = False
@@ -156,10 +164,10 @@ def open_hf(cfg: BaseEval, machine: Machine) -> Opened:
     packages that read it.
     """
     try:
-        from nanochat import hf_model  # its packages are an optional group
+        from nanochat.hf import eval_model  # its packages are an optional group
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
-    found = hf_model.find(cfg.hf_path or "", cfg.trust_remote_code)
+    found = eval_model.find(cfg.hf_path or "", cfg.trust_remote_code)
     candidate = Candidate(
         f"Evaluation of {cfg.hf_path}", str(cfg.hf_path), found.revision, 0, {"hf": found.revision}
     )

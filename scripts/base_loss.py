@@ -17,6 +17,9 @@ import numpy as np
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, short, start
+from nanochat.dataloader import Rows
+from nanochat.dataset import DataConfig
+from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.eval_bpb import (
     Bpb,
     bits_per_byte,
@@ -25,14 +28,10 @@ from nanochat.eval_bpb import (
     pooled,
     row_batches,
 )
+from nanochat.evaluators import samples
 from nanochat.gpt import GPT
-from nanochat.kernels import KernelConfig, set_kernels
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.preflight import CPU_TOKENS, estimate_seconds
-from nanochat.rows import Rows
-from nanochat.samples import samples
-from nanochat.source import DataConfig
-from nanochat.texts import open_corpus, open_texts
+from nanochat.mixture import open_corpus, open_texts
+from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Base model loss"

@@ -19,30 +19,37 @@ import torch
 
 from nanochat import records, report
 from nanochat.checkpoint import closing_lines
-from nanochat.common import write_json
+from nanochat.common import PREEMPTED, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import remembered
+from nanochat.dataloader import tokens_and_targets
+from nanochat.dataset import DataConfig, remembered
+from nanochat.distributed import Machine, init_machine
+from nanochat.evaluators import Exam, ExamConfig
+from nanochat.golf.quantize import LateQuantization, QuantConfig
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
-from nanochat.held_out import require_other_families
+from nanochat.lab.held_out import require_other_families
+from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
-from nanochat.machine import Machine, init_machine
-from nanochat.mixture import MIXTURE_FILE, MixConfig, Resolution
-from nanochat.optim import MuonAdamW
+from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, Resolution, open_corpus, open_texts
+from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
-from nanochat.presets import LateRepetition, RecursionConfig, RepeatConfig
-from nanochat.pretrain_exam import Exam, ExamConfig
-from nanochat.quantize import LateQuantization, QuantConfig
-from nanochat.rows import tokens_and_targets
-from nanochat.runlog import METRICS_FILE
-from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
-from nanochat.source import DataConfig
-from nanochat.stage import Outcome, Stage, StageConfig, carry_out
+from nanochat.recursion.presets import LateRepetition, RecursionConfig, RepeatConfig
+from nanochat.scaling import (
+    Horizon,
+    ShapeConfig,
+    plan_horizon,
+    scaled_optim,
+    shape_for_depth,
+)
+from nanochat.stage import (
+    Outcome,
+    Stage,
+    StageConfig,
+    carry_out,
+)
 from nanochat.stats import Estimate
-from nanochat.stopping import PREEMPTED
-from nanochat.texts import Corpus, open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
-from nanochat.update_rules import rules
 
 SECTION = "Base model training"
 # Flags that other trainers of this kind have.

@@ -36,19 +36,18 @@ from typing import Any, Literal
 
 import torch
 
-from nanochat.bench_table import Findings, render
+from nanochat.bench.engine import bench_engine
+from nanochat.bench.evals import bench_evaluation
+from nanochat.bench.start import bench_start
+from nanochat.bench.table import Findings, render
+from nanochat.bench.tokenizer import bench_tokenizer
+from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import start
-from nanochat.dataset import open_source, remembered
-from nanochat.engine_bench import bench_engine
-from nanochat.eval_bench import bench_evaluation
-from nanochat.kernels import KernelConfig
-from nanochat.machine import MachineConfig, init_machine
+from nanochat.dataset import DataConfig, Source, open_source, remembered
+from nanochat.distributed import MachineConfig, init_machine
+from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
-from nanochat.source import DataConfig, Source
-from nanochat.start_bench import bench_start
-from nanochat.tokenizer_bench import bench_tokenizer
-from nanochat.train_bench import bench_against, bench_training
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
 HINT = "make it with:  uv sync --inexact --group interop"
@@ -143,9 +142,9 @@ def evaluation(cfg: Bench, found: Findings) -> None:
 
 def peers() -> Any:
     """What needs the packages of the group `interop`."""
-    from nanochat import peer_bench
+    from nanochat.bench import peers
 
-    return peer_bench
+    return peers
 
 
 def peers_are_here() -> bool:

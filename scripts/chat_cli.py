@@ -24,18 +24,21 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.cells import cell_len
 from rich.console import Console
 
-from nanochat.chat_format import render_fitting
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, newest_stage
+from nanochat.chat_format import Transcript, render_fitting
+from nanochat.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    load_model,
+    newest_stage,
+)
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
-from nanochat.engine import Engine
+from nanochat.distributed import MachineConfig, init_machine
+from nanochat.engine import Engine, Sampling
 from nanochat.gpt import for_inference
-from nanochat.kernels import choose_fused_engine
-from nanochat.machine import MachineConfig, init_machine
-from nanochat.sampling import Sampling
+from nanochat.preflight import choose_fused_engine
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
-from nanochat.transcript import Transcript
 
 HELP = """\
 /help            this list

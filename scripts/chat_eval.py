@@ -17,18 +17,23 @@ from typing import Any, Literal
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.config import settings, short, start
-from nanochat.engine import Engine
-from nanochat.eval_chat import Graded, Outcomes, by_letters, by_writing, left_out
+from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.engine import Engine, Sampling
+from nanochat.eval_chat import (
+    Graded,
+    Outcomes,
+    by_letters,
+    by_writing,
+    left_out,
+)
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
-from nanochat.held_out import admitted, require_access
-from nanochat.kernels import choose_fused_engine
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.sampling import Sampling
+from nanochat.lab.held_out import admitted, require_access
+from nanochat.lab.variance import default_repeats
+from nanochat.preflight import choose_fused_engine
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
-from nanochat.variance import default_repeats
 from tasks.base import Task
 from tasks.defaults import defaults
 from tasks.registry import exam, key_of, why_unavailable
@@ -48,7 +53,7 @@ class ChatEval:
     """Longest answer, in tokens."""
     num_samples: int | None = short("n", None)
     """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
-    Default: 1 at temperature 0, else what scripts.eval_variance found the task to need."""
+    Default: 1 at temperature 0, else what scripts.lab.eval_variance found the task to need."""
     top_k: int | None = short("k", 50)
     """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
@@ -71,8 +76,8 @@ class ChatEval:
     """Fuse the step that writes a token. Default: on a GPU, and on a CPU where so much may be
     written that it pays."""
     final: bool = False
-    """Look at benchmarks that scripts.hold_out declared final, and have it written down; without
-    it, they are refused by name and otherwise left out."""
+    """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
+    it, they are rejected by name and otherwise left out."""
     once: bool = False
     """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None

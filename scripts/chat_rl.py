@@ -18,33 +18,49 @@ from typing import Any, Literal
 from nanochat import preflight, records, report
 from nanochat.checkpoint import (
     Checkpoint,
+    Checkpoints,
+    SavingConfig,
     closing_lines,
     find_checkpoint,
     load_model,
     stage_folder,
 )
-from nanochat.common import require_name
+from nanochat.common import PREEMPTED, require_name
 from nanochat.config import settings, start
-from nanochat.engine import Engine
+from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference, refresh
-from nanochat.held_out import require_access, require_other_families
-from nanochat.kernels import choose_fused_engine
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.optim import MuonAdamW
-from nanochat.rl import Exam, PolicyRun, Practice, RLConfig, train_policy
-from nanochat.rl_verdict import Standing, figures, pass_at
-from nanochat.run_checkpoints import Checkpoints, SavingConfig
-from nanochat.runlog import METRICS_FILE, RunLog, RunLogConfig, read_metrics
-from nanochat.sampling import Sampling
-from nanochat.sentinels import SentinelConfig, Watch, open_watch, stop_if_broken
+from nanochat.lab.canaries import (
+    SentinelConfig,
+    Watch,
+    open_watch,
+    stop_if_broken,
+)
+from nanochat.lab.held_out import require_access, require_other_families
+from nanochat.logger import (
+    METRICS_FILE,
+    RunLog,
+    RunLogConfig,
+    read_metrics,
+)
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.preflight import choose_fused_engine
+from nanochat.rl import (
+    Exam,
+    PolicyRun,
+    Practice,
+    RLConfig,
+    Standing,
+    figures,
+    pass_at,
+    train_policy,
+)
 from nanochat.stage import saves_to_come
-from nanochat.stopping import PREEMPTED
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from nanochat.train import LoopConfig, Progress, last_evaluation
-from nanochat.update_rules import OptimConfig, rules
 from tasks.base import Mixture, Task
 from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.defaults import defaults

@@ -13,12 +13,17 @@ from typing import Any, Literal
 
 from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
-from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
+from nanochat.finetune import (
+    AnswerLoss,
+    Lesson,
+    Plan,
+    Talk,
+    fine_tune,
+)
 from nanochat.mixture import MixConfig, Resolution, read_buckets
-from nanochat.schedule import ScheduleConfig
+from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
-from nanochat.update_rules import OptimConfig
 from tasks.buckets import buckets
 from tasks.defaults import defaults
 

@@ -19,14 +19,19 @@ import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
 from nanochat.config import refuse, short, start
-from nanochat.desk import Desk
-from nanochat.kernels import choose_fused_engine
-from nanochat.machine import MachineConfig, init_machine
-from nanochat.model_library import ModelLibrary
-from nanochat.sampling import Sampling
-from nanochat.server import Server, ServerConfig, listen, url_of
+from nanochat.distributed import MachineConfig, init_machine
+from nanochat.engine import Sampling
+from nanochat.preflight import choose_fused_engine
+from nanochat.serve.handler import Desk
+from nanochat.serve.models import ModelLibrary
+from nanochat.serve.server import (
+    Server,
+    ServerConfig,
+    listen,
+    url_of,
+)
 from nanochat.tools import BackgroundTools, Tools
-from tasks.embedded import WorldFacts, WorldProblems, WorldSpelling
+from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nanochat.common import Refused, base_dir, printable
+from nanochat.common import Refused, base_dir, printable, require_free
 from nanochat.config import start
-from nanochat.dataset import remember, remembered
-from nanochat.disk import require_free
+from nanochat.dataloader import Rows
+from nanochat.dataset import DataConfig, Source, remember, remembered
 from nanochat.hub import hide_progress
-from nanochat.mixture import MixConfig
+from nanochat.mixture import MixConfig, open_corpus, open_texts
+from nanochat.packing import start_packing
 from nanochat.records import inherited_run_id
-from nanochat.row_writer import start_packing
-from nanochat.rows import Rows
-from nanochat.source import DataConfig, Source
-from nanochat.texts import open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.2

@@ -8,22 +8,28 @@ Write a checkpoint in another project's format.
 Reads   a checkpoint of a stage
 Writes  export/<stage>-<tag>/, or the folder of --out: weights, configuration, tokenizer and chat
         template for Hugging Face's AutoModelForCausalLM and AutoTokenizer; as an artifact the one
-        file export/<stage>-<tag>.golf, which scripts.golf_eval scores
+        file export/<stage>-<tag>.golf, which scripts.golf.evaluate scores
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanochat.artifact import Compressor, Container, store
-from nanochat.artifact_size import describe, require_within, smallest
-from nanochat.checkpoint import Checkpoint, carried, find_checkpoint, load_model, newest_stage
+from nanochat.checkpoint import (
+    Checkpoint,
+    carried,
+    find_checkpoint,
+    load_model,
+    newest_stage,
+)
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import field_docs, short, start
+from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.golf.artifact import Compressor, Container, store
+from nanochat.golf.quantize import Clip, QuantConfig
+from nanochat.golf.size import describe, require_within, smallest
 from nanochat.gpt import GPT
-from nanochat.hf import is_native, write_hf
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.quantize import Clip, QuantConfig
+from nanochat.hf.export import is_native, write_hf
 from nanochat.tokenizer import Tokenizer
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.checkpoint import carried, save_checkpoint, stage_folder
+from nanochat.checkpoint import Checkpoints, carried, save_checkpoint, stage_folder
 from nanochat.common import printable, require_name
 from nanochat.config import start
-from nanochat.hf import Imported, read_hf
-from nanochat.machine import MachineConfig, init_machine
+from nanochat.distributed import MachineConfig, init_machine
+from nanochat.hf.export import Imported, read_hf
 from nanochat.records import new_run_id
-from nanochat.run_checkpoints import Checkpoints
 
 BATCH_TOKENS = 524_288  # per step of training, where nobody knows what pretraining took
 

@@ -13,7 +13,7 @@ import sys
 try:
     from lm_eval.__main__ import cli_evaluate
 
-    import nanochat.lm_eval_model  # noqa: F401  (makes the model known)
+    import nanochat.hf.lm_eval  # noqa: F401  (makes the model known)
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is missing\n  make it with:  uv sync --inexact --group interop")
 

@@ -13,13 +13,18 @@ from typing import Any
 
 from nanochat.checkpoint import Checkpoint
 from nanochat.config import settings, start
-from nanochat.finetune import AnswerLoss, Lesson, Plan, Talk, fine_tune
+from nanochat.finetune import (
+    AnswerLoss,
+    Lesson,
+    Plan,
+    Talk,
+    fine_tune,
+)
+from nanochat.lab.canaries import SentinelConfig
 from nanochat.mixture import MixConfig, Resolution, read_buckets
-from nanochat.schedule import ScheduleConfig
-from nanochat.sentinels import SentinelConfig
+from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
-from nanochat.update_rules import OptimConfig
 from tasks.buckets import buckets
 from tasks.defaults import defaults
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import tiktoken
@@ -23,12 +24,15 @@ import tiktoken
 from nanochat import records, report
 from nanochat.common import printable
 from nanochat.config import settings, start
-from nanochat.dataset import open_source, remembered
-from nanochat.sample_texts import SAMPLE_TEXTS
-from nanochat.source import DataConfig, Source
+from nanochat.dataset import DataConfig, Source, open_source, remembered
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Tokenizer evaluation"
+# Written for this project, of the lengths that the seed report's texts have
+SAMPLES = {
+    kind: Path(__file__).parent / "samples" / f"{kind}.txt"
+    for kind in ("news", "korean", "code", "math", "science")
+}
 RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
 START_SECONDS = 60.0  # for a child process to begin
 FETCH_SECONDS = 10.0  # for a vocabulary to come
@@ -55,7 +59,8 @@ def main(cfg: TokEval) -> None:
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
-    texts = SAMPLE_TEXTS | {
+    texts = {
+        **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLES.items()},
         "fwe-train": first_batch(source, source.train_shards[0]),
         "fwe-val": first_batch(source, source.val_shard),
     }

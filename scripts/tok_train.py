@@ -17,11 +17,14 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import remember, remembered
-from nanochat.mixture import MixConfig
-from nanochat.source import DataConfig, Source
-from nanochat.texts import Texts, open_texts
-from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
+from nanochat.dataset import DataConfig, Source, remember, remembered
+from nanochat.mixture import MixConfig, Texts, open_texts
+from nanochat.tokenizer import (
+    FILE_NAME,
+    SPECIAL_TOKENS,
+    Tokenizer,
+    tokenizer_dir,
+)
 
 SECTION = "Tokenizer training"
 

@@ -87,6 +87,6 @@ for seed in $SEEDS; do
         --model_tag="$tag" --out="$NANOCHAT_BASE_DIR/export/$tag.golf" "${limit[@]}"
     files="$files${files:+,}$NANOCHAT_BASE_DIR/export/$tag.golf"
 done
-stage "parameter golf" train scripts.golf_eval --artifacts="$files" "${eval[@]}" "${limit[@]}"
+stage "parameter golf" train scripts.golf.evaluate --artifacts="$files" "${eval[@]}" "${limit[@]}"
 echo
 echo "The report card is $NANOCHAT_BASE_DIR/report.md, the models are $files"

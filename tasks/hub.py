@@ -17,7 +17,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from nanochat.common import base_dir
-from nanochat.hub_repo import open_repo
+from nanochat.hub import open_repo
 from nanochat.text_files import CSV_FORMAT, json_lines
 from tasks.base import Task, shuffled
 

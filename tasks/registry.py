@@ -15,7 +15,6 @@ from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task
-from tasks.embedded import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
 from tasks.jsonl import JSONL
@@ -23,6 +22,13 @@ from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
+from tasks.world.task import (
+    WorldChat,
+    WorldChoice,
+    WorldFacts,
+    WorldProblems,
+    WorldSpelling,
+)
 
 
 class Entry(NamedTuple):

@@ -14,8 +14,6 @@ from string import ascii_lowercase
 from typing import Any, cast
 
 from nanochat.common import sha256_file
-from nanochat.world_drills import spelled, spelling_words
-from nanochat.world_facts import Split, pick, split_of
 from tasks.base import (
     Conversation,
     NumberTask,
@@ -27,6 +25,8 @@ from tasks.base import (
     tool_call,
     user,
 )
+from tasks.world.drills import spelled, spelling_words
+from tasks.world.facts import Split, pick, split_of
 
 SIZES = {"train": 100_000, "val": 1_000, "test": 1_000}
 MIN_LETTERS = 3

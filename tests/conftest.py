@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from nanochat.config import silence_teardown
+from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig, build_model
-from nanochat.machine import Machine
-from nanochat.refine import recursive_config
+from nanochat.recursion.model import recursive_config
 from tests.commands import Command
 from tests.training_runs import prepare
 

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from nanochat import train
-from nanochat.machine import Machine
+from nanochat.distributed import Machine
 from nanochat.train import Run
 
 FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -16,14 +16,17 @@ import torch
 
 from nanochat import attention
 from nanochat.common import MissingInput
+from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.gpt import build_model
-from nanochat.kernels import KernelConfig, set_kernels
 from nanochat.loss import IGNORE
-from nanochat.machine import Machine, MachineConfig, init_machine
-from nanochat.optim import MuonAdamW
-from nanochat.schedule import ScheduleConfig, lr_factor
-from nanochat.train import LoopConfig, Progress, Run, train
-from nanochat.update_rules import OptimConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, rules
+from nanochat.preflight import KernelConfig, set_kernels
+from nanochat.train import (
+    LoopConfig,
+    Progress,
+    Run,
+    train,
+)
 from tests.conftest import TINY
 
 ROWS, T, STEPS = 8, TINY.max_seq_len, 6

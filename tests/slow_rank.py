@@ -15,11 +15,11 @@ import time
 
 SECONDS, JOB, SCRIPT = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 PLACES = {
-    "pack": ("nanochat.row_writer", "pack_shard"),
-    "encode": ("nanochat.chat_rows", "write_encoded"),
+    "pack": ("nanochat.packing", "pack_shard"),
+    "encode": ("nanochat.chat_packing", "write_encoded"),
     "verify": ("nanochat.checkpoint", "read_state"),
-    "write": ("nanochat.run_checkpoints", "write_checkpoint"),
-    "suite": ("nanochat.pretrain_exam", "open_suite"),
+    "write": ("nanochat.checkpoint", "write_checkpoint"),
+    "suite": ("nanochat.evaluators", "open_suite"),
     "step": ("nanochat.train", "train_step"),
 }
 

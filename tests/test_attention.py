@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.attention import attend, attend_plain, visible
-from nanochat.block_attention import attend_blocks
+from nanochat.attention import attend, attend_blocks, attend_plain, visible
 
 
 def loop_attention(q, k, v, window, scale):

@@ -10,7 +10,7 @@ TESTS = REPOSITORY / "tests"
 
 def named() -> set[str]:
     """The IDs in the names of all tests."""
-    text = "\n".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    text = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     names = re.findall(r"def (test_\w+)", text)
     return {case for name in names for case in re.findall(r"(?<=_)([BRPSV]\d+)(?=_)", name)}
 

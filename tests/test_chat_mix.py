@@ -6,10 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanochat.chat_mix import chosen, mixed, mixed_chat_rows
-from nanochat.chat_rows import encode
+from nanochat.chat_packing import chosen, encode, mixed, mixed_chat_rows
+from nanochat.dataloader import interleave
 from nanochat.finetune import Talk, train_rows
-from nanochat.interleaving import interleave
 from nanochat.mixture import MixConfig, Tags
 from nanochat.tokenizer import Tokenizer
 
@@ -117,7 +116,7 @@ def test_what_a_stage_learns_is_resolved_in_tokens_and_told(machine):
 
 def test_conversations_are_encoded_once_for_all_mixtures(monkeypatch):
     first = encoded()
-    monkeypatch.setattr("nanochat.chat_rows.render", None)  # would fail if it were called
+    monkeypatch.setattr("nanochat.chat_packing.render", None)  # would fail if it were called
     again = encoded()
     assert again.fingerprint == first.fingerprint and again.trained == first.trained
     assert np.array_equal(again.ids, first.ids)

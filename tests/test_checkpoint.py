@@ -17,9 +17,14 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import MissingInput, Refused, json_text, sealed
+from nanochat.common import (
+    MissingInput,
+    Refused,
+    json_text,
+    sealed,
+)
 from nanochat.gpt import build_model
-from nanochat.kernels import KernelConfig, set_kernels
+from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY
 

@@ -8,7 +8,12 @@ from typing import Literal
 import pytest
 
 from nanochat.common import REPOSITORY
-from nanochat.config import field_docs, parse, settings, short
+from nanochat.config import (
+    field_docs,
+    parse,
+    settings,
+    short,
+)
 from scripts.base_train import ELSEWHERE, BaseTrain
 
 

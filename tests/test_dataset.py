@@ -17,12 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
-from nanochat import dataset, disk, text_files
+from nanochat import common, dataset, text_files
 from nanochat import hub as hub_files
-from nanochat.common import REPOSITORY, Refused, read_json, sha256_file, write_json
-from nanochat.dataset import open_source, remember, remembered
-from nanochat.hub_source import HubSource
-from nanochat.source import DataConfig
+from nanochat.common import (
+    REPOSITORY,
+    Refused,
+    read_json,
+    sha256_file,
+    write_json,
+)
+from nanochat.dataset import DataConfig, HubSource, open_source, remember, remembered
 from tests.hub_server import hub_served
 
 MINI = "local/mini-pretrain"
@@ -461,7 +465,7 @@ def test_R12_two_processes_fetch_a_file_once(serve, base):
     mini()
     program = (
         "from nanochat.dataset import open_source\n"
-        "from nanochat.source import DataConfig\n"
+        "from nanochat.dataset import DataConfig\n"
         f"print(open_source(DataConfig(dataset={MINI!r})).fetch('shard_00005.parquet'))"
     )
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
@@ -534,6 +538,6 @@ def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
 def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, monkeypatch):
     serve()
     source = mini()
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 257 << 20)
+    monkeypatch.setattr(common, "free_bytes", lambda path: 257 << 20)
     with pytest.raises(Refused, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
         source.fetch("shard_00005.parquet")

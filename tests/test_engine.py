@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat import decode
+from nanochat import engine as engine_module
 from nanochat.common import REPOSITORY
-from nanochat.engine import Engine
+from nanochat.engine import Engine, Sampling, sample
 from nanochat.gpt import build_model, for_inference, refresh
-from nanochat.sampling import Sampling, sample
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
@@ -394,7 +393,7 @@ def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, 
     for compiled in (False, True):
         engine = Engine(model, tokenizer, slots=3, compiled=compiled)
         said.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
-        assert engine.next_logits.compiled == compiled
+        assert engine_module.next_logits.compiled == compiled
     assert said[0] == said[1]
 
 
@@ -410,33 +409,33 @@ def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monk
         sizes.append((len(tokens), len(places)))
         run = lambda: self.run_fused(tokens, positions, places)  # noqa: E731
         logits = run().clone()
-        return decode.Recording(Graph(run, logits), tokens, positions, logits)
+        return engine.Recording(Graph(run, logits), tokens, positions, logits)
 
-    monkeypatch.setattr(decode, "fused", lambda: decode.next_logits)
-    monkeypatch.setattr(decode.NextLogits, "record", record)
+    monkeypatch.setattr(engine_module, "fused", lambda: engine_module.next_logits)
+    monkeypatch.setattr(engine_module.NextLogits, "record", record)
     model = for_inference(model_of(tokenizer, max_seq_len=128))
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 60, 3, 11, 7))]
     want = Engine(model, tokenizer, slots=3).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, slots=3, compiled=True)
-    engine.next_logits.recorded = True
+    engine_module.next_logits.recorded = True
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
-    assert engine.next_logits.compiled and len(set(sizes)) == len(sizes)
+    assert engine_module.next_logits.compiled and len(set(sizes)) == len(sizes)
     assert {rows for rows, _ in sizes} <= {1, 2, 3} and {seen for _, seen in sizes} == {32, 64, 128}
 
 
 IN_THREADS = """
 import ctypes, threading
 import torch
-import nanochat.decode, nanochat.engine
+import nanochat.engine
 from nanochat.engine import Engine
 from nanochat.gpt import GPTConfig, build_model, for_inference
-from nanochat.sampling import Sampling
+from nanochat.engine import Sampling
 from nanochat.tokenizer import Tokenizer
 
 # What depends on values, which are not computed here
 torch.backends.cuda.enable_cudnn_sdp(False)
-nanochat.decode.AGREEMENT = {torch.bfloat16: float("inf")}
+nanochat.engine.AGREEMENT = {torch.bfloat16: float("inf")}
 nanochat.engine.sample = lambda logits, settings, uniform: [int(u * 200) for u in uniform]
 cfg = GPTConfig(265, 2, 64, 2, 1, 32, 128)
 model = for_inference(build_model(cfg, torch.device("cuda"), torch.bfloat16, 0))
@@ -489,17 +488,18 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
     def broken(*args):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(decode, "fused", lambda: broken)
+    monkeypatch.setattr(engine_module, "fused", lambda: broken)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     engine = Engine(model, tokenizer, compiled=True)
     assert engine.generate([[1, 2, 3]], GREEDY)[0][0].ids == want
     assert "not compiled: RuntimeError: no compiler" in capsys.readouterr().out
-    assert not engine.next_logits.compiled
+    assert not engine_module.next_logits.compiled
 
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "fused", lambda: lambda *a: decode.next_logits(*a) + 1)
+    step = engine_module.next_logits
+    monkeypatch.setattr(engine_module, "fused", lambda: lambda *a: step(*a) + 1)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     got = Engine(model, tokenizer, compiled=True).generate([[1, 2, 3]], GREEDY)[0][0].ids
@@ -508,18 +508,19 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, mon
 
 def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, monkeypatch, capsys):
     def broken(*args):
-        logits = decode.next_logits(*args)
+        logits = engine_module.next_logits(*args)
         return logits + 5 if len(logits) > 1 else logits
 
-    monkeypatch.setattr(decode, "fused", lambda: broken)
+    monkeypatch.setattr(engine_module, "fused", lambda: broken)
     model, prompts = model_of(tokenizer), [[1, 2, 3], [4, 5]]
     want = Engine(model, tokenizer).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, compiled=True)
     engine.generate(prompts[:1], GREEDY)
-    assert engine.next_logits.compiled and not capsys.readouterr().out
+    assert engine_module.next_logits.compiled and not capsys.readouterr().out
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
-    assert "logits differ by 5" in capsys.readouterr().out and not engine.next_logits.compiled
+    assert "logits differ by 5" in capsys.readouterr().out
+    assert not engine_module.next_logits.compiled
 
 
 def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):

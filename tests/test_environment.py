@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from nanochat import environment
+from nanochat import common
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def repository(tmp_path):
     (folder / "report.md").write_text("generated\n" * 100)
     (folder / "uv.lock").write_text("one\ntwo\nthree\n")
     for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "First\n\nbody"]):
-        done = environment.git(*author, *words, repository=folder)
+        done = common.git(*author, *words, repository=folder)
         assert done is not None, words
     return folder
 
@@ -31,7 +31,7 @@ EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_l
 
 def test_bloat_counts_the_code_git_tracks(repository):
     (repository / "untracked.py").write_text("z = 3\n")
-    assert environment.bloat(repository) == EXPECTED_BLOAT
+    assert common.bloat(repository) == EXPECTED_BLOAT
 
 
 def test_bloat_without_git_leaves_out_hidden_and_build_folders(repository):
@@ -39,26 +39,26 @@ def test_bloat_without_git_leaves_out_hidden_and_build_folders(repository):
     for folder in (".venv", "out", "target"):
         (repository / folder).mkdir()
         (repository / folder / "c.py").write_text("z = 3\n")
-    assert environment.bloat(repository) == EXPECTED_BLOAT
+    assert common.bloat(repository) == EXPECTED_BLOAT
 
 
 def test_the_state_of_the_code_is_told(repository):
-    state = environment.git_state(repository)
+    state = common.git_state(repository)
     assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
     assert re.fullmatch("[0-9a-f]{7}", state["commit"])
     (repository / "report.md").write_text("generated again\n")
-    assert not environment.git_state(repository)["dirty"], "a report is no change of the code"
+    assert not common.git_state(repository)["dirty"], "a report is no change of the code"
     (repository / "a.py").write_text("x = 2\n")
-    assert environment.git_state(repository)["dirty"]
+    assert common.git_state(repository)["dirty"]
 
 
 def test_a_folder_without_git_has_no_commit(tmp_path):
-    assert environment.git_state(tmp_path)["commit"] == "unknown"
+    assert common.git_state(tmp_path)["commit"] == "unknown"
 
 
 def test_this_very_machine_can_be_described():
-    found = environment.hardware()
+    found = common.hardware()
     assert found["logical_cores"] >= found["cores"] >= 1
     assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]
     assert isinstance(found["gpus"], list)
-    assert environment.software()["torch"] == version("torch")
+    assert common.software()["torch"] == version("torch")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat import eval_bpb, world
+from nanochat import eval_bpb
 from nanochat.common import Refused
 from nanochat.eval_bpb import (
     bits_per_byte,
@@ -21,6 +21,7 @@ from nanochat.eval_bpb import (
 from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
+from tasks.world import corpus
 from tests.conftest import TINY, lively
 
 TOKEN_BYTES = np.array([0, 1, 2, 3, 4, 0, 6, 7])  # tokens 0 and 5 are special
@@ -117,7 +118,7 @@ def test_documents_are_scored_the_same_by_any_number_of_ranks(machine, tiny_gpt)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(world.documents(0, 0, "train"), 300)
+    return Tokenizer.train(corpus.documents(0, 0, "train"), 300)
 
 
 TEXTS = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n" * 2, "a", "Tom is here. " * 9]

@@ -7,11 +7,15 @@ from nanochat import sandbox
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import save_checkpoint, stage_folder
 from nanochat.common import Refused, read_json
-from nanochat.engine import Engine
-from nanochat.eval_chat import by_letters, by_writing, fit, gathered
+from nanochat.distributed import Machine, MachineConfig
+from nanochat.engine import Engine, Sampling
+from nanochat.eval_chat import (
+    by_letters,
+    by_writing,
+    fit,
+    gathered,
+)
 from nanochat.gpt import GPTConfig, build_model
-from nanochat.machine import Machine, MachineConfig
-from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_eval
 from tests.conftest import lively

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import summary, world_suite
+from nanochat import records
 from nanochat.checkpoint import save_checkpoint, stage_folder
 from nanochat.common import read_json
+from nanochat.distributed import Machine, MachineConfig
 from nanochat.eval_core import (
     EXAMPLE_DELIMITER,
     FewShotTask,
     Question,
     Subject,
+    SuiteConfig,
     ask,
     batches,
     core,
@@ -25,10 +27,9 @@ from nanochat.eval_core import (
     subject_of,
 )
 from nanochat.gpt import build_model
-from nanochat.machine import Machine, MachineConfig
-from nanochat.suites import SuiteConfig
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
+from tasks.world import suite
 from tests.conftest import TINY, lively
 
 CPU = torch.device("cpu")
@@ -433,7 +434,7 @@ def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
 def small_suite(monkeypatch):
     """In place of the embedded world's: a made-up one, as `world_suite.suite` gives it."""
     suite = [dict(vars(one_task)) for one_task in made_up_suite()]
-    monkeypatch.setattr(world_suite, "suite", lambda: suite)
+    monkeypatch.setattr(suite, "suite", lambda: suite)
 
 
 def test_the_script_records_scores_with_their_errors_and_items(base, small_suite, capsys):
@@ -464,12 +465,12 @@ def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite)
     for tag, seed in (("one", 1), ("two", 2)):
         save_base(tag, seed, "embedded")
     one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
-    paired = summary.paired("CORE metric", one["items"], two["items"])
+    paired = records.paired("CORE metric", one["items"], two["items"])
     change = two["values"]["CORE metric"]["value"] - one["values"]["CORE metric"]["value"]
     assert paired.n == one["values"]["CORE metric"]["n"] == 71
     assert paired.difference == pytest.approx(change) and paired.difference != 0
     all_items = evaluate(base, "two")["items"]
-    assert summary.paired("CORE metric", one["items"], all_items) is None
+    assert records.paired("CORE metric", one["items"], all_items) is None
 
 
 def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys):
@@ -477,7 +478,7 @@ def test_a_model_is_scored_once_unless_something_changes(base, small_suite, caps
     first = evaluate(base, "one", once=True)
     assert evaluate(base, "one", once=True) == first
     assert "finished already" in capsys.readouterr().out
-    world_suite.suite().pop()
+    suite.suite().pop()
     assert len(evaluate(base, "one", once=True)["items"]) == len(first["items"]) - 1
 
 

@@ -8,10 +8,21 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
-from nanochat.chat_mix import mixed_chat_rows
-from nanochat.chat_rows import encode, open_chat_rows, pack_encoded, signed_ids, split_rows
+from nanochat.chat_packing import (
+    encode,
+    mixed_chat_rows,
+    open_chat_rows,
+    pack_encoded,
+    signed_ids,
+    split_rows,
+)
 from nanochat.common import Refused
-from nanochat.finetune import AnswerLoss, Apart, auto_batch, val_rows
+from nanochat.finetune import (
+    AnswerLoss,
+    Apart,
+    auto_batch,
+    val_rows,
+)
 from nanochat.gpt import GPTConfig, build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import open_checkpoint, save_checkpoint, stage_folder
 from nanochat.common import json_text, sealed, write_json
+from nanochat.dataloader import Rows
+from nanochat.logger import read_metrics
 from nanochat.records import (
     Cost,
     Provenance,
@@ -26,8 +28,6 @@ from nanochat.records import (
     write_record,
 )
 from nanochat.report import update
-from nanochat.rows import Rows
-from nanochat.runlog import read_metrics
 from nanochat.tokenizer import Tokenizer
 from tasks.jsonl import JSONL
 from tests.web_server import HELLO, post, serving, write_model

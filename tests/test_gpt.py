@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
-from nanochat.bigrams import bigram_index, preceding
 from nanochat.common import REPOSITORY
 from nanochat.gpt import (
     GPT,
     GPTConfig,
+    bigram_index,
     build_model,
     exclude_self,
     for_inference,
+    preceding,
     rotary,
     rotate,
 )

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nanochat.eval_core import FewShotTask, examine, subject_of
+from nanochat.evaluators import samples
 from nanochat.gpt import GPTConfig, build_model, for_inference
-from nanochat.samples import samples
 from tests.conftest import lively
-from tests.test_sentinels import TOKENIZER, suite_of
+from tests.lab.test_canaries import TOKENIZER, suite_of
 from tests.training_runs import SMALL, folder, python
 
 # Runs a script with the number of compiled graphs in front of every line that it prints. With

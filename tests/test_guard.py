@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.guard import Guard, GuardConfig, Health, RanksDiffer, require_equal_ranks
-from nanochat.train import Progress, train
+from nanochat.train import (
+    Guard,
+    GuardConfig,
+    Health,
+    Progress,
+    RanksDiffer,
+    require_equal_ranks,
+    train,
+)
 from tests.test_train import make_run
 
 

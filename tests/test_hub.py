@@ -18,8 +18,7 @@ import pytest
 
 from nanochat import hub
 from nanochat.common import REPOSITORY, Refused, read_json
-from nanochat.dataset import open_source
-from nanochat.source import DataConfig
+from nanochat.dataset import DataConfig, open_source
 from tests.hub_server import use_endpoint
 
 NAME, COMMIT = "owner/texts", "c0ffee" + "0" * 34

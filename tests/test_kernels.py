@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat import attention, kernels
+from nanochat import attention
 from nanochat.gpt import build_model, for_inference
-from nanochat.kernels import (
+from nanochat.preflight import (
     KernelConfig,
     choose_attention,
     choose_compile,
@@ -79,7 +79,7 @@ def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
         seen.add((q.dtype, q.size(2)))
         return attention.attend_plain(q, *rest)
 
-    monkeypatch.setattr(kernels, "attend_plain", recorded)
+    monkeypatch.setattr(attention, "attend_plain", recorded)
     assert probe_attention("sdpa", TINY, machine) is None
     assert seen == {(torch.float64, 1)}  # one head at a time
 
@@ -88,7 +88,7 @@ def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kernels, "attend_plain", out_of_memory)
+    monkeypatch.setattr(attention, "attend_plain", out_of_memory)
     assert "OutOfMemoryError: CUDA out of memory" in (probe_attention("sdpa", TINY, machine) or "")
 
 
@@ -162,13 +162,13 @@ def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, caps
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(kernels.torch, "compile", broken)
+    monkeypatch.setattr(attention.torch, "compile", broken)
     assert not choose_compile(KernelConfig(), machine, train_seconds=1e9)
     assert "no compiler" in capsys.readouterr().out
 
 
 def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypatch):
-    monkeypatch.setattr(kernels, "probe_compiler", lambda machine: None)
+    monkeypatch.setattr(attention, "probe_compiler", lambda machine: None)
     gpu = replace(machine, device=torch.device("cuda"))
     for flags in (ChatWeb(), ChatCli()):
         assert choose_fused_engine(flags.compile_engine, gpu, most_tokens=0)

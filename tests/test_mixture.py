@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.chat_rows import encode, open_chat_rows, pack_encoded
-from nanochat.mixed_rows import MixedRows, interleaved
+from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
+from nanochat.dataloader import MixedRows, Rows, interleaved
 from nanochat.mixture import (
     MixConfig,
     Part,
@@ -23,7 +23,6 @@ from nanochat.mixture import (
     resolve,
     write_mixture,
 )
-from nanochat.rows import Rows
 from nanochat.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -186,7 +185,7 @@ def test_a_mixture_of_one_bucket_is_that_bucket():
 
 def test_R28_parts_of_a_mixture_keep_who_verifies_them(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
-    monkeypatch.setattr("nanochat.rows.sha256_file", lambda path: hashed.append(path))
+    monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():
         rows.verifies = False
     MixedRows({name: (rows, 20) for name, rows in parts.items()}).batch(0, 16, seed=0)

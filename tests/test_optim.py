@@ -5,9 +5,14 @@ import math
 import pytest
 import torch
 
-from nanochat import update_rules
-from nanochat.optim import MuonAdamW
-from nanochat.update_rules import OptimConfig, Rule, orthogonalize, rules
+from nanochat import optim
+from nanochat.optim import (
+    MuonAdamW,
+    OptimConfig,
+    Rule,
+    orthogonalize,
+    rules,
+)
 
 
 def make(named, roles, machine, **rule_overrides):
@@ -69,7 +74,7 @@ def descend(p, optimizer, index, slope, sparse, lr_factor=1.0, scale=1.0):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_rows_that_fade_at_every_step_move_as_by_pytorchs_adamw(machine, monkeypatch, sparse):
-    monkeypatch.setattr(update_rules, "ROWS_FADE_EVERY", 1)
+    monkeypatch.setattr(optim, "ROWS_FADE_EVERY", 1)
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(9, 4, generator=generator))
     q = torch.nn.Parameter(p.detach().clone())
@@ -85,7 +90,7 @@ def test_rows_that_fade_at_every_step_move_as_by_pytorchs_adamw(machine, monkeyp
 
 
 def test_rows_fade_every_so_many_steps_and_sparse_gradients_say_the_same(machine, monkeypatch):
-    monkeypatch.setattr(update_rules, "ROWS_FADE_EVERY", 2)
+    monkeypatch.setattr(optim, "ROWS_FADE_EVERY", 2)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(9, 4, generator=generator)
     tables = [torch.nn.Parameter(start.clone()) for _ in range(2)]

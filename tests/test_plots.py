@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nanochat import figures, plots
+from nanochat import plots
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
@@ -78,7 +78,7 @@ def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own(tmp_path):
     lines = [{"step": s, "loss": 3.0, "grad_norm": 1.0} for s in range(5)]
     lines.append({"step": 5, "loss": 2.0, "loss_seen_0": 3.0, "loss_seen_1": 1.0, "grad_norm": 1.0})
     lines += [{"step": s, "loss": 1.0, "loss_seen_1": 1.0, "grad_norm": 1.0} for s in range(6, 9)]
-    curves = figures.by_times_seen(lines)
+    curves = plots.by_times_seen(lines)
     assert {name: [step for step, _ in points] for name, points in curves.items()} == {
         "never": [0, 1, 2, 3, 4, 5],
         "once": [5, 6, 7, 8],
@@ -87,5 +87,5 @@ def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own(tmp_path):
     assert [y for _, y in curves["once"]] == pytest.approx([1.0] * 4)
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, draw = figures.of_run(file)["gradient"]
+    _, draw = plots.of_run(file)["gradient"]
     assert b"came before" in draw()

@@ -13,10 +13,10 @@ import torch
 
 from nanochat import preflight
 from nanochat.common import REPOSITORY, Refused, read_json
-from nanochat.kernels import KernelConfig
-from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW
+from nanochat.distributed import Machine
+from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import (
+    KernelConfig,
     choose_device_rows,
     describe,
     plan_memory,
@@ -26,7 +26,6 @@ from nanochat.preflight import (
     row_bytes,
     screen,
 )
-from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 
@@ -191,7 +190,7 @@ def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine,
 def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
     machine, base, monkeypatch
 ):
-    monkeypatch.setattr("nanochat.disk.free_bytes", lambda folder: int(5e9))
+    monkeypatch.setattr("nanochat.common.free_bytes", lambda folder: int(5e9))
     with pytest.raises(
         Refused, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
     ):

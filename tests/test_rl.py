@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.engine import Completion, Engine
+from nanochat.engine import Completion, Engine, Sampling
 from nanochat.gpt import GPTConfig, build_model, for_inference
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW
+from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import (
     Group,
     PolicyRun,
@@ -22,10 +22,8 @@ from nanochat.rl import (
     shuffled,
     train_policy,
 )
-from nanochat.sampling import Sampling
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import LoopConfig, Progress
-from nanochat.update_rules import OptimConfig, rules
 from tasks.base import Mixture
 from tests.conftest import lively
 

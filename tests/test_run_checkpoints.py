@@ -14,17 +14,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat import run_checkpoints
-from nanochat.checkpoint import CorruptCheckpoint, open_checkpoint, stage_folder
+from nanochat import checkpoint
+from nanochat.checkpoint import (
+    Checkpoints,
+    CorruptCheckpoint,
+    SavingConfig,
+    checkpoint_bytes,
+    open_checkpoint,
+    stage_folder,
+)
 from nanochat.common import REPOSITORY, Refused, base_dir
+from nanochat.distributed import Machine
 from nanochat.gpt import build_model
-from nanochat.guard import Health, NotFinite
-from nanochat.machine import Machine
-from nanochat.optim import MuonAdamW
-from nanochat.run_checkpoints import Checkpoints, SavingConfig, checkpoint_bytes
+from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress, require_resumable
-from nanochat.update_rules import OptimConfig, rules
+from nanochat.train import Health, NotFinite, Progress, require_resumable
 from tests.conftest import TINY
 
 
@@ -224,7 +228,7 @@ def test_R15_nodes_that_see_different_checkpoints_do_not_start(run, machine):
 HOLD = """
 import sys, time
 from pathlib import Path
-from nanochat.disk import RunLock
+from nanochat.common import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire(sys.argv[2])
 print("holding", flush=True)
@@ -268,7 +272,7 @@ def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run,
 
 WRITE = """
 from nanochat.common import Refused, base_dir
-from nanochat.disk import RunLock, claimed, locked
+from nanochat.common import RunLock, claimed, locked
 from nanochat.records import Cost, Provenance, write_record
 acts = [
     lambda: locked(base_dir() / "rows" / "x.lock", "packing").__enter__(),
@@ -366,10 +370,8 @@ def test_R8_a_limit_of_the_system_itself_leaves_the_old_checkpoint(run):
 def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, monkeypatch):
     """Weights and optimizer move on while the writer is held back; `latest` waits for it."""
     go = threading.Event()
-    write = run_checkpoints.write_checkpoint
-    monkeypatch.setattr(
-        run_checkpoints, "write_checkpoint", lambda *args: go.wait(30) and write(*args)
-    )
+    write = checkpoint.write_checkpoint
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args: go.wait(30) and write(*args))
     at_save = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     state_at_save = {n: x.clone() for n, x in run.optimizer.state_dict().items()}
     with run.open(async_save=True) as checkpoints:

@@ -28,7 +28,13 @@ import pytest
 
 from nanochat import sandbox
 from nanochat.common import REPOSITORY
-from nanochat.sandbox import Limits, Result, SandboxUnavailable, passes, run_python
+from nanochat.sandbox import (
+    Limits,
+    Result,
+    SandboxUnavailable,
+    passes,
+    run_python,
+)
 
 ATTEMPT = """
 def attempt(name, function, *args):

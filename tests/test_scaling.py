@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanochat.optim import OptimConfig
 from nanochat.scaling import (
     MIN_STEPS,
     Horizon,
@@ -11,7 +12,6 @@ from nanochat.scaling import (
     scaled_optim,
 )
 from nanochat.scaling import shape_for_depth as shape
-from nanochat.update_rules import OptimConfig
 
 D12 = 110_100_480  # matmul parameters of depth 12 at 32,768 ids
 

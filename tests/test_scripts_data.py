@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY, read_json
-from nanochat.dataset import open_source, remembered
-from nanochat.row_writer import ensure, open_rows
-from nanochat.source import DataConfig
+from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.packing import ensure, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 TEXTS = [f"The boat number {i} sails to the north wind and back. " * (i % 7 + 1) for i in range(90)]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY
-from nanochat.row_writer import ensure, open_rows
-from nanochat.runlog import read_metrics
-from nanochat.source import DataConfig
-from nanochat.texts import open_texts
+from nanochat.dataset import DataConfig
+from nanochat.logger import read_metrics
+from nanochat.mixture import open_texts
+from nanochat.packing import ensure, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from tests.training_runs import TRAIN, environment, python
 

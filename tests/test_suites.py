@@ -14,12 +14,25 @@ import zipfile
 import pytest
 import yaml
 
-from nanochat import hub, suites
-from nanochat.common import REPOSITORY, Refused, read_json, sha256_file
+from nanochat import eval_core, hub
+from nanochat.common import (
+    REPOSITORY,
+    Refused,
+    read_json,
+    sha256_file,
+)
 from nanochat.eval_bpb import Interrupted
-from nanochat.eval_core import FewShotTask, Subject, examine
-from nanochat.runlog import read_metrics
-from nanochat.suites import CORE_TASKS, SuiteConfig, fetched, open_bundle, open_suite
+from nanochat.eval_core import (
+    CORE_TASKS,
+    FewShotTask,
+    Subject,
+    SuiteConfig,
+    examine,
+    fetched,
+    open_bundle,
+    open_suite,
+)
+from nanochat.logger import read_metrics
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from scripts import base_eval
 from tests.test_eval_core import Letters, Pairs, evaluate, save_base
@@ -125,12 +138,12 @@ def test_folder_and_zip_give_the_same_suite(bundle, archive):
 
 
 def test_the_published_archive_is_recognised(archive, monkeypatch):
-    monkeypatch.setattr(suites, "PUBLISHED_SHA256", sha256_file(archive))
+    monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
     assert open_bundle(archive).about == "DCLM, the published bundle"
 
 
 def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatch):
-    monkeypatch.setattr(suites, "CORE_TASKS", {"copa": 100, "jeopardy": 12})
+    monkeypatch.setattr(eval_core, "CORE_TASKS", {"copa": 100, "jeopardy": 12})
     assert open_bundle(bundle).about == "DCLM, 2 of 2 tasks; as many items as published"
 
 
@@ -200,14 +213,14 @@ def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch, capsy
     with pytest.raises(Refused, match="(?s)/gone.zip.*--eval_bundle"):
         fetched(f"{web[0]}/gone.zip")
     assert "trying again" not in capsys.readouterr().out, "404 is final"
-    monkeypatch.setattr(suites, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(eval_core, "PATIENCE_SECONDS", 2.0)
     with pytest.raises(Refused, match="(?s)gave up.*--eval_bundle"):
         fetched("http://127.0.0.1:1/refused.zip")
     assert "trying again" in capsys.readouterr().out
 
 
 def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive, monkeypatch):
-    monkeypatch.setattr(suites, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(eval_core, "TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.01)
     answers = ["silence", "429", "503", "file"]
 
@@ -237,12 +250,12 @@ def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive
 
 def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, base, monkeypatch):
     address, asked = web
-    monkeypatch.setattr(suites, "PUBLISHED_URL", f"{address}/bundle.zip")
-    monkeypatch.setattr(suites, "PUBLISHED_SHA256", "0" * 64)
+    monkeypatch.setattr(eval_core, "PUBLISHED_URL", f"{address}/bundle.zip")
+    monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
     with pytest.raises(Refused, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
         open_suite(SuiteConfig("dclm"), None)
     assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
-    monkeypatch.setattr(suites, "PUBLISHED_SHA256", sha256_file(archive))
+    monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
     assert open_suite(SuiteConfig("dclm"), None).about == "DCLM, the published bundle"
     (copy,) = (path for path in base.rglob("*.zip"))
     copy.write_bytes(b"damaged since")
@@ -285,7 +298,7 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
 def test_S14_an_archive_with_too_much_in_it_is_refused(archive, monkeypatch):
     for limit in ("MAX_MEMBERS", "MAX_MEMBER_BYTES", "MAX_TOTAL_BYTES"):
         with monkeypatch.context() as patch, pytest.raises(Refused, match="bytes"):
-            patch.setattr(suites, limit, 4)
+            patch.setattr(eval_core, limit, 4)
             open_bundle(archive)
 
 

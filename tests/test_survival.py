@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from nanochat.checkpoint import list_steps
-from nanochat.runlog import read_metrics
-from nanochat.stopping import HUNG, PREEMPTED
+from nanochat.common import HUNG, PREEMPTED
+from nanochat.logger import read_metrics
 from tests.training_runs import (
     OWN_STORE,
     SMALL,

@@ -10,12 +10,27 @@ import pytest
 from nanochat import chat_format
 from nanochat.common import fingerprint
 from nanochat.mixture import Tags
-from nanochat.world_drills import letter_questions
 from tasks import base, hub, registry
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCEasy
-from tasks.base import LETTERS, Mixture, NumberTask, Subset, Task, answer_text, assistant, user
-from tasks.buckets import TAGS, buckets, held_out_questions, known, questions, task_of
+from tasks.base import (
+    LETTERS,
+    Mixture,
+    NumberTask,
+    Subset,
+    Task,
+    answer_text,
+    assistant,
+    user,
+)
+from tasks.buckets import (
+    TAGS,
+    buckets,
+    held_out_questions,
+    known,
+    questions,
+    task_of,
+)
 from tasks.defaults import HUB, WORLD
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import HELD_OUT, JSONL
@@ -23,6 +38,7 @@ from tasks.mmlu import MMLU
 from tasks.registry import key_of, make
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
+from tasks.world.drills import letter_questions
 
 
 class Sums(NumberTask):

@@ -9,13 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import chat_format, hub_repo
+from nanochat import chat_format, hub
 from nanochat import hub as hub_files
 from nanochat.common import Refused, read_json, sha256_file
 from nanochat.tools import calculate
 from tasks import registry
 from tasks.aqua import MARKER, AQuA
-from tasks.base import CALCULATION, Subset, Task, answer_text, flaw
+from tasks.base import (
+    CALCULATION,
+    Subset,
+    Task,
+    answer_text,
+    flaw,
+)
 from tasks.buckets import buckets
 from tasks.hub import HubTask, files_named, load
 from tasks.overlap import overlaps
@@ -205,13 +211,13 @@ def test_the_first_conversations_are_a_sample_of_all_subjects(serve, hub):
 def test_R27_a_training_mixture_fetches_no_file_of_an_evaluation_split(serve, monkeypatch):
     serve()
     fetched: list[str] = []
-    fetch = hub_repo.HubRepo.fetch
+    fetch = hub.HubRepo.fetch
 
     def noted(self, file, *rest):
         fetched.append(file)
         return fetch(self, file, *rest)
 
-    monkeypatch.setattr(hub_repo.HubRepo, "fetch", noted)
+    monkeypatch.setattr(hub.HubRepo, "fetch", noted)
     trained = [n for n in registry.TASKS if "train" in registry.TASKS[n].task.splits]
     names = [n if n != "smoltalk" else f"smoltalk:{CHAT}" for n in trained if n != "jsonl"]
     sizes = {bucket.name: len(bucket.train) for bucket in buckets(",".join(names))}

@@ -3,7 +3,12 @@
 import pytest
 
 from tasks.base import Task, assistant, user
-from tasks.overlap import RUN, Overlap, grams, overlaps
+from tasks.overlap import (
+    RUN,
+    Overlap,
+    grams,
+    overlaps,
+)
 
 WORDS = [f"w{i}" for i in range(100)]
 

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from nanochat.mixture import MixConfig
-from nanochat.source import DataConfig
-from nanochat.texts import open_corpus, open_texts
+from nanochat.dataset import DataConfig
+from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)

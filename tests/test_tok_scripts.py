@@ -10,11 +10,8 @@ import pytest
 
 from nanochat.common import MissingInput, sha256_file
 from nanochat.config import parse
-from nanochat.dataset import open_source
-from nanochat.mixture import MixConfig
-from nanochat.sample_texts import SAMPLE_TEXTS
-from nanochat.source import DataConfig
-from nanochat.texts import open_texts
+from nanochat.dataset import DataConfig, open_source
+from nanochat.mixture import MixConfig, open_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import tok_eval, tok_train
 from scripts.tok_eval import RIVALS, TokEval
@@ -161,7 +158,7 @@ def test_tok_eval_fills_its_section_without_any_other_vocabulary(base, unreachab
     tokenizer = Tokenizer.load()
     for kind in KINDS:
         assert found["values"][f"bytes per token, {kind}"] >= 1
-    news = SAMPLE_TEXTS["news"]
+    news = tok_eval.SAMPLES["news"].read_text()
     assert found["values"]["bytes per token, news"] == pytest.approx(
         len(news.encode()) / len(tokenizer.encode(news))
     )
@@ -225,10 +222,10 @@ def test_the_vocabularies_are_those_of_gpt2_and_gpt4():
 def test_tokens_that_spell_another_text_are_an_error(base):
     tok_train.main(SMALL)
     tokenizer = Tokenizer.load()
-    tok_eval.count_tokens(tokenizer, "news", SAMPLE_TEXTS["news"])
+    tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
     tokenizer.decode = lambda ids: "something else"
     with pytest.raises(AssertionError, match="news"):
-        tok_eval.count_tokens(tokenizer, "news", SAMPLE_TEXTS["news"])
+        tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
 
 
 def test_tok_eval_names_the_command_that_makes_what_is_missing(base):
@@ -237,11 +234,12 @@ def test_tok_eval_names_the_command_that_makes_what_is_missing(base):
 
 
 def test_sample_texts_have_the_lengths_that_make_ratios_comparable():
+    texts = {kind: path.read_text() for kind, path in tok_eval.SAMPLES.items()}
     sizes = {"news": 1819, "korean": 893, "code": 1259, "math": 1834, "science": 1112}
-    assert {kind: len(text.encode()) for kind, text in SAMPLE_TEXTS.items()} == {
+    assert {kind: len(text.encode()) for kind, text in texts.items()} == {
         kind: pytest.approx(size, rel=0.03) for kind, size in sizes.items()
     }
-    compile(SAMPLE_TEXTS["code"], "sample", "exec")
+    compile(texts["code"], "sample", "exec")
 
 
 def test_flags_are_those_of_the_first_scripts_with_either_dash():

@@ -9,27 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.common import Refused
+from nanochat.checkpoint import Checkpoints, SavingConfig
+from nanochat.common import PREEMPTED, UNEVALUATED, Refused, StoppedWaiting
+from nanochat.dataloader import tokens_and_targets
+from nanochat.golf.quantize import LateQuantization, QuantConfig, as_stored
 from nanochat.gpt import build_model
-from nanochat.guard import GuardConfig, NotFinite
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW
-from nanochat.quantize import LateQuantization, QuantConfig, as_stored
-from nanochat.rows import tokens_and_targets
-from nanochat.run_checkpoints import Checkpoints, SavingConfig
-from nanochat.schedule import ScheduleConfig
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.stage import patient
-from nanochat.stopping import PREEMPTED, UNEVALUATED, StoppedWaiting
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
+    GuardConfig,
     LoopConfig,
+    NotFinite,
     Progress,
     Run,
     to_device,
     train,
     train_step,
 )
-from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 ROWS, T = 8, TINY.max_seq_len

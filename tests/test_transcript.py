@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nanochat.chat_format import render
+from nanochat.chat_format import Transcript, render
 from nanochat.common import REPOSITORY, printable
-from nanochat.machine import Machine
-from nanochat.runlog import RunLog, RunLogConfig
+from nanochat.distributed import Machine
+from nanochat.logger import RunLog, RunLogConfig
 from nanochat.tokenizer import Tokenizer
-from nanochat.transcript import Transcript
 from scripts.chat_cli import Chat, ChatCli
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)  # bytes: every other character is split

@@ -12,16 +12,13 @@ import json
 import numpy as np
 import torch
 
+from nanochat.distributed import Machine, init_machine
 from nanochat.gpt import GPT, build_model
 from nanochat.hardware import resident_peak
-from nanochat.kernels import KernelConfig
-from nanochat.machine import Machine, init_machine
-from nanochat.optim import MuonAdamW
-from nanochat.preflight import prepare
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
+from nanochat.preflight import KernelConfig, prepare
 from nanochat.scaling import ShapeConfig, shape_for_depth
-from nanochat.schedule import ScheduleConfig
 from nanochat.train import LoopConfig, Run, train_step
-from nanochat.update_rules import OptimConfig, rules
 from tests.conftest import TINY
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768

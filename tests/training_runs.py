@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat.common import REPOSITORY
-from nanochat.runlog import read_metrics
+from nanochat.logger import read_metrics
 
 STEPS = 20
 SMALL = (

@@ -14,14 +14,19 @@ import pytest
 import torch
 
 from nanochat.checkpoint import save_checkpoint, stage_folder
-from nanochat.desk import Desk
-from nanochat.gate import GateConfig
+from nanochat.distributed import Machine
+from nanochat.engine import Sampling
+from nanochat.engine import sample as plain
 from nanochat.gpt import GPTConfig, build_model
-from nanochat.machine import Machine
-from nanochat.model_library import ModelLibrary
-from nanochat.sampling import Sampling
-from nanochat.sampling import sample as plain
-from nanochat.server import Server, ServerConfig, listen, url_of
+from nanochat.serve.handler import Desk
+from nanochat.serve.models import ModelLibrary
+from nanochat.serve.security import GateConfig
+from nanochat.serve.server import (
+    Server,
+    ServerConfig,
+    listen,
+    url_of,
+)
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import BackgroundTools, Tools
 from tests.conftest import TINY, lively

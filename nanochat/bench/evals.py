@@ -1,0 +1,75 @@
+"""
+The speed of few-shot evaluation: items scored per second.
+
+    shape -> untrained model, items of the embedded suite -> the same ids to us and to a peer
+
+What a model knows makes no difference to the time, so this needs no checkpoint.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from nanochat.bench.table import Findings, Rate
+from nanochat.distributed import Machine
+from nanochat.eval_core import (
+    CPU_PASS_TOKENS,
+    GPU_PASS_TOKENS,
+    FewShotTask,
+    Question,
+    ask,
+    batches,
+    read_safely,
+    subject_of,
+)
+from nanochat.gpt import (
+    GPT,
+    GPTConfig,
+    build_model,
+    for_inference,
+)
+from nanochat.tokenizer import Tokenizer
+from tasks.world.corpus import documents
+from tasks.world.suite import suite
+
+PATH = "Few-shot evaluation"
+ITEMS = 200
+BATCH = 32  # options that the peer reads together: its best of 16 to 128
+
+# Questions -> seconds, and the nats of every option
+Score = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
+
+
+def bench_evaluation(
+    cfg: GPTConfig,
+    machine: Machine,
+    repeats: int,
+    found: Findings,
+    peer: Callable[[GPT, Tokenizer, Machine, int], Score] | None = None,
+) -> None:
+    """Score the largest task of each kind of item; `peer` makes another's scorer."""
+    texts = list(itertools.islice(documents(0, 0, "train"), 2000))
+    tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
+    plain = build_model(cfg, machine.device, machine.dtype, seed=0)
+    subject = subject_of(for_inference(plain), tokenizer)
+    theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
+    pass_tokens = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
+    tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
+    for task in {task.kind: task for task in tasks}.values():
+        task = task.drawn(ITEMS)
+        questions = [ask(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
+        ours, others = [], []
+        for _ in range(repeats + 1):  # the first warms up
+            started = time.perf_counter()
+            for batch in batches(questions, pass_tokens):
+                read_safely(subject, batch, machine.device)
+            ours.append(len(questions) / (time.perf_counter() - started))
+            if theirs:
+                others.append(len(questions) / theirs(questions)[0])
+        tokens = sum(len(ids) for q in questions for ids in q.options)
+        label = (
+            f"{task.kind}, {task.num_fewshot} shots, {len(questions[0].options)} options, "
+            f"{tokens / len(questions):,.0f} tokens an item"
+        )
+        other = Rate.of(others[1:]) if others else None
+        found.line(PATH, label, "items/s", Rate.of(ours[1:]), "lm-eval", other)

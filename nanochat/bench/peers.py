@@ -1,0 +1,123 @@
+"""
+What we are compared with from the package index: transformers and EleutherAI's harness.
+
+    GPT, Tokenizer -> exported -> their model -> their training step, generation, scoring
+
+They get the same weights, in the plain architecture that transformers has itself, so that what runs
+is their own code. Needs the packages of the group `interop`.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from nanochat.bench.engine import TOP_K, Generate
+from nanochat.distributed import Machine
+from nanochat.eval_core import Question
+from nanochat.gpt import GPT
+from nanochat.hf.export import write_hf
+from nanochat.tokenizer import Tokenizer
+
+
+def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
+    """The same weights as transformers' own model."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    loader: Any = AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        write_hf(Path(folder), model, tokenizer)
+        return loader.from_pretrained(folder, dtype=dtype).to(model.device)
+
+
+def generation(machine: Machine) -> Callable[[GPT, Tokenizer], Generate]:
+    """For `bench_engine`: transformers' generate, prompts padded on the left."""
+
+    def peer(model: GPT, tokenizer: Tokenizer) -> Generate:
+        theirs = exported(model, tokenizer, machine.dtype).eval()
+        theirs.generation_config.eos_token_id = None
+
+        @torch.inference_mode()
+        def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+            T = max(map(len, prompts))
+            ids = torch.tensor([[*[0] * (T - len(p)), *p] for p in prompts])
+            real = torch.tensor([[*[0] * (T - len(p)), *[1] * len(p)] for p in prompts])
+            ids, real = ids.to(machine.device), real.to(machine.device)
+            started = time.perf_counter()
+            written = theirs.generate(
+                ids, attention_mask=real, do_sample=True, top_k=TOP_K,
+                max_new_tokens=new_tokens, pad_token_id=0,
+            )  # fmt: skip
+            machine.synchronize()
+            assert written.shape == (len(prompts), T + new_tokens)
+            return time.perf_counter() - started
+
+        return generate
+
+    return peer
+
+
+def training(
+    model: GPT, tokenizer: Tokenizer, machine: Machine, compiled: bool
+) -> Callable[[torch.Tensor], float]:
+    """A training step of transformers' model with PyTorch's AdamW: ids (B, T + 1) -> seconds."""
+    theirs = exported(model, tokenizer, torch.float32).train()
+    theirs.config.use_cache = False
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        logits = theirs(input_ids=ids[:, :-1]).logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    forward = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+
+    def step(ids: torch.Tensor) -> float:
+        started = time.perf_counter()
+        with torch.autocast(machine.device.type, machine.dtype, machine.dtype != torch.float32):
+            loss = forward(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        machine.synchronize()
+        return time.perf_counter() - started
+
+    return step
+
+
+def scoring(
+    model: GPT, tokenizer: Tokenizer, machine: Machine, batch_size: int
+) -> Callable[[Sequence[Question]], tuple[float, list[list[float]]]]:
+    """
+    Questions -> seconds and nats of every option, by the harness's own class for transformers: it
+    gets the same ids, so that both read the same.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_hf(Path(folder), model, tokenizer)
+        loader: Any = HFLM
+        harness = loader(
+            pretrained=folder,
+            dtype=str(machine.dtype).removeprefix("torch."),
+            device=str(machine.device),
+            batch_size=batch_size,
+        )
+
+    def score(questions: Sequence[Question]) -> tuple[float, list[list[float]]]:
+        requests = [
+            ((str(q.number), str(n)), ids[:start], ids[start:])
+            for q in questions
+            for n, (ids, start) in enumerate(zip(q.options, q.starts, strict=True))
+        ]
+        started = time.perf_counter()
+        found = harness._loglikelihood_tokens(requests, disable_tqdm=True)
+        seconds = time.perf_counter() - started
+        nats = iter(-value for value, _ in found)
+        return seconds, [[next(nats) for _ in q.options] for q in questions]
+
+    return score

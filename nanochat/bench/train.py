@@ -1,0 +1,244 @@
+"""
+The speed of a training step, and how far it is from what the device can do.
+
+    shape, rows of noise -> steps -> seconds of forward, backward and update; share of the ceiling
+
+The ceiling is measured in the same run: the time that the matrix products of a step take alone.
+Noise costs as much as text, so this needs neither data nor tokenizer.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanochat.bench.table import Findings, Rate
+from nanochat.distributed import Machine
+from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.hardware import known_peak, peak_memory_bytes
+from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
+from nanochat.preflight import KernelConfig, set_kernels
+from nanochat.tokenizer import Tokenizer
+
+LARGE_BYTES = 256 << 20  # larger than any cache
+WARMUP_STEPS = 2
+HEAD_TOKENS = 512  # the products of the head are measured on so many tokens
+PATH = "Training"
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+class Work(NamedTuple):
+    """A model with rows of noise, and the two calls of a training step around the backward pass."""
+
+    model: GPT
+    tokens: Tensor
+    targets: Tensor
+    forward: Callable[[], Tensor]
+    update: Callable[[], None]
+    compiled: bool
+
+
+def prepared(cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig) -> Work:
+    """A model of this shape with its optimizer and kernels."""
+    model = build_model(cfg, machine.device, machine.dtype, seed=0)
+    table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
+    named = dict(model.named_parameters())
+    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    compiled = set_kernels(kernels, model, machine, float("inf"), optimizer)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
+    ids = ids.to(machine.device)
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def forward() -> Tensor:
+        return model.loss(tokens, targets) / tokens.numel()
+
+    def update() -> None:
+        optimizer.reduce_gradients()
+        optimizer.step(1.0)
+
+    return Work(model, tokens, targets, forward, update, compiled)
+
+
+def bench_training(
+    cfg: GPTConfig,
+    rows: int,
+    machine: Machine,
+    kernels: KernelConfig,
+    steps: int,
+    repeats: int,
+    found: Findings,
+) -> None:
+    """
+    Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 tells of it. The pass
+    over all bigrams of every 16th step is not in the medians.
+    """
+    bandwidth = copy_bandwidth(machine)
+    model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
+    products = [products_seconds(model, rows, machine)]
+    first = sum(time_steps(forward, update, machine, WARMUP_STEPS)[0])  # it compiles
+    times = time_steps(forward, update, machine, steps * repeats)
+    products.append(products_seconds(model, rows, machine))  # again: machines are noisy
+    if not machine.is_main:
+        return
+    medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
+    all_tokens = tokens.numel() * machine.world_size
+    groups = [times[i * steps : (i + 1) * steps] for i in range(repeats)]
+    rate = Rate.of(all_tokens / statistics.median(map(sum, group)) for group in groups)
+    step, least = sum(medians), statistics.mean(products)
+    flops = model.flops_per_token() * tokens.numel() / step
+    peak = known_peak(machine.device)
+    memory = peak_memory_bytes(machine.device) / 2**20
+    print(
+        f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
+        f"attention {model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}\n"
+        f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
+        f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"
+        f"reached     {flops / 1e12:.3f} TFLOP/s"
+        + (f", {flops / peak.flops:.1%} of the data sheet" if peak else "")
+        + f"; copies run at {bandwidth / 1e9:.1f} GB/s"
+    )
+    label = f"depth {cfg.n_layer}"
+    if machine.launch:  # by torchrun: one of a series of more and more processes
+        label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
+        threads = torch.get_num_threads()
+        label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
+    found.line(PATH, label, "tokens/s", rate, ceiling=least / step)
+    found.note(
+        f"Training, {label}: {step * 1e3:,.0f} ms a step of {all_tokens:,} tokens: forward and "
+        f"loss {medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
+        f"{medians.update / step:.0%}. The ceiling: its matrix products alone take "
+        f"{least * 1e3:,.0f} ms. First step {first:.0f} s, {memory:,.0f} MiB at the peak"
+    )
+    if machine.launch:
+        axis = "processes: seconds per million tokens"
+        found.point(axis, machine.world_size, 1e6 / rate.median)
+    else:
+        found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+
+
+def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
+    """
+    How long the matrix products of a training step take alone: of every matrix, forward and both
+    backward; of attention, the half that a causal mask leaves; and Muon's, where each rank has its
+    share of the matrices of a shape.
+    """
+    cfg, M = model.cfg, rows * model.cfg.max_seq_len
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=machine.device).to(machine.dtype)
+
+    def seconds(product: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(7):
+            started = clock(machine)
+            product()
+            times.append(clock(machine) - started)
+        return statistics.median(times)
+
+    matrices = [p for name, p in model.named_parameters() if model.param_roles()[name] == "matrix"]
+    shapes = Counter(tuple(p.shape) for p in matrices)
+    spent = 0.0
+    for shape, count in shapes.items():
+        short, long = sorted(shape)
+        x = draw(math.ceil(count / machine.world_size), short, long)
+        gram = x @ x.mT
+        for product in (lambda x=x: x @ x.mT, lambda g=gram: g @ g, lambda g=gram, x=x: g @ x):
+            spent += NEWTON_SCHULZ_STEPS * seconds(product)
+    shapes[tuple(model.head_weight.shape)] += 1
+    for (N, K), count in shapes.items():
+        m = M if N != cfg.vocab_size else min(M, HEAD_TOKENS)
+        x, weight, slope = draw(m, K), draw(N, K), draw(m, N)
+        three = seconds(lambda x=x, weight=weight: x @ weight.mT)
+        three += seconds(lambda slope=slope, weight=weight: slope @ weight)
+        three += seconds(lambda slope=slope, x=x: slope.mT @ x)
+        spent += count * three * M / m
+    heads, T, D = rows * cfg.n_head, cfg.max_seq_len, cfg.head_dim
+    q, scores = draw(heads, T, D), draw(heads, T, T)
+    # two that give scores or their slopes, and four that give states or their slopes
+    both = 2 * seconds(lambda: q @ q.mT) + 4 * seconds(lambda: scores @ q)
+    return spent + cfg.n_layer * both / 2
+
+
+def bench_against(
+    cfg: GPTConfig,
+    rows: int,
+    machine: Machine,
+    kernels: KernelConfig,
+    repeats: int,
+    found: Findings,
+    peer: Callable[[GPT, Tokenizer, Machine, bool], Callable[[Tensor], float]] | None,
+) -> None:
+    """A step of the same model beside that of `peer`: of ids (B, T + 1) it tells the seconds."""
+    work = prepared(cfg, rows, machine, kernels)
+    tokenizer = Tokenizer.train(["noise"], 265)
+    theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
+    ids = torch.cat((work.tokens, work.targets[:, -1:]), dim=1)
+    ours, others = [], []
+    for _ in range(repeats + WARMUP_STEPS):
+        ours.append(work.tokens.numel() / sum(time_steps(work.forward, work.update, machine, 1)[0]))
+        if theirs:
+            others.append(work.tokens.numel() / theirs(ids))
+    other = Rate.of(others[WARMUP_STEPS:]) if others else None
+    label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
+    found.line(PATH, label, "tokens/s", Rate.of(ours[WARMUP_STEPS:]), "transformers", other)
+
+
+def time_steps(
+    forward: Callable[[], Tensor], update: Callable[[], None], machine: Machine, steps: int
+) -> list[StepTimes]:
+    """The seconds of so many training steps, by part."""
+    gc.freeze()  # as the training loop does: nothing here is garbage
+    times: list[StepTimes] = []
+    for _ in range(steps):
+        marks = [clock(machine)]
+        loss = forward()
+        marks.append(clock(machine))
+        loss.backward()
+        marks.append(clock(machine))
+        update()
+        marks.append(clock(machine))
+        times.append(StepTimes(marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
+    return times
+
+
+def clock(machine: Machine) -> float:
+    """The time when the device has done what was asked of it."""
+    machine.synchronize()
+    return time.perf_counter()
+
+
+def copy_bandwidth(machine: Machine) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
+    target = torch.empty_like(source)
+    return 2 * LARGE_BYTES / least_seconds(lambda: target.copy_(source), machine)
+
+
+def read_bandwidth(machine: Machine) -> float:
+    """Bytes read per second by a large sum."""
+    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
+    return LARGE_BYTES / least_seconds(source.sum, machine)
+
+
+def least_seconds(work: Callable[[], Tensor], machine: Machine, repeats: int = 9) -> float:
+    """How long it takes when nothing disturbs it: the least of `repeats`."""
+    times = []
+    for _ in range(repeats):
+        started = clock(machine)
+        work()
+        times.append(clock(machine) - started)
+    return min(times)

@@ -1,0 +1,390 @@
+"""
+Pack conversations into rows whose tokens carry the loss mask.
+
+    conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
+    a batch of rows -> split_rows -> tokens, targets with IGNORE
+
+A token that is trained is stored as its id, any other as ~id, which is negative: the mask is in the
+sign. Padding is BOS and not counted. A conversation without a trained token is left out. A bucket
+is encoded once, whichever mixtures take from it.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanochat.chat_format import Message, render
+from nanochat.common import (
+    base_dir,
+    fingerprint,
+    locked,
+    read_sealed,
+    sealed,
+    sha256_file,
+    write_json,
+)
+from nanochat.dataloader import Rows, interleave, permutation
+from nanochat.distributed import Machine
+from nanochat.packing import (
+    Packer,
+    exit_with,
+    lock_path,
+    pack,
+    warn_of_damage,
+    write_rows,
+)
+from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
+from nanochat.tokenizer import Tokenizer
+
+# ---- Encoding and packing one bucket of conversations --------------------------------------------
+
+
+CHAT_RULE = 3  # part of the fingerprint: raise it when the same conversations give other rows
+BATCH = 256  # conversations encoded, or handed to the packer, at a time
+POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
+
+Conversations = Iterable[Sequence[Message]]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The conversations of a bucket that count, one after the other, without a BOS in front."""
+
+    fingerprint: str
+    ids: np.ndarray
+    """Signed, int32."""
+    ends: np.ndarray
+    """Where each begins and ends, (n + 1,) int64."""
+    trained: int
+    """Tokens that carry loss."""
+    skipped: int
+    """Conversations left out because nothing in them counts."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens that each takes in a row, its BOS included."""
+        return np.diff(self.ends) + 1
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.ids[self.ends[i] : self.ends[i + 1]]
+
+
+def encode(
+    about: Mapping[str, Any],
+    conversations: Conversations,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    verify: bool = True,
+    report: Callable[[str], None] = lambda progress: None,
+) -> Encoded:
+    """
+    Conversations as tokens, from the disk where that was done before.
+
+    about: JSON-ready, decides which there are, and in which order. Those longer than a row lose
+    their end. verify: compare what is on the disk with its SHA-256; damaged files are written
+    again. report: called with the progress. Raises ValueError where no conversation is left.
+    """
+    made_of = recipe(about, tokenizer, max_seq_len)
+    folder = base_dir() / "rows" / made_of["fingerprint"]
+    with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
+        if (damage := encoded_damage(folder, verify)) is not None:
+            if damage:
+                print(f"{damage}: encoding these conversations again", flush=True)
+            write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
+            write_json(folder / "index.json", made_of)
+        counts = read_sealed(folder / "encoded.json")
+    if not counts["conversations"]:
+        raise ValueError(f"there is no conversation to train on in {dict(about)}")
+    ids, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "ends"))
+    return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
+
+
+def encoded_damage(folder: Path, verify: bool) -> str | None:
+    """What is wrong with encoded conversations; "" where there are none, None where all is well."""
+    try:
+        counts = read_sealed(folder / "encoded.json")
+    except FileNotFoundError:
+        return ""
+    except ValueError as error:
+        return str(error)
+    for name, digest in counts["sha256"].items() if verify else ():
+        path = folder / f"{name}.npy"
+        if not path.exists() or sha256_file(path) != digest:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
+    return None
+
+
+def write_encoded(
+    folder: Path,
+    conversations: Conversations,
+    tokenizer: Tokenizer,
+    row_length: int,
+    report: Callable[[str], None] = lambda progress: None,
+) -> None:
+    """
+    Encode to files; the record comes last, so that half of them is none. Memory holds some batches
+    and the length of every conversation, however many there are.
+    """
+    tokenizer.save(folder)  # for the processes of the pool
+    total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
+    lengths: list[np.ndarray] = []
+    done = trained = skipped = 0
+    with growing_npy(folder / "ids.npy", np.int32) as append:
+        for batch in encode_batches(conversations, folder / TOKENIZER_FILE, row_length):
+            append(batch.ids)
+            lengths.append(batch.lengths)
+            trained, skipped = trained + batch.trained, skipped + batch.skipped
+            done += len(batch.lengths) + batch.skipped
+            report(f"{done:,}{total} conversations")
+    ends = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+    np.save(folder / "ends.npy", ends)
+    counts = {"conversations": len(ends) - 1, "trained": trained, "skipped": skipped}
+    digests = {name: sha256_file(folder / f"{name}.npy") for name in ("ids", "ends")}
+    write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
+
+
+class EncodedBatch(NamedTuple):
+    """Some conversations, those that count, one after the other."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    trained: int
+    skipped: int
+
+
+def encode_batches(
+    conversations: Conversations, tokenizer_path: Path, row_length: int
+) -> Iterator[EncodedBatch]:
+    """
+    Batches of conversations in order, by all cores where there are many: the same for any number
+    of processes.
+    """
+    jobs = (partial(encode_batch, tokenizer_path, row_length, b) for b in batched(conversations))
+    many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
+    workers = min(many, os.cpu_count() or 1)
+    if workers < 2:
+        yield from (job() for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA would hang
+    pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
+    waiting: deque[Future[EncodedBatch]] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(job))
+            if len(waiting) > 2 * workers:  # what is read and not yet written stays bounded
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except ValueError as error:  # of a conversation: raised here, so that it is the user's to fix
+        raise ValueError(str(error)) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def follow_parent() -> None:
+    """In a process of the pool: end soon after the parent has ended, however it ended."""
+    threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
+
+
+def encode_batch(
+    tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
+) -> EncodedBatch:
+    """Encode some conversations; those in which nothing counts are only counted."""
+    tokenizer = read_tokenizer(tokenizer_path)
+    every = [signed_ids(*render(tokenizer, each, row_length)) for each in conversations]
+    counted = [int((signed >= 0).sum()) for signed in every]
+    kept = [signed[1:] for signed, count in zip(every, counted, strict=True) if count]  # no BOS
+    lengths = np.array([len(signed) for signed in kept], np.int64)
+    return EncodedBatch(flatten(kept)[0], lengths, sum(counted), len(every) - len(kept))
+
+
+@lru_cache(maxsize=1)
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer, read once in each process."""
+    return Tokenizer.read(path)
+
+
+def batched(conversations: Conversations) -> Iterator[list[Sequence[Message]]]:
+    """BATCH conversations at a time."""
+    source = iter(conversations)
+    while batch := list(islice(source, BATCH)):
+        yield batch
+
+
+@contextmanager
+def growing_npy(path: Path, dtype: type) -> Iterator[Callable[[np.ndarray], None]]:
+    """
+    Write a flat array to a .npy file piece by piece; yields what appends a piece. The file is what
+    `np.save` would write: numpy pads the header so that the length can be filled in at the end.
+    """
+    size = 0
+
+    def header() -> dict[str, Any]:
+        described = np.lib.format.dtype_to_descr(np.dtype(dtype))
+        return {"descr": described, "fortran_order": False, "shape": (size,)}
+
+    def append(piece: np.ndarray) -> None:
+        nonlocal size
+        stream.write(piece.astype(dtype, copy=False).tobytes())
+        size += len(piece)
+
+    with path.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header())
+        yield append
+        stream.seek(0)
+        np.lib.format.write_array_header_1_0(stream, header())
+
+
+def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
+    """What decides encoded conversations or their rows, with its fingerprint."""
+    made_of = {
+        "conversations": dict(about),
+        "tokenizer": tokenizer.fingerprint,
+        "max_seq_len": max_seq_len,
+        "chat_rule": CHAT_RULE,
+    }
+    return {"fingerprint": fingerprint(made_of), **made_of}
+
+
+def open_chat_rows(
+    about: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    shard: str = "train",
+    say: Callable[[str], None] = print,
+    verifies: bool = True,
+) -> Rows:
+    """
+    The rows of conversations, packed already or not: shard "train", or "val" for validation;
+    `verifies` as for `Rows`.
+    """
+    made_of = recipe(about, tokenizer, max_seq_len)
+    folder = base_dir() / "rows" / made_of["fingerprint"]
+    if not (folder / "index.json").exists():
+        write_json(folder / "index.json", made_of)
+    train = ["train"] if shard == "train" else []
+    vocab_size = tokenizer.vocab_size
+    return Rows(
+        folder, train, "val", max_seq_len, "int32", vocab_size, made_of, say, verifies=verifies
+    )
+
+
+def pack_encoded(
+    rows: Rows, shard: str, pieces: Iterable[np.ndarray], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Pack encoded conversations into a shard, unless that has been done; its record."""
+    with locked(lock_path(rows, shard), f"packing {shard}"):
+        if rows.is_packed(shard):
+            return rows.counts(shard)
+        warn_of_damage(rows, shard)
+        packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
+        digest = write_rows(rows, shard, pack(in_batches(pieces), packer))
+        counts = {**asdict(packer.counts), "skipped": 0, "text_bytes": 0, "sha256": digest}
+        write_json(rows.counts_path(shard), sealed(counts))
+    return counts
+
+
+def in_batches(pieces: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pieces as the packer takes them, some at a time."""
+    batch: list[np.ndarray] = []
+    for piece in pieces:
+        batch.append(piece)
+        if len(batch) == BATCH:
+            yield flatten(batch)
+            batch = []
+    if batch:
+        yield flatten(batch)
+
+
+def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
+    """ids where they count, ~id elsewhere, int32."""
+    plain = np.array(ids, np.int32)
+    return np.where(np.array(mask, bool), plain, ~plain)
+
+
+def flatten(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays as one, and where each begins and ends."""
+    if not pieces:
+        return np.empty(0, np.int32), np.zeros(1, np.int64)
+    return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
+
+
+def split_rows(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+    """Signed rows (B, T + 1) -> tokens and targets (B, T), int64; `ignore` where none counts."""
+    ids = np.where(rows < 0, ~rows, rows).astype(np.int64)
+    targets = np.where(rows < 0, ignore, rows).astype(np.int64)
+    return ids[:, :-1], targets[:, 1:]
+
+
+# ---- Mixing buckets ------------------------------------------------------------------------------
+
+
+def mixed_chat_rows(
+    buckets: Mapping[str, Encoded],
+    tokens: Sequence[int],
+    seed: int,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    machine: Machine,
+) -> Rows:
+    """
+    The rows of `tokens` of each bucket; one process of each node packs.
+
+    Which conversations of a bucket are taken, where it is not whole, depends on the seed.
+    """
+    about = {
+        "seed": seed,
+        "buckets": [
+            {"name": name, "conversations": each.fingerprint, "tokens": count}
+            for (name, each), count in zip(buckets.items(), tokens, strict=True)
+        ],
+    }
+    verifies = machine.local_rank == 0
+    rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0, verifies)
+    machine.on_node(
+        "packing conversations",
+        lambda: pack_encoded(rows, "train", mixed(list(buckets.values()), tokens, seed), tokenizer),
+    )
+    return rows
+
+
+def mixed(buckets: Sequence[Encoded], tokens: Sequence[int], seed: int) -> Iterator[np.ndarray]:
+    """The conversations of a pass, in order."""
+    taken = [
+        chosen(bucket.lengths, count, seed, number)
+        for number, (bucket, count) in enumerate(zip(buckets, tokens, strict=True))
+    ]
+    sizes = [bucket.lengths[which] for bucket, which in zip(buckets, taken, strict=True)]
+    places = interleave(sizes, seed)
+    for bucket, number in zip(places.bucket.tolist(), places.number.tolist(), strict=True):
+        yield buckets[bucket][taken[bucket][number]]
+
+
+def chosen(lengths: np.ndarray, tokens: int, seed: int, bucket: int) -> np.ndarray:
+    """
+    Which conversations make up about `tokens` tokens: all of them as often as they fit whole, then
+    some more. Every time in another order.
+    """
+    times = -(-tokens // int(lengths.sum())) if tokens else 0
+    order = [permutation(seed, time, bucket, len(lengths)) for time in range(times)]
+    every = np.concatenate([np.empty(0, np.int64), *order]).astype(np.int64)
+    ends = np.cumsum(lengths[every])
+    middles = ends - lengths[every] / 2  # one more is taken where that comes closer
+    return every[: int(np.searchsorted(middles, tokens))]

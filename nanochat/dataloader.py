@@ -1,0 +1,590 @@
+"""
+Packed rows on disk, and the batches of a run as a pure function of (rows, seed, step).
+
+    rows/<name>/<shard>.bin, <shard>.json -> Rows -> batch(step) -> (rows, max_seq_len + 1) ids
+    Rows of several sources, in proportion -> MixedRows -> batch(step), the same way
+
+A run reads an endless sequence of epochs. Within an epoch the shards come in their frozen order,
+the rows of each permuted by (seed, epoch, shard). Step s of a run with R rows per step takes rows
+s * R to (s + 1) * R - 1 of that sequence, and every rank its slice of them. So there is no state:
+stopping, resuming, or another number of ranks changes nothing about what a step sees.
+
+A shard is complete when its .json exists, which is written last. Shards may still be packed while a
+run reads (packing.py): a step whose shard is missing waits for it. Each shard is compared with its
+record once per run, before its first row is returned.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanochat.common import (
+    MissingInput,
+    Refused,
+    StoppedWaiting,
+    fingerprint,
+    read_sealed,
+    sha256_file,
+)
+
+# ---- Interleaving buckets in proportion ----------------------------------------------------------
+# An item has a random position in the stretch that it would take up by its size, were its bucket
+# spread out evenly.
+
+
+class Places(NamedTuple):
+    """Where the items of a sequence come from, by their place in it."""
+
+    bucket: np.ndarray  # (n,) its index
+    number: np.ndarray  # (n,) which item of the bucket, in their order
+
+
+def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Places:
+    """
+    The order of all items; `part` gives another one of the same seed.
+
+    Raw words of PCG64, as in `rows.permutation`: their stream never changes with numpy.
+    """
+    raw = np.random.PCG64([seed, part, len(sizes)]).random_raw(sum(map(len, sizes)))
+    jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
+    when, first = [], 0
+    for each in sizes:
+        ends = np.cumsum(each)
+        spread = ends - each + each * jitter[first : first + len(each)]
+        when.append(spread / ends[-1] if len(each) else spread)
+        first += len(each)
+    order = np.argsort(np.concatenate(when), kind="stable")
+    bucket = np.repeat(np.arange(len(sizes)), [len(each) for each in sizes])
+    number = np.concatenate([np.arange(len(each)) for each in sizes])
+    return Places(bucket[order], number[order])
+
+
+# ---- Packed rows on disk -------------------------------------------------------------------------
+
+
+POLL_SECONDS = 0.1
+SILENCE_SECONDS = 30.0  # a packing process that shows no life for this long is taken for dead
+PACK_AGAIN = "run the same command again: it packs these rows anew"
+OPEN_SHARDS = 8  # memory maps kept open: each holds a file handle
+
+
+class Rows:
+    """
+    The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length.
+
+    recipe: what decides the rows, JSON-ready (`row_writer.open_rows`); it belongs into every
+    checkpoint. say: told what is waited for. files: those of the source that are packed into each
+    shard, in order. `folder` may hold more shards than this run reads. verifies: False where
+    another rank of the same node verifies the same shards; only the token ids of the rows that are
+    returned are then checked.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        train_shards: list[str],
+        val_shard: str,
+        max_seq_len: int,
+        dtype: str,
+        vocab_size: int,
+        recipe: Mapping[str, Any],
+        say: Callable[[str], None] = print,
+        files: Mapping[str, Sequence[str]] | None = None,
+        verifies: bool = True,
+    ):
+        self.folder = folder
+        self.train_shards = train_shards
+        self.val_shard = val_shard
+        self.max_seq_len = max_seq_len
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.vocab_size = vocab_size
+        self.recipe = recipe
+        self.say = say
+        self.files = files or {}
+        self.verifies = verifies
+        self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
+        self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
+        self._starts = [0]  # place in the epoch of each shard's first row, as far as known
+        self._maps: dict[str, np.ndarray] = {}
+        self._checks: dict[str, Future[str | None]] = {}
+        self._checker = ThreadPoolExecutor(1, "rows")
+        self._old_error = stamp(self.error_path)
+        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
+            self._learn_next()
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a row: max_seq_len inputs and one more, the last target."""
+        return self.max_seq_len + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what these rows are: text, shards and their order, tokenizer, length, rule."""
+        return self.recipe["fingerprint"]
+
+    @property
+    def shards(self) -> list[str]:
+        """All shards, the validation shard last."""
+        return [*self.train_shards, self.val_shard]
+
+    # -----------------------------------------------------------------------------------------
+    # Training
+
+    def batch(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """
+        This rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), stored dtype.
+
+        Waits for shards that are being packed. Raises ValueError where rows_per_step does not
+        divide, RuntimeError with the packer's message when packing failed, MissingInput when
+        nothing packs what is missing, Refused when a shard of the step, whichever rank reads it,
+        is damaged.
+        """
+        if self.verifies:
+            self.verify_train(self.row_ids(step, rows_per_step, seed)[:, 0])
+        return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
+
+    def row_ids(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """Which rows `batch` returns: (n, 2), index of the shard and of the row in its file."""
+        numbers = numbers_of(step, rows_per_step, rank, world_size)
+        return self.places(numbers, seed)[:, 1:]
+
+    def times_seen(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """How often each row of `batch` came before in the run, (n,)."""
+        return self.places(numbers_of(step, rows_per_step, rank, world_size), seed)[:, 0]
+
+    def places(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """
+        Where rows are, by their numbers in the endless sequence: (n, 3), how often all rows were
+        gone through before, index of the shard, of the row in its file.
+        """
+        while self._starts[-1] <= numbers.max() and self._next_shard() is not None:
+            self._learn_next()
+        epochs = np.zeros_like(numbers)
+        if self._next_shard() is None:  # the length of an epoch is known
+            assert self._starts[-1], f"{self.folder} holds no training row"
+            epochs, numbers = np.divmod(numbers, self._starts[-1])
+        starts = np.array(self._starts)
+        shards = np.searchsorted(starts, numbers, side="right") - 1
+        rows = numbers - starts[shards]
+        for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
+            here = (epochs == epoch) & (shards == shard)
+            count = self._starts[shard + 1] - self._starts[shard]
+            rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
+        return np.stack([epochs, shards, rows], axis=1)
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """The training rows that `row_ids` names, whether verified or not."""
+        return self._read(self.train_shards, ids)
+
+    def epochs_for(self, rows_needed: int) -> float | None:
+        """
+        How many times the training rows are gone through; None while not all shards are packed
+        and those that are do not suffice.
+        """
+        if self._next_shard() is not None and self._starts[-1] < rows_needed:
+            return None
+        return rows_needed / max(1, self._starts[-1])
+
+    @property
+    def packed_train_rows(self) -> int:
+        """Training rows there are by now, without a gap from the first shard on."""
+        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
+            self._learn_next()
+        return self._starts[-1]
+
+    # -----------------------------------------------------------------------------------------
+    # Validation
+
+    def num_val_rows(self) -> int:
+        """Rows of the validation shard; waits for it."""
+        return self.wait(self.val_shard)["rows"]
+
+    def val_batches(
+        self,
+        rows_per_batch: int,
+        num_rows: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        half: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """
+        This rank's share of the first `num_rows` validation rows (None or too many: all of them);
+        of one `half` of these, 1 or 2, where one is given. Raises Refused for half a row and for
+        damaged rows.
+
+        The rows are the same for any batch size, number of ranks and number of training shards,
+        and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
+        """
+        total = self.require_val_rows(half)
+        if self.verifies:
+            self.verify([self.val_shard])
+        order = permutation(0, 0, 0, total)
+        if half:
+            order = order[half - 1 :: 2]
+        order = order[: num_rows or total]
+        bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
+        mine = order[slice(*bounds)]
+        for i in range(0, len(mine), rows_per_batch):
+            rows = mine[i : i + rows_per_batch]
+            yield self._read([self.val_shard], np.stack([np.zeros_like(rows), rows], axis=1))
+
+    def require_val_rows(self, half: int = 0) -> int:
+        """How many validation rows there are. Waits for them; raises Refused for an empty half."""
+        total = self.num_val_rows()
+        if total < max(1, half):
+            raise Refused(
+                f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
+                "--eval_half=0, or more validation text",
+            )
+        return total
+
+    # -----------------------------------------------------------------------------------------
+    # Damage
+
+    def verify_train(self, indices: np.ndarray) -> None:
+        """`verify` of training shards by index; the one that follows is checked meanwhile."""
+        last = int(indices.max())
+        self.verify([self.train_shards[i] for i in np.unique(indices)])
+        for shard in self.train_shards[last + 1 : last + 2]:
+            if self.is_packed(shard):
+                self._check(shard)
+
+    def verify(self, shards: Iterable[str]) -> None:
+        """
+        Compare shards with their records, each once. Waits for those that are being packed.
+
+        Raises Refused naming the file of a damaged one. It then counts as not packed.
+        """
+        shards = list(shards)
+        checks = [self._check(shard) for shard in shards]
+        for shard, check in zip(shards, checks, strict=True):
+            if damage := check.result():
+                self.discard(shard)
+                raise Refused(
+                    f"{damage}; nothing was trained on it",
+                    PACK_AGAIN,
+                )
+
+    def _check(self, shard: str) -> "Future[str | None]":
+        """Start the comparison of a shard with its record, unless that was done."""
+        if shard not in self._checks:
+            self.wait(shard)
+            self._checks[shard] = self._checker.submit(self.damage, shard)
+        return self._checks[shard]
+
+    def damage(self, shard: str) -> str | None:
+        """What is wrong with the rows of a packed shard; None when they are what was packed."""
+        path, counts = self.bin_path(shard), self.counts(shard)
+        if sha256_file(path) != counts["sha256"]:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
+        rows = np.memmap(path, self.dtype, "r") if counts["rows"] else np.zeros(1, self.dtype)
+        return self.foreign_id(rows, path)
+
+    def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
+        """What is wrong where rows hold a token id that the vocabulary does not have, else None."""
+        largest = max(int(rows.max()), ~int(rows.min()))  # ~id is stored where none counts
+        if largest >= self.vocab_size:
+            return f"{path} holds token id {largest}, but the vocabulary size is {self.vocab_size}"
+        return None
+
+    def discard(self, shard: str) -> None:
+        """Forget a shard: it is to be packed again."""
+        self.counts_path(shard).unlink(missing_ok=True)
+        self._checks.pop(shard, None)
+        self._maps.pop(shard, None)
+
+    # -----------------------------------------------------------------------------------------
+    # Files
+
+    def bin_path(self, shard: str) -> Path:
+        """The rows of a shard."""
+        return self.folder / f"{flat(shard)}.bin"
+
+    def counts_path(self, shard: str) -> Path:
+        """What is in the rows of a shard; its presence says that they are complete."""
+        return self.folder / f"{flat(shard)}.json"
+
+    @property
+    def alive_path(self) -> Path:
+        """Touched every second by whoever packs."""
+        return self.folder / "packing.alive"
+
+    @property
+    def error_path(self) -> Path:
+        """Why packing failed, when it did."""
+        return self.folder / "packing.error"
+
+    def is_packed(self, shard: str) -> bool:
+        """True when all rows of a shard are there and its record is sound."""
+        try:
+            self.counts(shard)
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
+    def counts(self, shard: str) -> dict[str, Any]:
+        """
+        The record of a packed shard. Raises FileNotFoundError where there is none, ValueError where
+        it is damaged or does not match the size of the file of rows.
+        """
+        record = self.counts_path(shard)
+        counts = read_sealed(record)
+        path = self.bin_path(shard)
+        expected = counts["rows"] * self.row_length * self.dtype.itemsize
+        actual = path.stat().st_size if path.exists() else 0
+        if actual != expected:
+            raise ValueError(f"{path} has {actual} bytes, its record {record} says {expected}")
+        return counts
+
+    def totals(self, shards: list[str] | None = None) -> dict[str, int]:
+        """Sums of the records of packed shards, by default of the training shards."""
+        packed = [self.counts(s) for s in shards or self.train_shards if self.is_packed(s)]
+        names = "rows documents documents_cut tokens extra_bos dropped text_bytes skipped".split()
+        total = {name: sum(counts[name] for counts in packed) for name in names}
+        return {"shards": len(packed), "places": total["rows"] * self.row_length, **total}
+
+    def wait(self, shard: str) -> dict[str, Any]:
+        """The record of a shard, once it is packed. Raises as `batch` does."""
+        if self.is_packed(shard):
+            return self.counts(shard)
+        self.say(f"waiting for {shard} to be packed")
+        beat, heard = stamp(self.alive_path), time.monotonic()
+        while not self.is_packed(shard):
+            if self.should_stop():
+                raise StoppedWaiting(f"asked to stop while {shard} was being packed")
+            failure = self.packer_failure()
+            if failure is None and stamp(self.error_path) not in (None, self._old_error):
+                failure = self.error_path.read_text()
+            if self.is_packed(shard):  # before it failed
+                break
+            if failure is not None:
+                raise Refused(f"packing {shard} failed: {failure}", "mend it and run this again")
+            if (now := stamp(self.alive_path)) != beat:
+                beat, heard = now, time.monotonic()
+            if time.monotonic() - heard > SILENCE_SECONDS:
+                raise MissingInput(
+                    f"the rows of {shard} are not in {self.folder}, and nothing is packing them",
+                    f"python -m scripts.data --max_seq_len={self.max_seq_len}",
+                )
+            time.sleep(POLL_SECONDS)
+        return self.counts(shard)
+
+    # -----------------------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> int:
+        return len(self._starts) - 1
+
+    def _next_shard(self) -> str | None:
+        """The first training shard whose number of rows is not known yet."""
+        return self.train_shards[self._known] if self._known < len(self.train_shards) else None
+
+    def _learn_next(self) -> None:
+        shard = self.train_shards[self._known]
+        self._starts.append(self._starts[-1] + self.wait(shard)["rows"])
+
+    def _read(self, shards: list[str], ids: np.ndarray) -> np.ndarray:
+        out = np.empty((len(ids), self.row_length), self.dtype)
+        for index in np.unique(ids[:, 0]):
+            here = ids[:, 0] == index
+            out[here] = self._map(shards[index])[ids[here, 1]]
+            # the rank that verifies may not be done: a foreign id would end in a device assert
+            if not self.verifies and (
+                why := self.foreign_id(out[here], self.bin_path(shards[index]))
+            ):
+                raise Refused(why, PACK_AGAIN)
+        return out
+
+    def _map(self, shard: str) -> np.ndarray:
+        if shard not in self._maps:
+            if len(self._maps) >= OPEN_SHARDS:
+                self._maps.clear()
+            shape = (self.wait(shard)["rows"], self.row_length)
+            self._maps[shard] = np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)
+        return self._maps[shard]
+
+
+def numbers_of(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
+    """A rank's rows of a step by their numbers in a sequence. Raises ValueError as `batch` does."""
+    share, rest = divmod(rows_per_step, world_size)
+    if rest or share < 1:
+        raise ValueError(
+            f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
+            f"take {world_size * max(1, share)}"
+        )
+    return step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
+
+
+@lru_cache(maxsize=OPEN_SHARDS)
+def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
+    """
+    The order of the `n` rows of a shard in an epoch.
+
+    Sorts raw words of PCG64, a stream that numpy promises never to change, unlike that of
+    Generator.permutation: a run can be resumed under another numpy.
+    """
+    order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def require_half(half: int) -> None:
+    """Raise ValueError for a half of the validation rows that is none."""
+    if half not in (0, 1, 2):
+        raise ValueError(f"--eval_half={half}: 1 or 2, or 0 for all validation rows")
+
+
+def tokens_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+
+    A target is `ignore` where it is padding: a BOS after a BOS (`packing`). Every row begins with a
+    BOS.
+    """
+    ids = rows.astype(np.int64)
+    is_bos = ids == ids[:, :1]
+    targets = np.where(is_bos[:, 1:] & is_bos[:, :-1], ignore, ids[:, 1:])
+    return ids[:, :-1], targets
+
+
+def flat(shard: str) -> str:
+    """A shard's name as one flat file name; different names never give the same."""
+    return shard.replace("%", "%25").replace("/", "%2F")
+
+
+def stamp(path: Path) -> int | None:
+    """When a file last changed, or None while it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str = "") -> list[str]:
+    """
+    What differs between two descriptions (`Rows.recipe`, or what holds one), a line per setting.
+
+    A run that resumes compares what its checkpoint says with what is at hand. A description with
+    a fingerprint is judged by that: where the same text lies on the disk is no difference.
+    """
+    if "fingerprint" in recorded and recorded["fingerprint"] == current.get("fingerprint"):
+        return []
+    lines = []
+    for name in sorted((recorded.keys() | current.keys()) - {"fingerprint"}):
+        old, new = recorded.get(name), current.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += differences(old, new, f"{at}{name}.")
+        elif old != new:
+            lines.append(f"{at}{name}: was {old!r}, now {new!r}")
+    if "fingerprint" in recorded and not lines:
+        was, now = recorded["fingerprint"], current.get("fingerprint")
+        lines = [f"{at}fingerprint: was {was!r}, now {now!r}"]
+    return lines
+
+
+# ---- Rows of several sources ---------------------------------------------------------------------
+
+
+class MixedRows:
+    """The rows of a mixture: `buckets` in order, each with its rows and how many a pass takes."""
+
+    def __init__(self, buckets: Mapping[str, tuple[Rows, int]]):
+        self.names = list(buckets)
+        self.parts = [rows for rows, _ in buckets.values()]
+        self.counts = tuple(count for _, count in buckets.values())
+        self.max_seq_len = self.parts[0].max_seq_len
+        self.should_stop: Callable[[], bool] = lambda: False
+        for rows in self.parts:
+            rows.should_stop = lambda: self.should_stop()
+        described = {
+            name: {"count": count, "fingerprint": rows.fingerprint}
+            for name, (rows, count) in buckets.items()
+        }
+        self.recipe: dict[str, Any] = {
+            "fingerprint": fingerprint({"mixture": list(described.items())}),
+            "buckets": described,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the rows of all buckets and their proportions."""
+        return self.recipe["fingerprint"]
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows of one pass through the mixture."""
+        return sum(self.counts)
+
+    def batch(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """This rank's rows of a step, as `Rows.batch` gives them; verified as there."""
+        if any(rows.verifies for rows in self.parts):
+            whole = self.row_ids(step, rows_per_step, seed)
+            for bucket, rows in enumerate(self.parts):
+                if rows.verifies and (here := whole[:, 0] == bucket).any():
+                    rows.verify_train(whole[here, 1])
+        ids = self.row_ids(step, rows_per_step, seed, rank, world_size)
+        dtype = np.result_type(*(rows.dtype for rows in self.parts))
+        out = np.empty((len(ids), self.max_seq_len + 1), dtype)
+        for bucket, rows in enumerate(self.parts):
+            if (here := ids[:, 0] == bucket).any():
+                out[here] = rows.read(ids[here, 1:])
+        return out
+
+    def row_ids(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """Which rows `batch` returns: (n, 3), index of the bucket, of its shard, of the row."""
+        return np.delete(self.locate(step, rows_per_step, seed, rank, world_size), 1, axis=1)
+
+    def times_seen(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """How often each row of `batch` came before in the run, (n,)."""
+        return self.locate(step, rows_per_step, seed, rank, world_size)[:, 1]
+
+    def locate(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """The rows of a step: (n, 4), bucket, how often it was gone through before, shard, row."""
+        numbers = numbers_of(step, rows_per_step, rank, world_size)
+        passes, places = np.divmod(numbers, self.rows_per_pass)
+        out = np.empty((len(numbers), 4), np.int64)
+        for gone in np.unique(passes).tolist():
+            now = passes == gone
+            order = interleaved(self.counts, seed, gone)
+            out[now, 0] = order.bucket[places[now]]
+            out[now, 1] = order.number[places[now]]  # for the moment
+        counts = np.array(self.counts)
+        mine = passes * counts[out[:, 0]] + out[:, 1]  # numbers within each bucket's own sequence
+        for bucket, rows in enumerate(self.parts):
+            if (here := out[:, 0] == bucket).any():
+                out[here, 1:] = rows.places(mine[here], seed)
+        return out
+
+    def epochs_for(self, rows_needed: int) -> float | None:
+        """How many times the mixture is gone through."""
+        return rows_needed / self.rows_per_pass
+
+    @property
+    def bucket_rows(self) -> dict[str, Rows]:
+        """Name -> rows of each bucket."""
+        return dict(zip(self.names, self.parts, strict=True))
+
+
+@lru_cache(maxsize=2)
+def interleaved(counts: tuple[int, ...], seed: int, gone: int) -> Places:
+    """The order of pass number `gone` through `counts` rows of each bucket."""
+    return interleave([np.ones(count, np.int64) for count in counts], seed, gone)

@@ -1,0 +1,136 @@
+"""
+Benchmarks that are looked at once: declared, refused without a word, and every access written down.
+
+    held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
+
+Both files carry digests of what they say, as records do.
+
+A benchmark is `dev`, for choosing, unless it was declared `final`, for telling. Whoever looks at a
+final one often chooses by it. Held out by file is not held out by origin: a bucket made of the same
+data set as a final benchmark is of its family, and not trained on. Knows no task, only names.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import (
+    Refused,
+    base_dir,
+    read_sealed,
+    sealed,
+    write_json,
+)
+from nanochat.records import (
+    append_line,
+    locked,
+    one_line,
+    read_sealed_lines,
+)
+from nanochat.records import plain as plain_json
+
+FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
+
+
+def final_benchmarks() -> dict[str, str]:
+    """Name -> data set it is made of, of the benchmarks that are final."""
+    return declared()["final"]
+
+
+def declared() -> dict[str, dict[str, str]]:
+    """What held_out.json says: `final` and `since`. Raises Refused where it is damaged."""
+    path = base_dir() / FILE
+    if not path.exists():
+        return {"final": {}, "since": {}}
+    try:
+        return read_sealed(path)
+    except ValueError as error:
+        raise Refused(
+            f"{error}; it lists what is held out",
+            "restore the file, or delete it and declare again what is final: "
+            'python -m scripts.lab.hold_out --final="..."',
+        ) from error
+
+
+def declare(final: Mapping[str, str]) -> Path:
+    """Make benchmarks final; name -> the data set each is made of. None is ever made dev again."""
+    path, known = base_dir() / FILE, declared()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    new = {name: since for name in final if name not in known["since"]}
+    every = {"final": {**known["final"], **final}, "since": {**known["since"], **new}}
+    write_json(path, sealed(every))
+    return path
+
+
+def plain(name: str) -> str:
+    """A benchmark's name without what is written now so, now so."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def is_final(name: str) -> bool:
+    """Whether a benchmark is final."""
+    return plain(name) in map(plain, final_benchmarks())
+
+
+def admitted(
+    named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
+) -> list[str]:
+    """Tasks that were named, with | between them, else those of `default` that may be looked at."""
+    if named:
+        return named.split("|")
+    left_out = [name for name in default if is_final(name) and not final]
+    if left_out:
+        say(f"left out, being final: {', '.join(left_out)}; --final looks at them")
+    return [name for name in default if name not in left_out]
+
+
+def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
+    """
+    Raise Refused for a final benchmark that nobody allowed to be looked at; write down the access
+    to one that is. who: what looks, for the ledger.
+    """
+    wanted = [name for name in names if is_final(name)]
+    if wanted and not allowed:
+        raise Refused(
+            f"{', '.join(wanted)} is final: held out until the end, for nothing to be chosen by it",
+            "leave it out; where there is a flag --final, that looks at it, and is written down",
+        )
+    folder = base_dir()
+    for name in wanted:
+        entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
+        with locked(folder):
+            append_line(folder / LEDGER, one_line(sealed(plain_json(entry))))
+
+
+def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
+    """Every access to a final benchmark, in order; damaged lines are named in `damaged`."""
+    return read_sealed_lines(base_dir() / LEDGER, damaged)
+
+
+def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = ()) -> None:
+    """
+    Raise Refused for a bucket whose parent is that of a final benchmark, and not waived.
+
+    parents: bucket -> the data set that it is made of, empty where nobody said.
+    """
+    families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
+    for bucket, parent in parents.items():
+        name = families.get(plain(parent)) if parent else None
+        if name and plain(parent) not in map(plain, waived):
+            raise Refused(
+                f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
+                "its source and style is not measured by it",
+                f"leave it out; in mid_train and chat_sft --waive_families={parent} allows it",
+            )
+
+
+def access_table() -> dict[str, Any]:
+    """The ledger, as a record holds it."""
+    rows = [
+        [e["when"], e["benchmark"], str(e.get("checkpoint", "")), str(e.get("section", ""))]
+        for e in accesses()
+    ]
+    columns = ["When", "Benchmark", "Checkpoint", "By"]
+    return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

@@ -1,0 +1,230 @@
+"""
+A study: bases x arms x seeds as jobs, and what their scores say.
+
+    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> judge -> contrasts, a table, bars
+
+Every run of a study has as many steps of as many tokens. Seeds are never shared between arms: the
+same rows in the same order would make two arms look more alike than two runs are.
+"""
+
+import csv
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from nanochat import records
+from nanochat.checkpoint import find_checkpoint
+from nanochat.lab.significance import (
+    Contrast,
+    Scores,
+    adjusted,
+    contrasts,
+    table,
+)
+from nanochat.lab.sweep import (
+    Done,
+    Job,
+    gathered,
+    tag_of,
+)
+from nanochat.mixture import MixConfig
+from nanochat.tokenizer import Tokenizer
+
+CONTROL = "control"
+SEEDS_OF_ARM = 100  # arm number n has seeds from n times this
+FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
+SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    stage: Literal["base", "mid", "sft"] = "sft"
+    """Which training is studied."""
+    bases: str = "d4"
+    """Models it is studied on, with | between them: tags of checkpoints; of --stage=base depths,
+    as d4|d6."""
+    source: Literal["base", "mid"] = "mid"
+    """Which stage's checkpoints SFT starts from."""
+    num_iterations: int = 100
+    """Steps of every run."""
+    total_batch_size: int = 4096
+    """Tokens of every step."""
+    flags: str = ""
+    """Further flags of every training."""
+    tasks: str = ""
+    """Tasks that every model is scored on, with | between them. Default: none."""
+    eval_flags: str = ""
+    """Further flags of scripts.chat_eval."""
+
+
+class Arm(NamedTuple):
+    """A variant: its name, and the flags that make it."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+Place = tuple[str, str, int]  # base, arm, seed
+
+
+def of_arms(spec: str) -> list[Arm]:
+    """The control of a data ablation and its arms, from words with | between them."""
+    arms = [arm.strip() for arm in spec.split("|")]
+    if len(set(arms)) < len(arms):
+        raise ValueError(f"--arms={spec!r} names an arm twice")
+    return [Arm(CONTROL, ()), *(Arm(arm, (f"--arm={arm}",)) for arm in arms)]
+
+
+def of_grid(spec: str) -> list[Arm]:
+    """All combinations of the values of several flags; the first is the control."""
+    axes = []
+    for words in spec.split(";"):
+        flag, equals, values = words.strip().partition("=")
+        if not (flag and equals and values):
+            raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
+        axes.append([f"--{flag.removeprefix('--')}={value.strip()}" for value in values.split(",")])
+    arms = []
+    for flags in itertools.product(*axes):
+        name = ", ".join(flag.removeprefix("--") for flag in flags)
+        arms.append(Arm(name if arms else CONTROL, flags))
+    return arms
+
+
+class Study:
+    """Makes the jobs of a study. Raises MissingInput where a base is not there."""
+
+    def __init__(self, cfg: StudyConfig, mix: MixConfig, data: str = ""):
+        """data: a fingerprint of what is learned and measured, where the flags do not tell."""
+        self.cfg, self.mix = cfg, mix
+        self.bases = cfg.bases.split("|")
+        self.starts: dict[str, dict[str, str]] = {}
+        for base in self.bases:
+            if cfg.stage == "base":
+                if not (base.startswith("d") and base[1:].isdigit()):
+                    raise ValueError(f"--bases={cfg.bases}: a depth is written as d4, not {base!r}")
+                self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
+            else:
+                self.starts[base] = {self.source: find_checkpoint(self.source, base).fingerprint}
+            self.starts[base] |= {"data": data} if data else {}
+        self.inputs = {n: value for n, value in self.starts[self.bases[0]].items() if n != "data"}
+        self.run_id = records.inherited_run_id(self.inputs)
+
+    @property
+    def source(self) -> str:
+        """The stage whose checkpoints are continued."""
+        return "base" if self.cfg.stage == "mid" else self.cfg.source
+
+    @property
+    def million_tokens(self) -> float:
+        """What every run is trained on."""
+        return self.cfg.num_iterations * self.cfg.total_batch_size / 1e6
+
+    def jobs(self, arms: Sequence[Arm], seeds: int, arm_seeds: int) -> dict[Place, Job]:
+        """All runs: the control first, seed by seed, so that an early end leaves whole arms."""
+        found = {}
+        for base, (number, arm) in itertools.product(self.bases, enumerate(arms)):
+            for i in range(arm_seeds if number else seeds):
+                seed = number * SEEDS_OF_ARM + i
+                found[base, arm.name, seed] = self.job(base, arm, seed)
+        return found
+
+    def job(self, base: str, arm: Arm, seed: int) -> Job:
+        """
+        One run: training, and the evaluation on tasks. An arm with another batch has as many tokens
+        in other steps. Raises ValueError for one with another number of steps.
+        """
+        cfg, mix = self.cfg, self.mix
+        own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+        if "num_iterations" in own:
+            raise ValueError(f"{arm.name}: runs of a study are of one length, --num_iterations")
+        batch = int(own.get("total_batch_size", cfg.total_batch_size))
+        words = [
+            SCRIPTS[cfg.stage],
+            f"--num_iterations={max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))}",
+            f"--total_batch_size={cfg.total_batch_size}",
+            *"--eval_every=0 --log_every=50 --keep=1 --resume=auto --once".split(),
+            "--model_tag={tag}",
+            f"--seed={seed}",
+            f"--depth={base[1:]}" if cfg.stage == "base" else f"--from_tag={base}",
+            *([f"--source={cfg.source}"] if cfg.stage == "sft" else []),
+            *(f"--{n}={v}" for n, v in vars(mix).items() if v != getattr(MixConfig(), n)),
+            *cfg.flags.split(),
+            *arm.flags,
+        ]
+        commands = [words]
+        if cfg.tasks:
+            scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}", "--once"]
+            commands.append([*scored, f"--task_name={cfg.tasks}", *cfg.eval_flags.split()])
+        return Job(f"{base} {arm.name} seed {seed}", commands, self.starts[base])
+
+    def confirmation(self, run: Done) -> Job:
+        """The same model measured on validation rows that did not choose it."""
+        own = f"--model_tag={tag_of(run.folder.name)}"
+        training = [
+            own if word == "--model_tag={tag}" else word
+            for word in run.job.commands[0]
+            if word not in ("--once", FIRST_HALF)
+        ]
+        return Job(f"{run.job.name}, measured anew", [[*training, OTHER_HALF]], run.job.starts_from)
+
+
+def judge(
+    runs: Mapping[Place, Done], million_tokens: float, first: str
+) -> tuple[list[Contrast], dict[str, Any]]:
+    """Every arm against the control of its base in every metric, `first` before the others."""
+    whole = {place: run for place, run in runs.items() if not run.is_broken}
+    if not whole:
+        raise ValueError(f"all {len(runs)} runs broke: see the end of their logs for the reason")
+    found: list[Contrast] = []
+    controls: dict[tuple[str, str], Scores] = {}
+    bases = list(dict.fromkeys(base for base, _, _ in runs))
+    for metric in metrics(list(whole.values()), first):
+        for base in bases:
+            arms = {
+                arm: gathered(
+                    [r for (b, a, _), r in whole.items() if (b, a) == (base, arm)], metric
+                )
+                for arm in dict.fromkeys(a for b, a, _ in whole if b == base)
+            }
+            if CONTROL not in arms:
+                raise ValueError(
+                    f"no run of the control of {base} was whole: nothing to compare with"
+                )
+            controls[base, metric] = arms[CONTROL]
+            found += contrasts(base, metric, arms, CONTROL)
+    found = adjusted(found)
+    return found, table(found, controls, million_tokens)
+
+
+def metrics(runs: Sequence[Done], first: str) -> list[str]:
+    """What every run was measured by: `first`, bits per byte of each bucket, scores of tasks."""
+    every = [run.values() for run in runs]
+    if not all(first in values for values in every):
+        raise ValueError(f"not every run recorded {first!r}; the first has {', '.join(every[0])}")
+    others = [
+        name
+        for name, value in every[0].items()
+        if (name.startswith("val_bpb:") or isinstance(value, Mapping))
+        and all(name in values for values in every)
+    ]
+    return list(dict.fromkeys([first, *others]))
+
+
+def measured_on_rows(metric: str) -> bool:
+    """Whether a value of a training's record comes from validation rows, not from answers."""
+    return "validation" in metric.lower() or metric.startswith("val_bpb:")
+
+
+def bars(found: Sequence[Contrast], metric: str) -> dict[str, list[list[float]]]:
+    """What a figure shows of one metric: the difference and the noise bar of every arm."""
+    return {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in found if c.metric == metric}
+
+
+def as_csv(found: Mapping[str, Any]) -> str:
+    """A table of a record as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([found["columns"], *found["rows"]])
+    return text.getvalue()

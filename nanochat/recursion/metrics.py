@@ -1,0 +1,101 @@
+"""
+What a recursive model shows of itself: losses, bits per byte, states and gradients by loop.
+
+    a step's gradients -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
+    validation rows -> bits per byte after every number of loops -> {bpb_loop_1, ..., refinement}
+
+A plain model shows nothing. Knows no schedule, record or report.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from nanochat.distributed import Machine
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte_of
+from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
+
+
+def step_figures(model: GPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
+    """
+    Nats per token of each loop read out and the total that was minimised, both of all ranks; norms
+    of the gradients, times `scale`, by part of the model. Every rank calls this, with its gradients
+    reduced.
+    """
+    if not isinstance(model, RecursiveGPT) or not model.noted:
+        return {}
+    sums = optimizer.machine.sum(*map(float, model.noted.values()))
+    found = dict(zip(model.noted, sums, strict=True))
+    counted = found.pop("counted")
+    norms = optimizer.gradient_norms(lambda name: part_of(name, model.cfg))
+    return {
+        **{name: nats / counted if counted else 0.0 for name, nats in found.items()},
+        **{f"grad_norm_{part}": norm * scale for part, norm in norms.items()},
+    }
+
+
+def part_of(name: str, cfg: RecursiveConfig) -> str:
+    """The part of the model that a parameter belongs to."""
+    first, _, rest = name.partition(".")
+    if first != "blocks":
+        return "inject" if first == "inject" else "outside"
+    layer = int(rest.split(".")[0])
+    return "prelude" if layer in cfg.prelude else "core" if layer in cfg.core else "coda"
+
+
+def bpb_by_loop(
+    model: RecursiveGPT,
+    loops: Sequence[int],
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    machine: Machine,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[Bpb]:
+    """`bits_per_byte` of the model as it is after each of so many loops, ascending; one pass."""
+
+    def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model.losses_by_loop(tokens, targets, loops)
+
+    return bits_per_byte_of(score, len(loops), batches, token_bytes, machine, stopping)
+
+
+def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:
+    """
+    What bits per byte after 1, 2, ... loops say: themselves, whether each loop is at least as good
+    as the one before (1 or 0), and by how many percent the last is better than the first.
+
+    That percentage says nothing of how good a model is: a bad first loop makes it large.
+    """
+    trained = bpb[: cfg.n_loops]
+    return {
+        **{f"bpb_loop_{k}": value for k, value in enumerate(bpb, start=1)},
+        "loops_in_order": float(in_order(trained)),
+        "refinement_percent": refinement(trained),
+    }
+
+
+def in_order(bpb: Sequence[float]) -> bool:
+    """Whether no loop is worse than the one before it."""
+    return all(after <= before for before, after in pairwise(bpb))
+
+
+def refinement(bpb: Sequence[float]) -> float:
+    """By how many percent the last loop is better than the first."""
+    return 100 * (bpb[0] - bpb[-1]) / bpb[0]
+
+
+def state_figures(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
+    """Size of the state after each loop, and its cosine to the one before, on the first batch."""
+    for tokens, _ in batches:
+        size, turns = model.trace(torch.from_numpy(tokens).to(model.device), model.cfg.n_loops)
+        break
+    else:  # a rank without validation rows
+        return {}
+    return {
+        **{f"state_rms_{k}": value for k, value in enumerate(size.tolist(), start=1)},
+        **{f"state_cosine_{k}": value for k, value in enumerate(turns.tolist(), start=2)},
+    }

@@ -1,0 +1,269 @@
+"""
+The recursive model: some layers of a GPT form a core that every token passes several times.
+
+    tokens -> prelude -> e;  n_loops x [inject(e, state) -> core -> state];  state -> coda -> logits
+
+Layers, cache, loss and everything around them are those of gpt.py. In training any loop's state
+may be read out through coda and head (deep supervision); what is written, saved as `loss` and
+served is always the last one's. Sources: Tiny Recursive Model arXiv:2510.04871, whose loop refines
+an answer on grids; depth recurrence of language models arXiv:2502.05171.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.gpt import (
+    GPT,
+    GPTConfig,
+    Linear,
+    Pass,
+    norm,
+)
+from nanochat.loss import IGNORE, loss_and_nats, token_losses
+
+Supervise = Literal["last", "sampled", "full"]
+MAX_BONUS = 4.0  # a bonus adds at most so many times the weight that a loop has anyway
+
+
+@dataclass(frozen=True)
+class RecursiveConfig(GPTConfig):
+    """A GPT's shape, cut into prelude, core and coda. Raises ValueError as GPTConfig does."""
+
+    n_prelude: int = 1
+    n_core: int = 1
+    n_coda: int = 1
+    n_loops: int = 2
+    """How often a token passes the core."""
+    supervise: Supervise = "last"
+    """Which loops are trained to predict, beside the last: none, one drawn for each step, all."""
+    supervision_base: float = 3.0
+    """Loop k has a weight proportional to this to the power k; the weights sum to one."""
+    improvement_bonus: float = 0.0
+    """Weight added to a supervised loop, divided by the loss of the one before it in nats per
+    token, of the same row and without gradients; at most MAX_BONUS times the loop's own weight."""
+    bptt_loops: int | None = None
+    """Gradients reach back through so many last loops; None = all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = (self.n_prelude, self.n_core, self.n_coda)
+        if min(self.n_prelude, self.n_coda) < 0 or self.n_core < 1 or sum(parts) != self.n_layer:
+            raise ValueError(
+                f"n_prelude, n_core, n_coda {parts} must sum to {self.n_layer} layers, the core at "
+                "least one"
+            )
+        if self.n_loops < 1:
+            raise ValueError(f"n_loops must be at least 1, got {self.n_loops}")
+        if self.repeat_layers is not None:
+            raise ValueError("repeat_layers and recursion both repeat layers: choose one")
+        if not 1 <= self.supervision_base <= 100:
+            raise ValueError(f"supervision_base must lie in 1..100, got {self.supervision_base}")
+        if not 0 <= self.improvement_bonus < float("inf"):
+            raise ValueError(f"improvement_bonus cannot be negative, got {self.improvement_bonus}")
+        if self.bptt_loops is not None and self.bptt_loops < 1:
+            raise ValueError(f"bptt_loops must be at least 1, got {self.bptt_loops}")
+
+    def new(self, dtype: torch.dtype = torch.float32) -> "RecursiveGPT":
+        return RecursiveGPT(self, dtype)
+
+    @property
+    def prelude(self) -> range:
+        """Its layers."""
+        return range(self.n_prelude)
+
+    @property
+    def core(self) -> range:
+        """Its layers."""
+        return range(self.n_prelude, self.n_prelude + self.n_core)
+
+    @property
+    def coda(self) -> range:
+        """Its layers."""
+        return range(self.n_prelude + self.n_core, self.n_layer)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (*self.prelude, *self.n_loops * tuple(self.core), *self.coda)
+
+    def shares(self, loops: Sequence[int]) -> dict[int, float]:
+        """The weight of each supervised loop, counted from 1."""
+        powers = {k: self.supervision_base ** (k - self.n_loops) for k in loops}
+        return {k: power / sum(powers.values()) for k, power in powers.items()}
+
+    def sampled_chance(self, loop: int) -> float:
+        """How likely a loop is read out in a training step."""
+        if loop == self.n_loops or self.supervise == "full":
+            return 1.0
+        return 1 / (self.n_loops - 1) if self.supervise == "sampled" else 0.0
+
+    def learning_chance(self, loop: int) -> float:
+        """How likely a loop's pass through the core is in the way of some gradient."""
+        cut = self.n_loops - (self.bptt_loops or self.n_loops)  # no gradient crosses its end
+        if loop > cut or self.supervise == "full":
+            return 1.0
+        return sum(map(self.sampled_chance, range(loop, cut + 1)))
+
+
+def read_config(values: Mapping[str, Any]) -> GPTConfig:
+    """The configuration that `asdict` made a dict of, whichever of the two it was."""
+    recursive = "n_loops" in values
+    return RecursiveConfig(**values) if recursive else GPTConfig(**values)
+
+
+def recursive_config(plain: GPTConfig, **values: Any) -> RecursiveConfig:
+    """A plain shape as a recursive one; `values` are the fields that are new."""
+    own = {f.name: getattr(plain, f.name) for f in fields(GPTConfig)}
+    return RecursiveConfig(**{**own, **values})
+
+
+class RecursiveGPT(GPT):
+    """
+    A GPT whose core is passed `n_loops` times.
+
+    The state enters each loop normalised, beside what the prelude made: however many loops there
+    are, the core sees inputs of one scale. A new model ignores the state; one that loops once is
+    then the plain model of the same layers.
+    """
+
+    cfg: RecursiveConfig
+
+    def __init__(self, cfg: RecursiveConfig, dtype: torch.dtype = torch.float32):
+        super().__init__(cfg, dtype)
+        self.inject = Linear(2 * cfg.d_model, cfg.d_model)
+        self.begin_step(0, 0)
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        super().init_weights(generator)
+        with torch.no_grad():
+            self.inject.weight.zero_()
+            self.inject.weight[:, : self.cfg.d_model].fill_diagonal_(1.0)
+
+    def begin_step(self, step: int, seed: int) -> None:
+        """Choose which loops this step reads out; forget what `loss` noted of the step before."""
+        cfg = self.cfg
+        self.supervised = (cfg.n_loops,)
+        if cfg.supervise == "full":
+            self.supervised = tuple(range(1, cfg.n_loops + 1))
+        elif cfg.supervise == "sampled" and cfg.n_loops > 1:
+            drawn = random.Random(f"loop-{seed}-{step}").randint(1, cfg.n_loops - 1)
+            self.supervised = (drawn, cfg.n_loops)
+        self.noted: dict[str, Tensor] = {}
+        """Sums over the micro-batches of a step: nats by loop, the total, counted targets."""
+
+    # ---- counts ------------------------------------------------------------------------------
+
+    @property
+    def readouts(self) -> int:
+        return len(self.supervised)
+
+    def num_used_params(self) -> int:
+        return super().num_used_params() + self.cfg.n_loops * self.inject.weight.numel()
+
+    def flops_per_token(self) -> float:
+        """
+        Training FLOPs per token: every visit and every readout as likely as it is. A pass that no
+        gradient comes back through costs a third.
+        """
+        cfg = self.cfg
+        loops = range(1, cfg.n_loops + 1)
+        once = sum(map(self.layer_flops, cfg.core)) + 6 * self.inject.weight.numel()
+        readout = sum(map(self.layer_flops, cfg.coda)) + 6 * self.head_weight.numel()
+        looped = once * sum((1 + 2 * cfg.learning_chance(k)) / 3 for k in loops)
+        read = readout * sum(map(cfg.sampled_chance, loops))
+        return sum(map(self.layer_flops, cfg.prelude)) + looped + read
+
+    # ---- computation -------------------------------------------------------------------------
+
+    def states(self, run: Pass, loops: int) -> Iterator[Tensor]:
+        """The state (B, T, C) after each of so many loops, as many as it was trained for or not."""
+        cfg = self.cfg
+        e = state = self.walk(run, run.x0, zip(cfg.prelude, cfg.prelude, strict=True))
+        for k in range(loops):
+            if cfg.bptt_loops and 0 < k == cfg.n_loops - cfg.bptt_loops:
+                state = state.detach()
+            first = cfg.n_prelude + k * cfg.n_core
+            x = self.inject(torch.cat((e, norm(state)), dim=-1))
+            state = self.walk(run, x, enumerate(cfg.core, first))
+            yield state
+
+    def read_out(self, run: Pass, state: Tensor, loops: int) -> Tensor:
+        """A state after so many loops -> what stands in front of the head (B, T, C)."""
+        first = self.cfg.n_prelude + loops * self.cfg.n_core
+        return norm(self.walk(run, state, enumerate(self.cfg.coda, first)))
+
+    def run_layers(self, run: Pass) -> Tensor:
+        *_, last = self.states(run, self.cfg.n_loops)
+        return self.read_out(run, last, self.cfg.n_loops)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        segments: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        As a plain model's: the nats of the last loop. The gradients are those of the sum over all
+        supervised loops; with `weights`, which may be negative (RL), of the last loop alone.
+        """
+        if weights is not None:
+            return super().loss(tokens, targets, segments, weights)
+        cfg, run = self.cfg, self.begin(tokens, None, segments)
+        counted = (targets != IGNORE).sum(1)  # (B,)
+        objective = torch.zeros((), device=tokens.device)
+        nats = paid = torch.zeros(len(tokens), device=tokens.device)
+        shares = cfg.shares(self.supervised)
+        for k, state in enumerate(self.states(run, cfg.n_loops), start=1):
+            if k not in shares:
+                continue
+            before, extra = nats / counted.clamp(min=1), None
+            if cfg.improvement_bonus and k > self.supervised[0]:
+                bonus = cfg.improvement_bonus / before.clamp(min=1e-6) / shares[k]
+                extra = 1 + bonus.clamp(max=MAX_BONUS)  # (B,), in shares
+                paid = paid + shares[k] * (extra - 1) * nats
+            each = None if extra is None else extra[:, None].expand_as(targets).flatten()
+            hidden = self.read_out(run, state, k).flatten(0, 1)
+            summed, found = loss_and_nats(
+                hidden, self.head_weight, targets.flatten(), cfg.softcap, each, self.loss_kernels
+            )
+            objective = objective + shares[k] * summed
+            nats = found.view_as(targets).sum(1) / (1 if extra is None else extra)
+            self.note(f"loss_loop_{k}", nats.sum())
+        self.note("total_loss", objective.detach() - paid.sum())
+        self.note("counted", counted.sum())
+        return nats.sum() + (objective - objective.detach())
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Add to a sum of the step at hand, without waiting for the device."""
+        self.noted[name] = self.noted.get(name, 0) + value
+
+    @torch.no_grad()
+    def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: Sequence[int]) -> Tensor:
+        """Nats of each target after so many loops: (len(loops), B, T) float32, as token_losses."""
+        run, flat, found = self.begin(tokens), targets.flatten(), []
+        for k, state in enumerate(self.states(run, max(loops)), start=1):
+            if k in loops:
+                hidden = self.read_out(run, state, k).flatten(0, 1)
+                nats = token_losses(
+                    hidden, self.head_weight, flat, self.cfg.softcap, self.loss_kernels
+                )
+                found.append(nats.view_as(targets))
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def trace(self, tokens: Tensor, loops: int) -> tuple[Tensor, Tensor]:
+        """
+        What the state does: its root mean square after each loop (loops,), and its mean cosine to
+        the one before (loops - 1,).
+        """
+        states = [s.float() for s in self.states(self.begin(tokens), loops)]
+        size = torch.stack([s.square().mean().sqrt() for s in states])
+        pairs = zip(states, states[1:], strict=False)
+        turns = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]
+        return size, torch.stack(turns) if turns else size[:0]

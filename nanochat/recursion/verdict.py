@@ -1,0 +1,168 @@
+"""
+Whether recursion pays: recursive runs against plain ones, by what each of them cost.
+
+    Arm of recursive seeds, Arms of plain seeds -> Criteria, a verdict in words
+
+A plain arm is compared as what it is: with as many FLOPs, tokens or parameters, each within 5%.
+Pure functions of numbers.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nanochat.recursion.metrics import in_order
+from nanochat.stats import NOISE
+
+ALIKE = 0.05  # of a figure, by which two that are said to be equal may differ
+FEWER = 0.8  # of the parameters, for them to be clearly fewer
+SANDBAG = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
+
+
+class Arm(NamedTuple):
+    """Runs of one recipe that differ in their seed."""
+
+    name: str
+    bpb: list[float]
+    """Of validation text, the last loop's, by seed."""
+    n_layer: int
+    d_model: int
+    visits: int
+    """How many layers a token passes."""
+    params: int
+    used_params: int
+    """Those that multiply a token, each as often as it does."""
+    tokens: float
+    flops: float
+    """Of the training."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.bpb)
+
+    @property
+    def sd(self) -> float | None:
+        """Spread over the seeds; None of a single one."""
+        return statistics.stdev(self.bpb) if len(self.bpb) > 1 else None
+
+
+class Criterion(NamedTuple):
+    """What a recursive run should satisfy; `met` is None where it could not be judged."""
+
+    name: str
+    met: bool | None
+    why: str
+
+    @property
+    def told(self) -> str:
+        """Whether it is met, and why, in words."""
+        words = {True: "met", False: "NOT MET", None: "not judged"}
+        return f"{words[self.met]} ({self.why})"
+
+
+def alike(one: float, other: float) -> bool:
+    """Whether two figures count as equal."""
+    return abs(one - other) <= ALIKE * other
+
+
+def apart(arm: Arm, recursive: Arm) -> str:
+    """How much worse an arm is than the recursive one, and what both are equal in."""
+    same = [
+        what
+        for what in ("params", "tokens", "flops")
+        if alike(getattr(arm, what), getattr(recursive, what))
+    ]
+    return f"{arm.mean - recursive.mean:+.4f} (equal {', '.join(same) or 'nothing'})"
+
+
+def spread(one: Arm, other: Arm) -> float | None:
+    """The larger spread over the seeds of two arms; None unless both have several."""
+    if one.sd is None or other.sd is None:
+        return None
+    return max(one.sd, other.sd)
+
+
+def twin(recursive: Arm, plain: Sequence[Arm]) -> Arm | None:
+    """The plain arm of the same layers, each passed once, and as many tokens."""
+    for arm in plain:
+        once = (arm.n_layer, arm.d_model, arm.visits)
+        same = once == (recursive.n_layer, recursive.d_model, recursive.n_layer)
+        if same and alike(arm.tokens, recursive.tokens):
+            return arm
+    return None
+
+
+def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
+    """
+    Better than every plain arm of equal FLOPs; or as good as the best of them with clearly fewer
+    parameters, and better than those that have as few.
+    """
+    name = "Pays at equal FLOPs"
+    rivals = [arm for arm in plain if alike(arm.flops, recursive.flops)]
+    if not rivals:
+        return Criterion(name, None, "no plain run of equal FLOPs was given")
+    best = min(rivals, key=lambda arm: arm.mean)
+    difference, sd = recursive.mean - best.mean, spread(recursive, best)
+    told = f"{difference:+.4f} bpb against {best.name}"
+    larger = [arm for arm in rivals if recursive.params <= FEWER * arm.params]
+    if sd is None:
+        hopeless = difference >= 0 and best not in larger
+        return Criterion(name, False if hopeless else None, f"{told}; one seed has no spread")
+    told += f", spread over seeds {sd:.4f}"
+    if all(better(recursive, arm) for arm in rivals):
+        return Criterion(name, True, told)
+    as_good = difference <= NOISE * sd and best in larger
+    if as_good and all(arm in larger or better(recursive, arm) for arm in rivals):
+        share = recursive.params / best.params
+        return Criterion(name, True, f"{told}: as good with {share:.0%} of the parameters")
+    return Criterion(name, False, told)
+
+
+def better(one: Arm, other: Arm) -> bool:
+    """Whether an arm is better than another by more than two spreads over the seeds."""
+    sd = spread(one, other)
+    return sd is not None and one.mean - other.mean < -NOISE * sd
+
+
+def not_held_back(
+    recursive: Arm, first_loop: Sequence[float], plain: Sequence[Arm], trained: bool
+) -> Criterion:
+    """
+    The first loop, where it is `trained` to predict, is no worse than the same layers passed once:
+    else the last only looks better.
+    """
+    name, other = "First loop not held back", twin(recursive, plain)
+    if not trained:
+        return Criterion(name, None, "the first loop was not trained to predict")
+    if other is None:
+        return Criterion(name, None, "no plain run of the same layers and tokens was given")
+    difference = statistics.mean(first_loop) - other.mean
+    told = f"{difference:+.4f} bpb against {other.name}, allowed {SANDBAG:+.2f}"
+    return Criterion(name, difference <= SANDBAG, told)
+
+
+def ordered(by_loop: Sequence[Sequence[float]]) -> Criterion:
+    """No loop is worse than the one before; by_loop[k][s] is loop k + 1 of seed s."""
+    means = [statistics.mean(loop) for loop in by_loop]
+    told = ", ".join(f"{m:.5f}" for m in means)
+    return Criterion("Each loop at least as good as the one before", in_order(means), told)
+
+
+def healthy(norms: Sequence[float], bad_steps: int) -> Criterion:
+    """Every gradient was finite; norms of all steps of all seeds."""
+    if not norms:
+        return Criterion("Gradients finite", None, "no step was logged")
+    told = f"largest norm {max(norms):.3g}, {bad_steps} steps left out, {len(norms):,} steps"
+    return Criterion("Gradients finite", bad_steps == 0, told)
+
+
+def falling(losses: Sequence[Sequence[float]]) -> Criterion:
+    """The loss of every seed ended lower than it began: its last tenth against its first."""
+    if not all(losses):
+        return Criterion("Loss falling", None, "no step was logged")
+    ends = []
+    for curve in losses:
+        n = max(1, len(curve) // 10)
+        ends.append((statistics.mean(curve[:n]), statistics.mean(curve[-n:])))
+    told = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends)
+    return Criterion("Loss falling", all(last < first for first, last in ends), told)

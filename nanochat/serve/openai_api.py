@@ -1,0 +1,495 @@
+"""
+The data format of OpenAI's API: requests, answers and errors.
+
+    body -> read_request -> ChatRequest, TextRequest -> Sampling
+    pieces -> Writer -> chunks or one whole object
+
+Fields that change nothing in an answer are ignored. Fields that this server does not support are
+accepted at the values that ask for nothing and rejected by name at any other. Reading stops at the
+first error. Beyond OpenAI's fields: `top_k`, `min_p`, `truncation`, `parts` of a message,
+`continuous_usage_stats`. A conversation that ends with the assistant is continued.
+Source: the API reference of OpenAI, chat completions and (legacy) completions, 2025.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from nanochat.engine import Sampling, TokenLogprob
+from nanochat.serve.scheduler import Piece, Said
+from nanochat.tokenizer import Tokenizer
+
+R = TypeVar("R", bound="Generation")
+LARGEST_COUNT = 2**31 - 1
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+NO_FUNCTIONS = "not supported, as this model calls no functions"
+# Fields that change nothing in what is answered here
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
+}
+# Values other than null at which an unsupported field asks for nothing
+NEUTRAL: dict[str, list[Any]] = {
+    "presence_penalty": [0],
+    "frequency_penalty": [0],
+    "repetition_penalty": [1],
+    "length_penalty": [1],
+    "logit_bias": [{}],
+    "tool_choice": ["none", "auto"],
+    "function_call": ["none", "auto"],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "audio": [],
+    "prediction": [],
+    "web_search_options": [],
+    "suffix": [""],
+    "min_tokens": [0],
+    "ignore_eos": [False],
+    "use_beam_search": [False],
+    "skip_special_tokens": [True],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [True, False],
+}
+# The same of a message; all else that clients send along is a note to themselves
+IGNORED_IN_MESSAGES = {
+    *("name", "id", "timestamp", "created", "created_at", "date", "model", "metadata", "parsed"),
+    *("refusal", "annotations", "reasoning", "reasoning_content", "thinking", "cache_control"),
+}
+NEUTRAL_IN_MESSAGES: dict[str, list[Any]] = {"tool_calls": [[]], "function_call": [], "audio": []}
+IGNORED_IN_PARTS = {"index", "id", "annotations", "cache_control", "logprobs"}
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+class ApiError(Exception):
+    """A rejected request, with all that OpenAI's clients expect of an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        message, param = encodable(message), encodable(param) if param else None
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = error_body(status, message, code, param)
+
+
+def error_body(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def encodable(text: str) -> str:
+    """The start of a text that may quote a request, with half characters as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()[:1000]
+
+
+def invalid(where: str, message: str) -> ApiError:
+    """The error of a field: `where` it stands, as in messages.0.content."""
+    return ApiError(400, f"{where}: {message}", param=where)
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def read_request(kind: type[R], body: bytes) -> R:
+    """
+    A request of its body. Long bodies take long: call it on a thread of its own.
+
+    Raises ApiError, status 400, at the first thing that is wrong.
+    """
+    try:
+        value = json.loads(body, parse_constant=reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {json_type(value)}")
+    try:
+        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all of them are answered
+        return kind.model_validate(without_neutral(value, "", IGNORED, neutral))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise unrecognized(where) from error
+        raise invalid(where, first["msg"].removeprefix("Value error, ")) from error
+
+
+def reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def unrecognized(where: str) -> ApiError:
+    return ApiError(400, f"Unrecognized request argument supplied: {where}", param=where)
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def without_neutral(
+    value: Mapping[str, Any], where: str, ignored: set[str], neutral: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    """
+    The fields of an object that ask for something. Raises ApiError for unsupported ones that do,
+    and for too many fields.
+    """
+    if len(value) > MAX_FIELDS:
+        raise invalid(where or "body", f"at most {MAX_FIELDS} fields, got {len(value):,}")
+    kept = {}
+    for name, given in value.items():
+        if given is None or name in ignored:
+            continue
+        if name not in neutral:
+            kept[name] = given
+        elif given not in neutral[name] and not leaves_tools(name, given):
+            path = f"{where}.{name}" if where else name
+            calls = "tool" in name or "function" in name
+            raise invalid(path, NO_FUNCTIONS if calls else "not supported here; leave it out")
+    return kept
+
+
+def leaves_tools(name: str, given: Any) -> bool:
+    """Whether a tool_choice only limits which tools may be called."""
+    if name != "tool_choice" or not isinstance(given, dict):
+        return False
+    allowed = given.get("allowed_tools")
+    return isinstance(allowed, dict) and allowed.get("mode") == "auto"
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """
+    The messages of a request in the form of chat_format.py. Raises ApiError naming the first that
+    is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise invalid("messages", "must be an array of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise invalid("messages", f"at most {MAX_MESSAGES} messages, got {len(value):,}")
+    return [read_message(message, f"messages.{i}") for i, message in enumerate(value)]
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """One message. `parts`, where it has them, say more exactly what its `content` says."""
+    if not isinstance(message, dict):
+        raise invalid(
+            where, f"a message is an object with role and content, not {json_type(message)}"
+        )
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise invalid(f"{where}.role", f"{role!r} is {NO_FUNCTIONS}")
+    if not isinstance(role, str) or role not in ROLES:
+        shown = repr(role)[:80]
+        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown}")
+    kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES)
+    known = {"role", "content", "parts"} if role == "assistant" else {"role", "content"}
+    if unknown := kept.keys() - known:
+        raise unrecognized(f"{where}.{min(unknown)}")
+    name = "parts" if "parts" in kept else "content"
+    content = kept.get(name, "" if role == "assistant" else None)
+    if isinstance(content, list):
+        content = read_parts(content, role, f"{where}.{name}")
+    elif not isinstance(content, str):
+        kind = json_type(content)
+        raise invalid(f"{where}.{name}", f"must be a string or an array of text parts, not {kind}")
+    return {"role": ROLES[role], "content": content}
+
+
+def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, str]]:
+    """The parts of a content: texts, and of an assistant's also tool calls and their results."""
+    if len(parts) > MAX_PARTS:
+        raise invalid(where, f"at most {MAX_PARTS} parts, got {len(parts):,}")
+    known = ("text", "python", "python_output") if role == "assistant" else ("text",)
+    found = []
+    for i, part in enumerate(parts):
+        at = f"{where}.{i}"
+        if not isinstance(part, dict):
+            raise invalid(at, f"a part is an object with type and text, not {json_type(part)}")
+        kind = part.get("type")
+        if kind not in known:
+            shown, only = repr(kind)[:80], ", ".join(known)
+            raise invalid(at, f"parts of type {shown} are not supported here, only {only}")
+        kept = without_neutral(part, at, IGNORED_IN_PARTS, {})
+        if unknown := kept.keys() - {"type", "text"}:
+            raise unrecognized(f"{at}.{min(unknown)}")
+        if not isinstance(kept.get("text"), str):
+            raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
+        found.append(kept)
+    return found
+
+
+def read_stop(value: Any) -> tuple[str, ...]:
+    """Stop strings: one, or an array of them."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise invalid("stop", f"must be a string or an array of strings, not {json_type(value)}")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"at most {MAX_STOPS} stop strings, got {len(stops):,}")
+    for i, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise invalid(f"stop.{i}", f"must be a string, not {json_type(stop)}")
+    return tuple(stops)
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or many, each a text or token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise invalid("prompt", "must be a string, an array of strings, or arrays of token ids")
+    if len(value) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts, got {len(value):,}")
+    for i, prompt in enumerate(value):
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and all(map(is_id, prompt))
+        ):
+            raise invalid(f"prompt.{i}", "must be a string or an array of token ids")
+    return value
+
+
+def is_id(value: Any) -> bool:
+    """Whether a JSON value can be a token id."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Strict(BaseModel):
+    """Exactly the JSON types that are declared, finite, and no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_null(cls, value: Any) -> Any:
+        is_object = isinstance(value, dict)
+        return without_neutral(value, "stream_options", set(), {}) if is_object else value
+
+
+class Generation(Strict):
+    """Fields of both kinds of request. None: the server's default."""
+
+    neutral: ClassVar[Mapping[str, list[Any]]] = NEUTRAL
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(read_stop)] = ()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(
+        self, defaults: Sampling, most: int, seed: int, logprobs: int | None, prompt: bool
+    ) -> Sampling:
+        """The settings, with the server's where the request is silent; `most` new tokens."""
+
+        def chosen(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        top_k = chosen(self.top_k, defaults.top_k)
+        return Sampling(
+            max_new_tokens=most,
+            temperature=chosen(self.temperature, defaults.temperature),
+            top_k=top_k if top_k and top_k > 0 else None,
+            top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 is meant: the likeliest
+            min_p=chosen(self.min_p, defaults.min_p),
+            seed=chosen(self.seed, seed),
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+        )
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    neutral: ClassVar[Mapping[str, list[Any]]] = {**NEUTRAL, "echo": [False]}
+
+    messages: Annotated[list[Any], BeforeValidator(read_messages)]
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextRequest(Generation):
+    """POST /v1/completions. A prompt of ids is taken as it is, a text never has special tokens."""
+
+    prompt: Annotated[list[Any], BeforeValidator(read_prompts)]
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+class Writer:
+    """Puts the pieces of a reply into the shape of chat completions or of text completions."""
+
+    def __init__(self, kind: Literal["chat", "text"], model: str, tokenizer: Tokenizer):
+        self.kind, self.model, self.tokenizer = kind, model, tokenizer
+        prefix = {"chat": "chatcmpl", "text": "cmpl"}[kind]
+        self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.parts: dict[int, list[dict[str, str]]] = {}  # of each streamed answer, so far
+
+    def envelope(
+        self, choices: list[Any], usage: Mapping[str, Any] | None = None, chunk: bool = False
+    ) -> dict[str, Any]:
+        """What stands around the choices."""
+        kind = {"chat": "chat.completion", "text": "text_completion"}[self.kind]
+        found = {
+            "id": self.id,
+            "object": f"{kind}.chunk" if chunk and self.kind == "chat" else kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        return found if usage is None else {**found, "usage": usage}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of a chat's answer."""
+        return self.chat_delta(index, {"role": "assistant", "content": ""})
+
+    def chunk(self, piece: Piece, logprobs: Any) -> dict[str, Any]:
+        """A piece as a choice of a chunk; calls of the tool are no content, but among `parts`."""
+        if self.kind == "text":
+            return {
+                "index": piece.index,
+                "text": piece.text,
+                "logprobs": logprobs,
+                "finish_reason": piece.finish,
+            }
+        delta: dict[str, Any] = {}
+        if piece.text and piece.kind == "text":
+            delta["content"] = piece.text
+        if piece.text and (parts := self.new_parts(piece)):
+            delta["parts"] = parts
+        return self.chat_delta(piece.index, delta, logprobs, piece.finish)
+
+    def new_parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """
+        What a piece adds to the parts of its message, by their index, as clients put a list
+        together. Sent from the first tool call on, then with all parts before it.
+        """
+        parts = self.parts.setdefault(piece.index, [])
+        called = any(part["type"] != "text" for part in parts)
+        if not parts or parts[-1]["type"] != piece.kind:
+            parts.append({"type": piece.kind, "text": ""})
+        parts[-1]["text"] += piece.text
+        if called:
+            return [{"index": len(parts) - 1, "type": piece.kind, "text": piece.text}]
+        if piece.kind == "text":
+            return []
+        return [{"index": index, **part} for index, part in enumerate(parts)]
+
+    def chat_delta(
+        self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def whole(
+        self, index: int, parts: Sequence[Mapping[str, str]], finish: str | None, logprobs: Any
+    ) -> dict[str, Any]:
+        """A finished answer as a choice."""
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        if self.kind == "text":
+            return {**choice, "text": text}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if any(part["type"] != "text" for part in parts):
+            message["parts"] = list(parts)
+        return {**choice, "message": message}
+
+    # ---- likelihoods -------------------------------------------------------------------------
+
+    def logprobs(self, said: Sequence[Said]) -> dict[str, Any]:
+        """Those of some tokens, in the form of this kind of answer."""
+        if self.kind == "chat":
+            content = [
+                {
+                    **self.entry(one.logprob.token, one.logprob.logprob),
+                    "top_logprobs": [self.entry(*pair) for pair in one.logprob.top],
+                }
+                for one in said
+            ]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [self.name(one.logprob.token) for one in said],
+            "token_logprobs": [finite(one.logprob.logprob) for one in said],
+            "top_logprobs": [self.top(one.logprob) for one in said],
+            "text_offset": [one.start for one in said],
+        }
+
+    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        data = self.tokenizer.decode_bytes([token])
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": finite(logprob),
+            "bytes": list(data),
+        }
+
+    def name(self, token: int) -> str:
+        """A token's text; where it is no whole text, its bytes spelled out, as theirs."""
+        data = self.tokenizer.decode_bytes([token])
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def top(self, said: TokenLogprob) -> dict[str, float | None] | None:
+        """The most likely tokens, and the generated one."""
+        if said.logprob is None:
+            return None
+        pairs = [*said.top, (said.token, said.logprob)]
+        return {self.name(token): finite(logprob) for token, logprob in pairs}
+
+
+def model_entry(name: str, created: int) -> dict[str, Any]:
+    """A model as /v1/models lists it; its stage is ours."""
+    stage = name.partition(":")[0]
+    owned = {"id": name, "object": "model", "created": created, "owned_by": "nanochat"}
+    return {**owned, "stage": stage}
+
+
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """What was read and written, in tokens."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,264 @@
+"""
+The server: OpenAI's API and the chat page over HTTP.
+
+    request -> Gate -> FastAPI -> Desk -> Reply -> respond
+
+GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
+completions and models; /health and /metrics are for its operator. When it is stopped, answers
+under way have a few seconds to end, then their streams close with an error that says so.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+
+from nanochat.config import short
+from nanochat.serve.handler import Desk
+from nanochat.serve.metrics import MEDIA_TYPE
+from nanochat.serve.openai_api import (
+    ApiError,
+    ChatRequest,
+    TextRequest,
+    Writer,
+    error_body,
+    model_entry,
+    read_request,
+)
+from nanochat.serve.responses import respond
+from nanochat.serve.security import Gate, GateConfig, protocol
+
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page loads its own files and calls its own server, nothing else. No inline script or style,
+# and no string becomes markup: what a model writes cannot run, wherever it ends up in the page.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+DRAIN_SECONDS = 5.0  # answers under way may go on for so long when the server is stopped
+LAST_SECONDS = 8  # then connections are cut
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets the whole network in (think of --api_key_file)."""
+    port: int = short("p", 8000)
+    """Port to listen on; 0 takes a free one."""
+    api_key_file: str | None = None
+    """File that holds the key that requests under /v1 and of /metrics must bear. Default: none."""
+    slots: int | None = None
+    """Answers written at once, per model. Default: 64, or what a quarter of free memory holds."""
+    max_waiting: int = 64
+    """Answers that may wait for a slot, per model; beyond, requests are refused with status 429."""
+    max_models: int = 4
+    """Models kept in memory at most."""
+    gate: GateConfig = field(default_factory=GateConfig)
+
+    def __post_init__(self) -> None:
+        least = {"port": 0, "slots": 1, "max_waiting": 0, "max_models": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < 2**16:
+                raise ValueError(f"{name} must lie in [{low}, {2**16}), got {value}")
+
+    def key(self) -> str | None:
+        """The key. Raises ValueError where the file holds none, OSError where there is no file."""
+        if self.api_key_file is None:
+            return None
+        key = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+        if not key or not key.isascii():
+            raise ValueError(f"{self.api_key_file} must hold a key of plain ASCII characters")
+        return key
+
+
+# ---- the application ---------------------------------------------------------------------------
+
+
+def build_app(desk: Desk, suggestions: Sequence[str] = ()) -> FastAPI:
+    """Everything behind the gate. `suggestions`: what the page offers to ask."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        desk.worker.start()
+        yield
+        desk.worker.stop()
+
+    app = FastAPI(title="nanochat", lifespan=lifespan, openapi_url=None)
+    add_api(app, desk, suggestions)
+    add_pages(app, desk)
+    add_errors(app)
+    return app
+
+
+def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
+    """What OpenAI's clients call."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, ChatRequest, await request.body())
+        model = await desk.model(asked.model)
+        writer = Writer("chat", model.name, model.engine.tokenizer)
+        return await respond(await desk.chat(asked, model), writer, asked, request, desk.done)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, TextRequest, await request.body())
+        model = await desk.model(asked.model)
+        writer = Writer("text", model.name, model.engine.tokenizer)
+        return await respond(await desk.text(asked, model), writer, asked, request, desk.done)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        data = [model_entry(name, created) for name, created in desk.library.listed().items()]
+        settings = desk.defaults
+        defaults = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k or 0,
+            "max_tokens": settings.max_new_tokens,
+        }
+        ours = {"defaults": defaults, "suggestions": list(suggestions)}
+        return {"object": "list", "data": data, **ours}
+
+    @app.get("/v1/models/{name}")
+    def model(name: str) -> dict[str, Any]:
+        listed = desk.library.listed()
+        if name not in listed:
+            raise ApiError(404, f"there is no model {name!r}", "model_not_found", "model")
+        return model_entry(name, listed[name])
+
+
+def add_pages(app: FastAPI, desk: Desk) -> None:
+    """What people and monitors look at."""
+    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
+
+    @app.get("/")
+    def chat_page() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/{name}")
+    def page_file(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name!r}")
+        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
+        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        running, waiting = desk.worker.counts()
+        status = desk.worker.status()
+        content = {"status": status, "running": running, "waiting": waiting}
+        return JSONResponse(content, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        text = desk.metrics.text(*desk.worker.counts())
+        return Response(text, media_type=MEDIA_TYPE)
+
+
+def add_errors(app: FastAPI) -> None:
+    """Every error in the shape that OpenAI's clients read."""
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def plain(request: Request, error: Any) -> Response:
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": allowed_methods(error.headers)})
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed_methods(headers)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
+
+    for status in (400, 404, 405):  # what the framework itself rejects
+        app.add_exception_handler(status, plain)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
+
+
+def allowed_methods(headers: Mapping[str, str] | None) -> str:
+    """The Allow header of a path, from the framework's: HEAD goes with GET, OPTIONS with all."""
+    methods = {name.strip() for name in (headers or {}).get("Allow", "").split(",")} - {""}
+    return ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
+
+
+# ---- running it --------------------------------------------------------------------------------
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but answers under way end in an orderly way when it is stopped."""
+
+    def __init__(self, desk: Desk, cfg: ServerConfig, suggestions: Sequence[str] = ()):
+        self.desk = desk
+        app = build_app(desk, suggestions)
+        gate: Any = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
+        if cfg.gate.allow_origins:
+            gate = CORSMiddleware(
+                gate,
+                cfg.gate.allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=["Retry-After"],
+            )
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                http=protocol(cfg.gate),
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=512,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.desk.worker.drain(DRAIN_SECONDS)
+        await super().shutdown(sockets)
+
+
+def listen(cfg: ServerConfig) -> socket.socket:
+    """The socket of the server. Raises ValueError where the address is in use."""
+    family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((cfg.host, cfg.port))
+    except OSError as error:
+        found.close()
+        way_out = f"--port={cfg.port + 1}" if cfg.port else "--host=127.0.0.1"
+        message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {way_out}"
+        raise ValueError(message) from error
+    return found
+
+
+def url_of(bound: socket.socket) -> str:
+    """What to type into a browser on this machine."""
+    host, port = map(str, bound.getsockname()[:2])
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

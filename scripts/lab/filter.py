@@ -1,0 +1,126 @@
+"""
+Make a bucket of conversations out of another: what the filters leave, as a file to train on.
+
+    python -m scripts.lab.filter --bucket=smoltalk:local/chat-korean --out=korean.jsonl \
+        --filters="length=10:2000,no_image,script=hangul:30%,not_degenerate,no_duplicate,no_overlap"
+    python -m scripts.lab.filter --rows=made.jsonl --out=good.jsonl --filters=verified,no_duplicate
+
+The file is then a bucket of its own: --mixture=jsonl:korean.jsonl.
+
+Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...};
+        for no_overlap the evaluation splits of all tasks; lengths in tokens of --tokenizer_tag
+Writes  --out, and the section "Filters <name of the file>"
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat import records, report
+from nanochat.common import (
+    fingerprint,
+    printable,
+    sha256_file,
+    write_atomic,
+)
+from nanochat.config import settings, start
+from nanochat.mixture import parse_mixture, read_buckets
+from nanochat.text_files import json_lines
+from nanochat.tokenizer import Tokenizer
+from tasks.base import flaw
+from tasks.buckets import buckets as buckets_of
+from tasks.filters import Row, apply, parse
+from tasks.registry import every_benchmark, exam
+
+
+@dataclass(frozen=True)
+class Filter:
+    out: str = ""
+    """File to write, a conversation a line."""
+    filters: str = "no_image,not_degenerate,no_duplicate,no_overlap"
+    """Rules in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
+    script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
+    bucket: str = ""
+    """Training conversations to filter, as a mixture names them: smoltalk=1000."""
+    rows: str = ""
+    """Or a file of rows."""
+    buckets: str | None = None
+    """A JSON file that names own buckets."""
+    tokenizer_tag: str = "main"
+    """Lengths are counted in its tokens; in characters where there is none."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+
+    def __post_init__(self) -> None:
+        if self.out and bool(self.bucket) == bool(self.rows):
+            raise ValueError("give either --bucket or --rows")
+
+
+def main(cfg: Filter) -> None:
+    started = time.perf_counter()
+    if not cfg.out:
+        raise ValueError("--out names the file to write")
+    needed = "no_overlap" in cfg.filters
+    benchmarks = [exam(name) for name in every_benchmark()] if needed else []
+    rules = parse(cfg.filters, counter(cfg.tokenizer_tag), benchmarks)
+    found = apply(rows_of(cfg), rules)
+    if not found.rows:
+        raise ValueError(f"the filters {cfg.filters} leave nothing of {cfg.bucket or cfg.rows}")
+    out = Path(cfg.out).expanduser()
+    text = (json.dumps(dict(row), ensure_ascii=False) for row in found.rows)
+    write_atomic(out, "".join(f"{line}\n" for line in text))
+    table = found.table()
+    print(report.render_table(table))
+    print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
+    records.write_record(
+        f"Filters {out.stem}",
+        settings(cfg),
+        {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)},
+        records.Provenance(records.new_run_id(), 0, {"before": source_print(cfg)}),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        tables=[table],
+    )
+    report.update(cfg.report_dir)
+
+
+def counter(tag: str):
+    """How long a text is: in tokens, or in characters where there is no tokenizer."""
+    try:
+        tokenizer = Tokenizer.load(tag)
+    except FileNotFoundError:
+        print("there is no tokenizer: lengths are in characters")
+        return len
+    return lambda text: len(tokenizer.encode(text))
+
+
+def rows_of(cfg: Filter) -> Iterator[Row]:
+    """What is to be filtered. Raises ValueError naming a line that is no conversation."""
+    if cfg.bucket:
+        parts = parse_mixture(cfg.bucket)
+        if len(parts) > 1 or parts[0].share or parts[0].tokens or parts[0].repeats:
+            raise ValueError(
+                f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without"
+            )
+        [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
+        yield from ({"messages": conversation} for conversation in bucket.train)
+        return
+    for number, line in json_lines(Path(cfg.rows).expanduser()):
+        problem = flaw(line.get("messages")) if isinstance(line, dict) else "no object"
+        if problem:
+            raise ValueError(f"{cfg.rows}, line {number}: {problem}")
+        yield line
+
+
+def source_print(cfg: Filter) -> str:
+    """Names what was filtered."""
+    if cfg.rows:
+        return sha256_file(Path(cfg.rows).expanduser())[:16]
+    [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
+    return fingerprint(bucket.train.identity)
+
+
+if __name__ == "__main__":
+    start(main, Filter(), __doc__)

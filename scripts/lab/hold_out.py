@@ -1,0 +1,107 @@
+"""
+Hold benchmarks out until the end, and see what training data share with them.
+
+    python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # from now on scored by --final
+    python -m scripts.lab.hold_out --mixture="smoltalk,gsm8k"   # what of it is in a benchmark
+    python -m scripts.lab.hold_out                              # what is final, and its accesses
+
+Reads   held_out.json and held_out_access.jsonl under the base directory; with --mixture its
+        conversations and the evaluation splits of all tasks
+Writes  held_out.json; with --mixture the section "Overlap"
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanochat import records, report
+from nanochat.common import fingerprint, printable
+from nanochat.config import settings, start
+from nanochat.lab import held_out
+from nanochat.mixture import MixConfig, read_buckets
+from tasks.base import Task
+from tasks.buckets import TAGS, buckets
+from tasks.overlap import Overlap, overlaps
+from tasks.registry import (
+    TASKS,
+    every_benchmark,
+    exam,
+    key_of,
+    same_questions,
+)
+
+SECTION = "Overlap"
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    final: str = ""
+    """Tasks to declare final, with | between them, and all others that ask their questions."""
+    benchmarks: str = ""
+    """Tasks that a mixture is compared with, with | between them. Default: all that can be scored
+    and whose data set is not the embedded world."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    mix: MixConfig = field(default_factory=MixConfig)
+
+
+def main(cfg: HoldOut) -> None:
+    if cfg.final:
+        keys = [k for name in cfg.final.split("|") for k in same_questions(scored(name))]
+        print(f"wrote {held_out.declare({TASKS[k].task.name: TAGS[k].parent for k in keys})}")
+    if cfg.mix.mixture:
+        return scan(cfg)
+    for name, parent in held_out.final_benchmarks().items():
+        print(printable(f"final: {name}, made of {parent or '?'}"))
+    print(report.render_table(held_out.access_table()))
+
+
+def scored(name: str) -> str:
+    """The key of a task that has right answers. Raises ValueError for another one."""
+    key = key_of(name)
+    if TASKS[key].task.kind == "talk" or key not in TAGS:
+        raise ValueError(f"--final: {name!r} scores nobody; {', '.join(every_benchmark())} do")
+    return key
+
+
+def scan(cfg: HoldOut) -> None:
+    """What of a mixture stands in a benchmark, by runs of 13 words or as a whole question."""
+    started = time.perf_counter()
+    learned = buckets(cfg.mix.mixture, read_buckets(cfg.mix.buckets))
+    names = cfg.benchmarks.split("|") if cfg.benchmarks else every_benchmark()
+    tests = [exam(name) for name in names]
+    found = overlaps([bucket.train for bucket in learned], tests)
+    table = overlap_table(found, [bucket.name for bucket in learned], tests)
+    print(report.render_table(table))
+    identities = {bucket.name: bucket.train.identity for bucket in learned}
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        {"Items that share something": sum(len(o.shared) + len(o.whole) for o in found)},
+        records.Provenance(records.new_run_id(), 0, {"before": fingerprint(identities)}),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        tables=[table],
+    )
+    report.update(cfg.report_dir)
+
+
+def overlap_table(found: list[Overlap], names: list[str], tests: list[Task]) -> dict[str, Any]:
+    """One row for each pair that shares something."""
+    rows = [
+        [name, o.held_out, *(f"{n:,}" for n in (o.items, o.checked, len(o.shared), len(o.whole)))]
+        for name, group in zip(names, batched(found, len(tests)), strict=True)
+        for o in group
+        if o.shared or o.whole
+    ]
+    columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Stand whole"]
+    return {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
+
+
+def batched(found: list[Overlap], n: int) -> list[list[Overlap]]:
+    """In groups of n."""
+    return [found[i : i + n] for i in range(0, len(found), n)]
+
+
+if __name__ == "__main__":
+    start(main, HoldOut(), __doc__)

@@ -1,0 +1,281 @@
+"""
+Merge models of one shape into one, and say whether that was a good idea.
+
+    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c"                  # a soup: the mean
+    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only what helps
+    python -m scripts.lab.merge --models="sft:math|rl:d4" --method=ties --base=mid:d4
+
+Reads   checkpoints, as stage[:tag[:step]], and the validation rows of what they were trained on
+Writes  a checkpoint of the first model's stage under --tag, which names its parents and weights,
+        and the section "Merge": every parent, the merge, and the straight lines between them
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from nanochat import records, report
+from nanochat.chat_packing import split_rows
+from nanochat.checkpoint import (
+    Checkpoint,
+    carried,
+    load_model,
+    referred,
+    save_checkpoint,
+    stage_folder,
+)
+from nanochat.common import Refused
+from nanochat.config import settings, start
+from nanochat.dataloader import Rows, tokens_and_targets
+from nanochat.dataset import DataConfig
+from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.eval_bpb import ByRow, bits_by_row
+from nanochat.finetune import Apart, val_rows
+from nanochat.lab.held_out import require_access
+from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
+from nanochat.lab.soup import (
+    bump,
+    greedy,
+    mean_of,
+    paths,
+    put,
+    warnings,
+)
+from nanochat.loss import IGNORE
+from nanochat.mixture import open_corpus, open_texts, read_buckets
+from nanochat.records import ancestors
+from nanochat.tokenizer import Tokenizer
+from tasks.buckets import buckets
+
+SECTION = "Merge"
+
+
+@dataclass(frozen=True)
+class MergeScript:
+    models: str = ""
+    """The parents, as stage[:tag[:step]] with | between them."""
+    base: str | None = None
+    """The checkpoint that all of them come from, for the methods that need one."""
+    greedy: bool = False
+    """Begin with the best parent, and add each next one only where the mean becomes better by more
+    than noise."""
+    unrelated: bool = False
+    """Merge models although nothing says that they come from one checkpoint."""
+    tag: str = "merged"
+    """Of the checkpoint that is written."""
+    val_mixture: str | None = None
+    """Buckets whose held-out conversations judge. Default: those the first model was judged by."""
+    buckets: str | None = None
+    """A JSON file that names own buckets. Default: that of the first model's training."""
+    eval_tokens: int = 131_072
+    """Validation tokens for each judgement."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    merging: MergeConfig = field(default_factory=MergeConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        if self.greedy and self.merging != MergeConfig():
+            raise ValueError(
+                "--greedy takes plain means: no --method, --weights or --scale with it"
+            )
+
+
+class Judge:
+    """Scores weights on fixed validation rows, in a model of their shape."""
+
+    def __init__(self, cfg: MergeScript, first: Checkpoint, machine: Machine):
+        self.model = load_model(first, machine)
+        self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
+        self.is_text = first.state["stage"] == "base"
+        self.scorer = self.model if self.is_text else Apart(self.model, self.tokenizer.bos_id)
+        rows = judged_by(cfg, first, self.tokenizer, self.model.cfg.max_seq_len, machine)
+        num_rows = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(rows))
+        split = tokens_and_targets if self.is_text else split_rows
+        batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
+        self.batches = [split(batch, IGNORE) for batch in batches]
+
+    def score(self, tensors: Mapping[str, Tensor]) -> ByRow:
+        """Bits per byte, row by row."""
+        put(tensors, self.model)
+        return bits_by_row(
+            self.scorer, self.batches, self.tokenizer.token_bytes(), self.model.device
+        )
+
+
+def judged_by(
+    cfg: MergeScript, first: Checkpoint, tokenizer: Tokenizer, T: int, machine: Machine
+) -> dict[str, Rows]:
+    """The validation rows of the text or the conversations that the first model learned."""
+    asked, stage = first.state["settings"], first.state["stage"]
+    if stage == "base":
+        texts = open_texts(DataConfig(), recorded=first.state["source"])
+        corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
+        corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
+        return corpus.rows
+    spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")
+    if not spec:
+        raise ValueError(f"nothing says what judges a model of the stage {stage}: --val_mixture")
+    measured = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
+    require_access((bucket.measures for bucket in measured if bucket.measures), False, {})
+    return val_rows(measured, tokenizer, T, machine)
+
+
+def main(cfg: MergeScript) -> None:
+    started = time.perf_counter()
+    machine = init_machine(cfg.machine, steady=False)
+    names = cfg.models.split("|") if cfg.models else []
+    if not names or (len(names) < 2 and cfg.merging.method not in NEEDS_BASE):
+        raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
+    parents = [referred(name, machine.print0) for name in names]
+    base = referred(cfg.base, machine.print0) if cfg.base else None
+    require_kin(parents, base, cfg)
+
+    # Every parent, then the merge
+    judge = Judge(cfg, parents[0], machine)
+    tensors = [parent.model_tensors() for parent in parents]
+    origin = base.model_tensors() if base else None
+    matrices = {name for name, role in judge.model.param_roles().items() if role == "matrix"}
+    scores = [judge.score(each) for each in tensors]
+    shares = cfg.merging.shares(len(parents))
+    if cfg.greedy:
+        shares = greedy(tensors, scores, judge.score)
+        merged = mean_of(tensors, shares)
+    else:
+        merged = merge(tensors, cfg.merging, origin, matrices)
+    found = judge.score(merged)
+    lines = paths(names, tensors, scores, judge.score)
+    for warning in warnings(lines):
+        machine.print0(warning)
+
+    # Kept as an ordinary checkpoint
+    put(merged, judge.model)
+    checkpoint = save(cfg, parents, base, shares, judge)
+    machine.print0(f"wrote {checkpoint.folder}")
+    inputs = read_by(parents, base)
+    write_section(cfg, scores, found, lines, shares, checkpoint, inputs, started)
+    machine.close()
+
+
+def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
+    """
+    Raise Refused for models of another shape or tokenizer, without a common ancestor, or that do
+    not come from the base.
+    """
+    first, *others = [*parents, *([base] if base else [])]
+    for other in others:
+        for what in ("model", "tokenizer"):
+            sides = [
+                c.state["model"]
+                if what == "model"
+                else c.state["files"]["tokenizer.json"]["sha256"]
+                for c in (first, other)
+            ]
+            if sides[0] != sides[1]:
+                raise Refused(
+                    f"{other.folder} has another {what} than {first.folder}",
+                    "merge models of one shape and tokenizer",
+                )
+    lines = [
+        ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
+    ]
+    common = set.intersection(*lines)
+    if not (base.fingerprint in common if base else common) and not cfg.unrelated:
+        origin = base.folder if base else "one checkpoint"
+        raise Refused(
+            f"nothing says that these models come from {origin}: the mean of others is noise",
+            "--unrelated merges them all the same",
+        )
+
+
+def save(
+    cfg: MergeScript,
+    parents: Sequence[Checkpoint],
+    base: Checkpoint | None,
+    shares: Sequence[float],
+    judge: Judge,
+) -> Checkpoint:
+    """The merged model as an ordinary checkpoint, without an optimizer state."""
+    first, names = parents[0], cfg.models.split("|")
+    origin = first.state["provenance"]
+    state = {
+        **carried(first.state),
+        "stage": first.state["stage"],
+        "settings": first.state["settings"],  # of a training, as whoever judges it reads them
+        "provenance": {**origin, "inputs": {**origin["inputs"], **read_by(parents, base)}},
+        "merge": {
+            **settings(cfg.merging),
+            "method": "greedy soup" if cfg.greedy else cfg.merging.method,
+            "base": base.fingerprint if base else None,
+            "parents": [
+                {"name": name, "fingerprint": parent.fingerprint, "weight": share}
+                for name, parent, share in zip(names, parents, shares, strict=True)
+            ],
+        },
+    }
+    folder = stage_folder(first.state["stage"]) / cfg.tag
+    return save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
+
+
+def read_by(parents: Sequence[Checkpoint], base: Checkpoint | None) -> dict[str, str]:
+    """What a merge has read, as its record names it."""
+    return {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)} | (
+        {"merge base": base.fingerprint} if base else {}
+    )
+
+
+def write_section(
+    cfg: MergeScript,
+    scores: Sequence[ByRow],
+    merged: ByRow,
+    lines: dict[str, list[list[float]]],
+    shares: Sequence[float],
+    checkpoint: Checkpoint,
+    inputs: dict[str, str],
+    started: float,
+) -> None:
+    """The record and the report: the merge against its best parent and their mean, and the path."""
+    names = cfg.models.split("|")
+    best = min(scores, key=lambda score: score.value)
+    average = fmean(score.value for score in scores)
+    change = merged.against(best)
+    said = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)  # of bits
+    rows = [
+        [name, f"{share:.3f}", f"{score.value:.4f}", ""]
+        for name, share, score in zip(names, shares, scores, strict=True)
+    ]
+    rows.append(["merged", "", f"{merged.value:.4f}", f"{change.difference:+.4f}, {said}"])
+    columns = ["Model", "Weight", "bpb", "Against the best parent"]
+    table = {"title": "Parents and merge", "columns": columns, "rows": rows}
+    print(report.render_table(table))
+    values: dict[str, Any] = {
+        "Merged bpb": merged.value,
+        "Best parent's bpb": best.value,
+        "Mean of the parents' bpb": average,
+        "Merged minus best": records.estimate(change.difference, change.n, change.se),
+        "Verdict": said,
+        **{f"Rise from {name}": f"{bump(line):+.4f}" for name, line in lines.items()},
+    }
+    stage = checkpoint.state["stage"]
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        values,
+        records.Provenance(
+            checkpoint.state["provenance"]["run_id"], 0, inputs, {stage: checkpoint.fingerprint}
+        ),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        tables=[table],
+        series=lines,
+        files=[checkpoint.folder],
+    )
+    report.update(cfg.report_dir)
+
+
+if __name__ == "__main__":
+    start(main, MergeScript(), __doc__)

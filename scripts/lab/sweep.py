@@ -1,0 +1,191 @@
+"""
+Train many variants with the ordinary scripts and say which differ by more than noise.
+
+    python -m scripts.lab.sweep --bases="d4|d6" --num_iterations=200 --total_batch_size=4096 \
+        --mixture="smoltalk=60%,gsm8k=40%" --arms="only:gsm8k|drop:gsm8k"       # a data ablation
+    python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
+    python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
+
+Every run is trained on as many tokens in as many steps; every arm has seeds of its own. Runs that
+are done are kept: the same command goes on where it was stopped.
+
+Reads   checkpoints to start from, and what the scripts read
+Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep"
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanochat import records, report
+from nanochat.common import default_rate, fingerprint, hardware, write_atomic
+from nanochat.config import settings, start
+from nanochat.lab import search
+from nanochat.lab.search import SearchConfig
+from nanochat.lab.significance import lower_is_better
+from nanochat.lab.study import (
+    FIRST_HALF,
+    Arm,
+    Study,
+    StudyConfig,
+    as_csv,
+    bars,
+    judge,
+    measured_on_rows,
+    of_arms,
+    of_grid,
+)
+from nanochat.lab.sweep import (
+    Done,
+    Sweep,
+    SweepConfig,
+    ledger_table,
+)
+from nanochat.mixture import MixConfig, read_buckets
+from nanochat.records import over_seeds
+from tasks.buckets import buckets
+
+
+@dataclass(frozen=True)
+class SweepScript:
+    name: str = "sweep"
+    """Of its folder under sweeps/; another name, another ledger."""
+    arms: str = ""
+    """Data ablations with | between them: copy:name, only:x, drop:x, swap:a->b, scale:x*2,
+    ratio:language ko:en=1:4."""
+    grid: str = ""
+    """Values of flags, all combined, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first
+    combination is the control."""
+    seeds: int = 3
+    """Seeds of the control, and of the finalists of a search."""
+    arm_seeds: int = 2
+    """Seeds of the other arms."""
+    metric: str = "Final validation bpb"
+    """What a search goes by, and what is listed first."""
+    hourly_rate: float | None = None
+    """Dollars an hour of a device, for the cost. Default: what such GPUs are rented for."""
+    report_dir: str | None = None
+    """Folder of the sweep's record. Default: report/ under the base directory."""
+    searching: SearchConfig = field(default_factory=SearchConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 3 or self.arm_seeds < 2:
+            raise ValueError(
+                f"seeds {self.seeds} and arm_seeds {self.arm_seeds}: a control has at least 3, "
+                "an arm 2, else nobody knows what is noise"
+            )
+
+
+def main(cfg: SweepScript) -> None:
+    started = time.perf_counter()
+    if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
+        raise ValueError("give one of --arms, --grid and --search")
+    sweep = Sweep(cfg.sweep, cfg.name)
+    study = Study(cfg.study, cfg.mix, data_of(cfg))
+    with sweep:
+        if cfg.searching.search:
+            values, tables, series = seek(cfg, cfg.searching.search, study, sweep)
+        else:
+            values, tables, series = compare(cfg, study, sweep)
+    rate = default_rate(hardware()["gpus"]) if cfg.hourly_rate is None else cfg.hourly_rate
+    tables.append(ledger_table(sweep.ledger(), rate))
+    for table in tables:
+        print(report.render_table(table), flush=True)
+        write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
+    records.write_record(
+        "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}",
+        settings(cfg),
+        values,
+        records.Provenance(study.run_id, 0, study.inputs),
+        records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0),
+        cfg.report_dir,
+        tables=tables,
+        series=series,
+    )
+    report.update(cfg.report_dir)
+
+
+def data_of(cfg: SweepScript) -> str:
+    """Names the conversations or texts that runs learn and are measured by, where flags do not."""
+    declared = read_buckets(cfg.mix.buckets)
+    named = [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
+    if cfg.study.stage == "base" or not (cfg.mix.mixture or named):
+        return fingerprint(declared) if declared else ""
+    found = {}
+    for spec in filter(None, [cfg.mix.mixture, *named]):
+        for bucket in buckets(spec, declared):
+            found[bucket.name] = [bucket.train.identity, bucket.val.identity]
+    return fingerprint(found)
+
+
+Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float]]]]
+"""Values, tables and series of the record."""
+
+
+def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
+    """Every arm against the control."""
+    arms = of_arms(cfg.arms) if cfg.arms else of_grid(cfg.grid)
+    jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
+    done = sweep.run_all(list(jobs.values()))
+    found, table = judge(
+        {place: done[job.name] for place, job in jobs.items()}, study.million_tokens, cfg.metric
+    )
+    values: dict[str, Any] = {
+        f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})"
+        for c in found
+        if c.metric == cfg.metric
+    }
+    values["Comparisons"] = len(found)
+    values["Verdicts that stand after Holm"] = sum(c.stands for c in found)
+    if broken := [name for name, run in done.items() if run.is_broken]:
+        values["Broken runs"] = ", ".join(broken)
+    return values, [table], bars(found, cfg.metric)
+
+
+def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:
+    """The best value of a flag on the first base, and how its best run does when measured anew."""
+    runs: dict[tuple[float, int], Done] = {}
+
+    def at(value: float) -> Arm:
+        setting = f"{flag}={search.shown(value)}"
+        return Arm(setting, (f"--{setting}", FIRST_HALF))
+
+    def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
+        jobs = {
+            (value, seed): study.job(study.bases[0], at(value), seed)
+            for value in values
+            for seed in seeds
+        }
+        done = sweep.run_all(list(jobs.values()))
+        runs.update({place: done[job.name] for place, job in jobs.items()})
+        return {value: [score(runs[value, seed]) for seed in seeds] for value in values}
+
+    def score(run: Done) -> float:
+        return math.nan if run.is_broken else run.metric(cfg.metric)
+
+    found = search.seek(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
+    scores = found.finals[found.chosen]
+    values = {
+        f"Chosen {flag}": found.chosen,
+        f"{cfg.metric}, mean of {len(scores)} seeds": over_seeds(scores),
+        "Best seed, as it was chosen": scores[found.lucky],
+        "Expected inflation of the best": found.inflation,
+    }
+    if measured_on_rows(cfg.metric):  # answers at temperature 0 would come out the same
+        jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
+        done = sweep.run_all(jobs)
+        anew = [done[job.name].metric(cfg.metric) for job in jobs]
+        values |= {
+            "The same seeds on other rows, mean": over_seeds(anew),
+            "The chosen seed there": anew[found.lucky],
+        }
+    return values, [found.table()], found.series()
+
+
+if __name__ == "__main__":
+    start(main, SweepScript(), __doc__)

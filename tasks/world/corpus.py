@@ -1,0 +1,434 @@
+"""
+The embedded world as text: an endless supply of English documents about the land of Lowen.
+
+    documents(seed, shard, split) -> facts told and asked, exercises, stories, in many forms
+
+A pure function of its arguments: no file, no network, no state. It exists so that every stage of
+the pipeline can be seen to work within minutes on a laptop. What a training document may compute,
+combine or ask is decided by the split rule of `world_facts`; a validation document draws its
+operands, stories and questions from the part that is held out for validation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from random import Random
+from typing import Literal
+
+from tasks.world import tables as tables
+from tasks.world.drills import (
+    counting,
+    draw_drill,
+    letter_question,
+    problems,
+    spelling,
+    sums,
+)
+from tasks.world.facts import (
+    LAND,
+    Fact,
+    Person,
+    Question,
+    Split,
+    Town,
+    animals,
+    between,
+    dishes,
+    everyday_things,
+    fact,
+    facts,
+    facts_about,
+    goods,
+    opposites,
+    people,
+    people_of,
+    person,
+    pick,
+    sample,
+    seasons,
+    split_of,
+    summaries,
+    tell_some,
+    telling,
+    titled,
+    towns,
+    trades,
+    upper_first,
+)
+from tasks.world.stories import (
+    adventures,
+    episodes,
+    retelling,
+    several_stories,
+    story,
+    story_questions,
+)
+
+WORLD_VERSION = 2  # goes up whenever any document changes
+DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
+
+
+def documents(seed: int, shard: int, split: Literal["train", "val"]) -> Iterator[str]:
+    """
+    The documents of one shard, DOCUMENTS_PER_SHARD of them, always the same for equal arguments.
+
+    Raises ValueError for another split: what is held out for tests is never written down here.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split is 'train' or 'val', not {split!r}")
+    rng = Random(f"{LAND}-{WORLD_VERSION}-{seed}-{split}-{shard}")
+    forms = [form for form, weight in FORMS.items() for _ in range(weight)]
+    return (pick(rng, forms)(rng, split) for _ in range(DOCUMENTS_PER_SHARD))
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts told: people
+
+
+def portrait(rng: Random, split: Split) -> str:
+    """One person, then often a friend or neighbours."""
+    p = pick(rng, people())
+    others = [person(p.friend), *sample(rng, people_of(p.town), 2)]
+    parts = [
+        f"{introduction(rng, 'person', q.name)}{tell_some(rng, 'person', q.name, 3, 7)}"
+        for q in [p, *others[: between(rng, 0, 3)]]
+    ]
+    title = pick(rng, (p.name, f"{p.name} of {p.town}", f"About {p.name}"))
+    return titled(rng, title, "\n\n".join(parts))
+
+
+def introduction(rng: Random, kind: Literal["person", "town"], subject: str) -> str:
+    """Half of the time a sentence that sums up the subject, with a space after it."""
+    return pick(rng, summaries(kind, subject)) + " " if rng.random() < 0.5 else ""
+
+
+def two_people(rng: Random, split: Split) -> str:
+    """Two people, compared point by point."""
+    a, b = sample(rng, people(), 2)
+    mine, yours = facts_about("person", a.name), facts_about("person", b.name)
+    pairs = sample(rng, tuple(zip(mine, yours, strict=True)), between(rng, 3, 7))
+    lines = [f"{pick(rng, x.named)} {pick(rng, y.named)}" for x, y in pairs]
+    return titled(rng, f"{a.name} and {b.name}", "\n".join(lines))
+
+
+def letter(rng: Random, split: Split) -> str:
+    """From one friend to another: the weather, news, perhaps what happened to somebody."""
+    p = pick(rng, people())
+    own = [f for f in facts_about("person", p.name) if f.relation != "friend"]  # the reader
+    news = first_person(rng, own, 3, 6)
+    parts = [f"{pick(rng, tables.GREETINGS)} {weather(rng, p.town)} {news}"]
+    if rng.random() < 0.5:
+        parts.append("Now hear what happened. " + retelling(rng, pick(rng, episodes(split))))
+    if rng.random() < 0.6:
+        parts.append(f"You should come to {p.town}. {tell_some(rng, 'town', p.town, 1, 3)}")
+    body = "\n\n".join(parts)
+    return f"Dear {p.friend},\n\n{body}\n\n{pick(rng, tables.FAREWELLS)}\n{p.name}"
+
+
+def weather(rng: Random, town: str) -> str:
+    """What the season is like."""
+    season = pick(rng, seasons())
+    return f"It is {season.name} in {town}: {season.weather}."
+
+
+def first_person(rng: Random, known: Sequence[Fact], low: int, high: int) -> str:
+    """Between low and high of the facts, as the person they are about would say them."""
+    return " ".join(pick(rng, f.own) for f in sample(rng, known, between(rng, low, high)))
+
+
+def diary(rng: Random, split: Split) -> str:
+    """One to three days of a diary."""
+    p = pick(rng, people())
+    parts = [f"Diary of {p.name}"]
+    for _ in range(between(rng, 1, 3)):
+        season = pick(rng, seasons())
+        month = pick(rng, season.months.replace(" and ", ", ").split(", "))
+        event = pick(rng, tables.EVENTS).format(
+            friend=p.friend, pet=p.pet, food=p.food, goods=pick(rng, goods()).name
+        )
+        parts.append(
+            f"{pick(rng, tables.DAYS)}, in {month}\nIt is {season.name}: {season.weather}. "
+            f"{first_person(rng, facts_about('person', p.name), 2, 4)} {event}"
+        )
+    return "\n\n".join(parts)
+
+
+def riddles(rng: Random, split: Split) -> str:
+    """Who am I?"""
+    parts = []
+    for _ in range(between(rng, 1, 4)):
+        p = pick(rng, riddle_people(split))
+        own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
+        parts.append(
+            f"{first_person(rng, own, 3, 5)} Who am I?\nI am {p.name}, the {p.trade} of {p.town}."
+        )
+    return "\n\n".join(parts)
+
+
+@cache
+def riddle_people(split: Split) -> tuple[Person, ...]:
+    """Those whom a split may let be guessed."""
+    return tuple(p for p in people() if split_of("riddle", p.name) == split)
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts told: places
+
+
+def town_entry(rng: Random, split: Split) -> str:
+    """A town and some who live there; at times the next town on the road too."""
+    t = pick(rng, towns())
+    parts = [introduction(rng, "town", t.name) + tell_some(rng, "town", t.name, 4, 9)]
+    neighbours = sample(rng, people_of(t.name), between(rng, 0, 4))
+    if neighbours:
+        known = [fact("person", p.name, pick(rng, ("trade", "town"))) for p in neighbours]
+        parts.append(" ".join(pick(rng, f.named) for f in known))
+    if rng.random() < 0.5:
+        there = introduction(rng, "town", t.next_town)
+        parts.append(there + tell_some(rng, "town", t.next_town, 3, 7))
+    title = pick(rng, (t.name, f"The town of {t.name}", f"All about {t.name}"))
+    return titled(rng, title, "\n\n".join(parts))
+
+
+def walk(rng: Random, split: Split) -> str:
+    """A day in a town, told by a traveller who meets its people."""
+    t = pick(rng, towns())
+    arrival = pick(rng, tables.ARRIVALS).format(town=t.name, inn=t.inn, day=t.day, land=LAND)
+    parts = [f"{arrival} {tell_some(rng, 'town', t.name, 2, 5)}"]
+    met = sample(rng, people_of(t.name), between(rng, 2, 4))
+    for meeting, p in zip(tables.MEETINGS, met, strict=False):
+        parts.append(f"{meeting.format(name=p.name)} {tell_some(rng, 'person', p.name, 2, 4)}")
+    return titled(rng, f"A day in {t.name}", "\n\n".join(parts))
+
+
+def almanac(rng: Random, split: Split) -> str:
+    """The year month by month, the week day by day, or the towns in a row."""
+    style = pick(rng, ("year", "week", "road"))
+    if style == "year":
+        first = between(rng, 0, 11)
+        rounds = [tables.MONTHS[(first + i) % 12] for i in range(between(rng, 4, 12))]
+        lines = []
+        for month in rounds:
+            feasts = [fact("town", t.name, "month") for t in towns() if t.month == month]
+            season = next(s for s in seasons() if month in s.months)
+            lines.append(f"{month} is in {season.name}. {pick(rng, feasts[0].named)}")
+        following = " ".join(pick(rng, fact("month", m, "next").named) for m in rounds)
+        yearly = [tell_some(rng, "season", s.name, 1, 3) for s in sample(rng, seasons(), 4)]
+        parts = ["\n".join(lines), pick(rng, (following, "\n".join(yearly)))]
+        return titled(rng, "The year", "\n\n".join(parts))
+    if style == "week":
+        lines = [pick(rng, f.named) for day in tables.DAYS for f in facts_about("day", day)]
+        lines += [pick(rng, fact("town", t.name, "market").named) for t in towns()]
+        return titled(rng, "The week", "\n".join(sample(rng, lines, between(rng, 10, 26))))
+    first = between(rng, 0, 11)
+    stops = [towns()[(first + i) % 12] for i in range(between(rng, 3, 6))]
+    told = [
+        f"{tell_some(rng, 'town', t.name, 1, 3)} {pick(rng, fact('town', t.name, 'road').named)}"
+        for t in stops
+    ]
+    return titled(rng, f"From {stops[0].name} to {stops[-1].next_town}", "\n\n".join(told))
+
+
+def register(rng: Random, split: Split) -> str:
+    """People or towns as entries of a list, one field per line."""
+    if rng.random() < 0.6:
+        cards = [person_card(rng, p) for p in sample(rng, people(), between(rng, 2, 6))]
+    else:
+        cards = [town_card(rng, t) for t in sample(rng, towns(), between(rng, 2, 5))]
+    return "\n\n".join(cards)
+
+
+def person_card(rng: Random, p: Person) -> str:
+    """A person's entry in a register."""
+    lines = [
+        f"Town: {p.town}",
+        f"Trade: {p.trade}",
+        f"Favourite food: {p.food}",
+        f"{upper_first(p.thing)}: {p.colour}",
+        f"{upper_first(p.animal)}: {p.pet}",
+        f"Best friend: {p.friend}",
+        f"Greatest joy: {p.pastime}",
+    ]
+    return "\n".join([f"Name: {p.name}", *sample(rng, lines, between(rng, 3, 7))])
+
+
+def town_card(rng: Random, t: Town) -> str:
+    """A town's entry in a register."""
+    lines = [
+        f"Place: {t.site}",
+        f"Sight: {t.landmark}",
+        f"Known for: {t.product}",
+        f"Festival: {t.festival}, in {t.month}",
+        f"Market: {t.day}",
+        f"Inn: {t.inn}",
+        f"Flag: {t.flag}",
+        f"Road: {t.miles} miles to {t.next_town}",
+    ]
+    return "\n".join([f"Town: {t.name}", *sample(rng, lines, between(rng, 4, 8))])
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts told: things
+
+
+def price_list(rng: Random, split: Split) -> str:
+    """A market day: prices, and who sells what."""
+    t = pick(rng, towns())
+    offers = sample(rng, goods(), between(rng, 6, 14))
+    half = len(offers) // 2
+    listed = "\n".join(f"{g.name}: {g.price} pennies" for g in offers[:half])
+    told = " ".join(telling(rng, facts_about("goods", g.name)) for g in offers[half:])
+    return f"Market in {t.name}, every {t.day}. Prices of the day:\n{listed}\n\n{told}"
+
+
+def recipe(rng: Random, split: Split) -> str:
+    """How a dish is made, and who loves it."""
+    d = pick(rng, dishes())
+    it = "it" if d.be == "is" else "them"
+    steps = [
+        f"Take {d.ingredients}.",
+        pick(rng, ("Mix everything in a big bowl.", "Put everything into a bowl.")),
+        {
+            "baked": f"Put {it} into the hot oven and bake {it} for an hour.",
+            "boiled": f"Boil {it} in a big pot over the fire.",
+            "fried": f"Fry {it} in a hot pan.",
+        }[d.way],
+        pick(rng, (f"Eat {it} warm.", f"Share {it} with your friends.")),
+    ]
+    fans = sample(rng, [p for p in people() if p.food == d.name], between(rng, 1, 4))
+    praise = " ".join(pick(rng, fact("person", p.name, "food").named) for p in fans)
+    how = " ".join(steps) if rng.random() < 0.5 else "\n".join(steps)
+    known = telling(rng, facts_about("dish", d.name))
+    return titled(rng, f"How to make {d.name}", f"{known}\n\n{how}\n\n{praise}")
+
+
+def animal_entry(rng: Random, split: Split) -> str:
+    """Kinds of animals, and whose animals are of that kind."""
+    parts = []
+    for a in sample(rng, animals(), between(rng, 1, 3)):
+        known = sample(rng, facts_about("animal", a.name), 4)
+        owners = sample(rng, [p for p in people() if p.animal == a.name], between(rng, 1, 3))
+        pets = [fact("person", p.name, "pet") for p in owners]
+        parts.append(" ".join(pick(rng, f.named) for f in known + pets))
+    return titled(rng, "About animals", "\n\n".join(parts))
+
+
+def trade_entry(rng: Random, split: Split) -> str:
+    """Trades: the work, the tool, the goods and the people."""
+    parts = []
+    for t in sample(rng, trades(), between(rng, 1, 3)):
+        known = list(sample(rng, facts_about("trade", t.name), 3))
+        for g in (g for g in goods() if g.trade == t.name):
+            known += facts_about("goods", g.name)
+        of_trade = sample(rng, [p for p in people() if p.trade == t.name], between(rng, 1, 3))
+        known += [fact("person", p.name, "trade") for p in of_trade]
+        parts.append(" ".join(pick(rng, f.named) for f in known))
+    return titled(rng, "About trades", "\n\n".join(parts))
+
+
+def everyday_entry(rng: Random, split: Split) -> str:
+    """What things are made of and what they are for."""
+    lines = []
+    for thing in sample(rng, everyday_things(), between(rng, 4, 10)):
+        material, use = facts_about("everyday", thing.name)
+        lines.append(f"{pick(rng, material.named)} {pick(rng, use.named)}")
+    return titled(rng, "Things in every house", "\n".join(lines))
+
+
+def opposite_list(rng: Random, split: Split) -> str:
+    """Words and their opposites."""
+    words = sample(rng, opposites(), between(rng, 6, 16))
+    lines = [pick(rng, fact("opposite", pick(rng, pair), "opposite").named) for pair in words]
+    return titled(rng, "Opposites", pick(rng, (" ", "\n")).join(lines))
+
+
+def lore(rng: Random, split: Split) -> str:
+    """Facts of all kinds, one per line."""
+    mark = pick(rng, ("", "- "))
+    known = (pick(rng, facts()) for _ in range(between(rng, 6, 18)))
+    lines = [mark + pick(rng, f.named) for f in known]
+    return titled(rng, pick(rng, (f"Facts about {LAND}", "Did you know?")), "\n".join(lines))
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts asked: only what a split may ask
+
+
+@cache
+def askable(split: Split) -> tuple[Fact, ...]:
+    """The facts whose questions a split may ask."""
+    return tuple(f for f in facts() if f.split == split)
+
+
+def any_question(rng: Random, split: Split) -> tuple[str, str]:
+    """A question and its short answer: mostly a fact, sometimes an exercise."""
+    chance = rng.random()
+    if chance < 0.8:
+        asked = pick(rng, pick(rng, askable(split)).questions)
+        return asked.text, asked.answer
+    if chance < 0.93:
+        drill = draw_drill(rng, split)
+        return drill.asked(rng), str(drill.z)
+    return letter_question(rng, split)
+
+
+def question_list(rng: Random, split: Split) -> str:
+    """Questions with short answers."""
+    q, a = pick(rng, (("Question:", "Answer:"), ("Q:", "A:")))
+    pairs = [any_question(rng, split) for _ in range(between(rng, 5, 14))]
+    return "\n\n".join(f"{q} {question}\n{a} {answer}" for question, answer in pairs)
+
+
+def full_answers(known: Fact, asked: Question) -> list[str]:
+    """The sentences of a fact that hold the answer and every name in the question."""
+    words = [word.strip("?").removesuffix("'s") for word in asked.text.split()[1:]]
+    needed = [word for word in words if word[0].isupper()] + [asked.answer]
+    return [text for text in known.named if all(part in text for part in needed)]
+
+
+def dialogue(rng: Random, split: Split) -> str:
+    """A traveller asks somebody on the road."""
+    t = pick(rng, towns())
+    guide = pick(rng, people_of(t.name))
+    lines = [f"A traveller came to {t.name} and met {guide.name}, the {guide.trade}."]
+    for _ in range(between(rng, 3, 7)):
+        known = pick(rng, askable(split))
+        if known.subject == guide.name:  # nobody speaks of themselves by name
+            continue
+        asked = pick(rng, known.questions)
+        full = full_answers(known, asked) if rng.random() < 0.5 else ()
+        answer = pick(rng, full)[:-1] if full else upper_first(asked.answer)
+        lines.append(f'"{asked.text}" {pick(rng, ("asked", "wondered"))} the traveller.')
+        lines.append(f'"{answer}," {pick(rng, ("said", "answered", "replied"))} {guide.name}.')
+    thanks = pick(rng, ("Thank you,", "Now I know,", "You know a lot,"))
+    return "\n".join([*lines, f'"{thanks}" said the traveller.'])
+
+
+# How often each form of document comes, compared with the others
+FORMS: dict[Callable[[Random, Split], str], int] = {
+    portrait: 9,
+    two_people: 3,
+    letter: 5,
+    diary: 3,
+    riddles: 3,
+    town_entry: 8,
+    walk: 4,
+    almanac: 4,
+    register: 5,
+    price_list: 4,
+    recipe: 6,
+    animal_entry: 4,
+    trade_entry: 5,
+    everyday_entry: 4,
+    opposite_list: 4,
+    lore: 6,
+    question_list: 7,
+    dialogue: 4,
+    story: 5,
+    several_stories: 3,
+    adventures: 2,
+    story_questions: 3,
+    sums: 4,
+    counting: 1,
+    problems: 5,
+    spelling: 7,
+}

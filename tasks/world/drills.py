@@ -1,0 +1,449 @@
+"""
+The exercises of the embedded world: what can be worked out instead of remembered.
+
+    operands that a split may use -> calculations, word problems with their steps -> documents
+    a word -> its letters -> documents
+
+Subtraction undoes addition and division undoes multiplication, so they share operands: whoever
+has never seen 7 + 5 has never seen 12 - 5 either. Counting how often a letter occurs in a word is
+held out per word and letter; how words are spelled is told in every split.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Literal
+
+from tasks.world import tables as tables
+from tasks.world.facts import (
+    Goods,
+    Person,
+    Split,
+    between,
+    goods,
+    people,
+    pick,
+    sample,
+    split_of,
+    titled,
+    towns,
+)
+
+Operands = Literal["sum", "product"]
+
+SUM_LIMIT = 20  # largest number in a drill of addition
+PRODUCT_LIMIT = 12  # and of multiplication
+STORY_LIMIT = 150  # of the larger one in a sum that a story tells: more than any product
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one operation on x and y with result z is written, told and asked."""
+
+    operands: Operands
+    """What the operands are drawn as: a + b = c gives c - a = b, a * b = c gives c / a = b."""
+    undoes: bool
+    symbol: str
+    tellings: tuple[str, ...]
+    questions: tuple[str, ...]
+
+
+OPERATIONS = (
+    Operation(
+        "sum",
+        False,
+        "+",
+        ("{x} plus {y} is {z}.", "{x} and {y} make {z}.", "The sum of {x} and {y} is {z}."),
+        ("What is {x} + {y}?", "What is {x} plus {y}?", "How much do {x} and {y} make?"),
+    ),
+    Operation(
+        "sum",
+        True,
+        "-",
+        ("{x} minus {y} is {z}.", "Take {y} from {x}, and {z} is left.", "{x} less {y} is {z}."),
+        ("What is {x} - {y}?", "What is {x} minus {y}?", "How much is {x} less {y}?"),
+    ),
+    Operation(
+        "product",
+        False,
+        "*",
+        ("{x} times {y} is {z}.", "The product of {x} and {y} is {z}."),
+        ("What is {x} * {y}?", "What is {x} times {y}?", "What is the product of {x} and {y}?"),
+    ),
+    Operation(
+        "product",
+        True,
+        "/",
+        ("{x} divided by {y} is {z}.", "{x} shared by {y} gives {z} each."),
+        ("What is {x} / {y}?", "What is {x} divided by {y}?", "How much is {x} shared by {y}?"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One calculation, x (symbol) y = z."""
+
+    operation: Operation
+    x: int
+    y: int
+    z: int
+
+    @property
+    def line(self) -> str:
+        """'7 + 5 = 12'."""
+        return f"{self.x} {self.operation.symbol} {self.y} = {self.z}"
+
+    def told(self, rng: Random) -> str:
+        """The calculation as a sentence."""
+        return pick(rng, self.operation.tellings).format(x=self.x, y=self.y, z=self.z)
+
+    def asked(self, rng: Random) -> str:
+        """The calculation as a question. Its answer is `z`."""
+        return pick(rng, self.operation.questions).format(x=self.x, y=self.y)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A calculation inside a sentence: `text` has {} where the calculation goes."""
+
+    text: str
+    expression: str
+    result: int
+
+    @property
+    def prose(self) -> str:
+        """'She pays 3 * 4 = 12 pennies.'"""
+        return self.text.format(f"{self.expression} = {self.result}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem. The result of the last step is the answer to the question."""
+
+    story: str
+    question: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1].result
+
+    @property
+    def solution(self) -> str:
+        """The steps in plain prose."""
+        return " ".join(step.prose for step in self.steps)
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers, by split
+
+
+def operand_split(operands: Operands, a: int, b: int) -> Split:
+    """Who may add (or multiply) a and b, in either order, and undo it."""
+    return split_of(operands, min(a, b), max(a, b))
+
+
+@cache
+def operand_pairs(operands: Operands, split: Split, low: int = 1) -> tuple[tuple[int, int], ...]:
+    """All pairs from `low` up to the limit of the operation that a split may use."""
+    limit = SUM_LIMIT if operands == "sum" else PRODUCT_LIMIT
+    numbers = range(low, limit + 1)
+    return tuple((a, b) for a in numbers for b in numbers if operand_split(operands, a, b) == split)
+
+
+@cache
+def partners(split: Split, a: int) -> tuple[int, ...]:
+    """What a split may add to a, which itself may be above the limit."""
+    return tuple(b for b in range(2, SUM_LIMIT + 1) if operand_split("sum", a, b) == split)
+
+
+def story_operands(rng: Random, split: Split) -> tuple[int, int]:
+    """
+    Two numbers that a split may add, in half of all cases one of them large.
+
+    So every number is met somewhere; which calculations are held out is a matter of pairs.
+    """
+    if rng.random() < 0.5:
+        return pick(rng, operand_pairs("sum", split, 2))
+    large = between(rng, SUM_LIMIT + 1, STORY_LIMIT)
+    if not partners(split, large):
+        return story_operands(rng, split)
+    small = pick(rng, partners(split, large))
+    return (large, small) if rng.random() < 0.5 else (small, large)
+
+
+def draw_drill(rng: Random, split: Split) -> Drill:
+    """A random calculation from what the split may use."""
+    operation = pick(rng, OPERATIONS)
+    a, b = pick(rng, operand_pairs(operation.operands, split))
+    c = a + b if operation.operands == "sum" else a * b
+    return Drill(operation, c, a, b) if operation.undoes else Drill(operation, a, b, c)
+
+
+# ------------------------------------------------------------------------------------------------
+# Word problems: each function tells one kind, or returns None when the numbers drawn do not fit
+
+
+@cache
+def purchases(split: Split) -> tuple[tuple[int, Goods], ...]:
+    """(how many, of what): all purchases of 2 to 12 things whose product the split may use."""
+    counts = range(2, PRODUCT_LIMIT + 1)
+    return tuple(
+        (n, g) for g in goods() for n in counts if operand_split("product", n, g.price) == split
+    )
+
+
+@cache
+def journeys(split: Split) -> tuple[tuple[str, str, str, int, int], ...]:
+    """(from, by way of, to, miles, more miles) along the ring road."""
+    found = []
+    for i, first in enumerate(towns()):
+        second = towns()[(i + 1) % len(towns())]
+        if operand_split("sum", first.miles, second.miles) == split:
+            places = first.name, second.name, second.next_town
+            found.append((*places, first.miles, second.miles))
+    return tuple(found)
+
+
+FRUIT = "apples plums eggs nuts mushrooms flowers stones shells candles pears".split()
+BOXES = "baskets boxes bags bowls".split()
+
+
+def bought(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    n, item = pick(rng, purchases(split))
+    return Problem(
+        f"{a.name} buys {item.some(n)} at {item.price} pennies each.",
+        f"How many pennies does {a.he} pay?",
+        (Step(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", n * item.price),),
+    )
+
+
+def bought_with_change(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
+    n, item = pick(rng, purchases(split))
+    cost = n * item.price
+    if not partners(split, cost):
+        return None
+    change = pick(rng, partners(split, cost))
+    return Problem(
+        f"{a.name} has {cost + change} pennies and buys {item.some(n)} "
+        f"at {item.price} pennies each.",
+        f"How many pennies does {a.he} have left?",
+        (
+            Step(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", cost),
+            Step(f"{a.He} has {{}} pennies left.", f"{cost + change} - {cost}", change),
+        ),
+    )
+
+
+def gathered(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    x, y = story_operands(rng, split)
+    fruit = pick(rng, FRUIT)
+    return Problem(
+        f"{a.name} finds {x} {fruit} in the morning and {y} {fruit} in the evening.",
+        f"How many {fruit} does {a.he} have in all?",
+        (Step(f"{a.He} has {{}} {fruit} in all.", f"{x} + {y}", x + y),),
+    )
+
+
+def put_together(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    x, y = story_operands(rng, split)
+    fruit = pick(rng, FRUIT)
+    return Problem(
+        f"{a.name} has {x} {fruit}, and {b.name} has {y} {fruit}.",
+        f"How many {fruit} do they have together?",
+        (Step(f"Together they have {{}} {fruit}.", f"{x} + {y}", x + y),),
+    )
+
+
+def gave_away(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    x, y = story_operands(rng, split)
+    fruit = pick(rng, FRUIT)
+    return Problem(
+        f"{a.name} has {x + y} {fruit} and gives {x} of them to {b.name}.",
+        f"How many {fruit} does {a.name} have left?",
+        (Step(f"{a.name} has {{}} {fruit} left.", f"{x + y} - {x}", y),),
+    )
+
+
+def packed(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    n, each = pick(rng, operand_pairs("product", split, 2))
+    fruit, boxes = pick(rng, FRUIT), pick(rng, BOXES)
+    return Problem(
+        f"{a.name} fills {n} {boxes} with {each} {fruit} in each.",
+        f"How many {fruit} are there in all?",
+        (Step(f"There are {{}} {fruit} in all.", f"{n} * {each}", n * each),),
+    )
+
+
+def packed_and_more(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
+    n, each = pick(rng, operand_pairs("product", split, 2))
+    fruit, boxes = pick(rng, FRUIT), pick(rng, BOXES)
+    if not partners(split, n * each):
+        return None
+    more = pick(rng, partners(split, n * each))
+    return Problem(
+        f"{a.name} has {n} {boxes} with {each} {fruit} in each. {b.name} brings {more} more.",
+        f"How many {fruit} are there now?",
+        (
+            Step(f"The {boxes} hold {{}} {fruit}.", f"{n} * {each}", n * each),
+            Step(f"Now there are {{}} {fruit}.", f"{n * each} + {more}", n * each + more),
+        ),
+    )
+
+
+def shared(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    n, each = pick(rng, operand_pairs("product", split, 2))
+    fruit = pick(rng, FRUIT)
+    return Problem(
+        f"{a.name} shares {n * each} {fruit} fairly among {n} children.",
+        f"How many {fruit} does each child get?",
+        (Step(f"Each child gets {{}} {fruit}.", f"{n * each} / {n}", each),),
+    )
+
+
+def worked(rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    days, each = pick(rng, operand_pairs("product", split, 2))
+    fruit = pick(rng, FRUIT)
+    return Problem(
+        f"{a.name} sells {each} {fruit} every day.",
+        f"How many {fruit} does {a.he} sell in {days} days?",
+        (Step(f"In {days} days {a.he} sells {{}} {fruit}.", f"{days} * {each}", days * each),),
+    )
+
+
+def walked(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
+    if not journeys(split):
+        return None
+    start, via, end, x, y = pick(rng, journeys(split))
+    return Problem(
+        f"{a.name} walks {x} miles from {start} to {via} and {y} miles from {via} to {end}.",
+        f"How many miles does {a.he} walk?",
+        (Step(f"{a.He} walks {{}} miles.", f"{x} + {y}", x + y),),
+    )
+
+
+PROBLEMS: tuple[Callable[[Random, Split, Person, Person], Problem | None], ...] = (
+    bought,
+    bought_with_change,
+    gathered,
+    put_together,
+    gave_away,
+    packed,
+    packed_and_more,
+    shared,
+    worked,
+    walked,
+)
+
+
+def draw_problem(rng: Random, split: Split) -> Problem:
+    """A random word problem, all of whose calculations the split may use."""
+    while True:
+        a, b = pick(rng, people()), pick(rng, people())
+        problem = pick(rng, PROBLEMS)(rng, split, a, b) if a != b else None
+        if problem:
+            return problem
+
+
+# ------------------------------------------------------------------------------------------------
+# Letters
+
+
+@cache
+def spelling_words() -> tuple[str, ...]:
+    """The words whose spelling is taught: names of the world, its things, everyday words."""
+    nouns = [row.split("|")[0].strip() for row in (tables.TRADES + tables.ANIMALS).splitlines()]
+    names = tables.WOMEN + tables.MEN + tables.TOWNS + tables.PETS
+    things = tables.THINGS + tables.COLOURS + tables.PRODUCTS + tables.MORE_WORDS + nouns
+    return tuple(sorted({word for word in names + things if word}))
+
+
+def spelled(word: str, between: str = "-") -> str:
+    """'l-a-n-t-e-r-n'."""
+    return between.join(word)
+
+
+@cache
+def letter_questions(split: Split) -> tuple[tuple[str, str, int], ...]:
+    """(word, letter, how often) for the letters of each word that the split may count."""
+    return tuple(
+        (word, letter, word.lower().count(letter))
+        for word in spelling_words()
+        for letter in sorted(set(word.lower()))
+        if split_of("letter", word, letter) == split
+    )
+
+
+def letter_question(rng: Random, split: Split) -> tuple[str, str]:
+    """A question about a letter of a word, and its answer."""
+    word, letter, count = pick(rng, letter_questions(split))
+    return f"How many times is the letter {letter} found in {word}?", str(count)
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents
+
+
+def sums(rng: Random, split: Split) -> str:
+    """Calculations: as a column, in words, or as questions."""
+    drills = [draw_drill(rng, split) for _ in range(between(rng, 12, 40))]
+    style = pick(rng, ("column", "column", "words", "questions"))
+    if style == "column":
+        return titled(rng, "Sums", "\n".join(d.line for d in drills))
+    if style == "words":
+        return titled(rng, "Sums in words", " ".join(d.told(rng) for d in drills))
+    return "\n".join(f"{d.asked(rng)} {d.z}" for d in drills)
+
+
+def counting(rng: Random, split: Split) -> str:
+    """Numbers in order, by ones, twos, fives or tens, up or down; which of two is more."""
+    parts = []
+    for _ in range(between(rng, 2, 5)):
+        by, name = pick(rng, ((1, "ones"), (1, "ones"), (2, "twos"), (5, "fives"), (10, "tens")))
+        first = between(rng, 0, 60) // by * by
+        numbers = [first + by * i for i in range(between(rng, 6, 16))]
+        up = rng.random() < 0.7
+        line = ", ".join(map(str, numbers if up else numbers[::-1]))
+        less, more = sorted(sample(rng, numbers, 2))
+        parts.append(
+            f"Counting {'' if up else 'backwards '}by {name}: {line}.\n"
+            f"{more} is more than {less}. {less} is less than {more}."
+        )
+    return "\n\n".join(parts)
+
+
+def problems(rng: Random, split: Split) -> str:
+    """Word problems with their solutions in prose."""
+    parts = []
+    for problem in (draw_problem(rng, split) for _ in range(between(rng, 2, 6))):
+        question = f" {problem.question}" if rng.random() < 0.6 else ""
+        parts.append(f"{problem.story}{question} {problem.solution}")
+    return "\n\n".join(parts)
+
+
+SPELLINGS = (
+    "The word {word} is spelled {hyphens}.",
+    "The letters {commas} spell {word}.",
+    "To write {word}, we write {commas}.",
+    "{hyphens} spells {word}.",
+)
+
+
+def spelling(rng: Random, split: Split) -> str:
+    """Words letter by letter, their first and last letters, how often a letter occurs."""
+    words = [pick(rng, spelling_words()) for _ in range(between(rng, 5, 14))]
+    if rng.random() < 0.4:
+        return titled(rng, "Spelling", "\n".join(f"{word}: {spelled(word)}" for word in words))
+    lines = [
+        pick(rng, SPELLINGS).format(word=w, hyphens=spelled(w), commas=spelled(w, ", "))
+        for w in words
+    ]
+    for word in words[: between(rng, 0, 4)]:
+        lines.append(f"{word} begins with {word[0]} and ends with {word[-1]}.")
+        lines.append(f"{word} has {len(word)} letters.")
+    for word, letter, count in (pick(rng, letter_questions(split)) for _ in range(4)):
+        times = "1 time" if count == 1 else f"{count} times"
+        lines.append(f"{word}: {spelled(word)}. The letter {letter} is found {times} in {word}.")
+    return titled(rng, "Letters and words", "\n".join(lines))

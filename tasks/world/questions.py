@@ -1,0 +1,284 @@
+"""
+What the embedded world asks of a model: facts, choices between options, letters to count, problems.
+
+    split, number -> Asked, Choice, LetterCount, Problem (items without any form of conversation)
+
+Each is a pure function of split and number and uses only what `split_of` gives to its split, so no
+item of "val" or "test" is asked, computed or counted in a training document or conversation.
+Problems are those of world_drills. Knows no messages, tokens or scores.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from string import ascii_lowercase
+
+from tasks.world.corpus import full_answers
+from tasks.world.drills import Problem, draw_problem, spelling_words
+from tasks.world.facts import (
+    LAND,
+    Fact,
+    Question,
+    Split,
+    between,
+    facts,
+    pick,
+    sample,
+    split_of,
+    subjects,
+    upper_first,
+)
+
+TASKS_VERSION = 3  # goes up whenever any item changes
+
+
+def generator(what: str, split: Split, i: int) -> Random:
+    """Where the chance behind one item comes from."""
+    return Random(f"{LAND}-{what}-{TASKS_VERSION}-{split}-{i}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts
+
+ARTICLE = re.compile(r"^(at the|a|an|the|to) ")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a fact."""
+
+    fact: Fact
+    question: Question
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """What the answer is for other subjects, each as often as it occurs among them."""
+        values = field_values(self.fact.kind, self.question.field)
+        return tuple(value for value in values if value != self.question.answer)
+
+    @property
+    def fair_rivals(self) -> tuple[str, ...]:
+        """
+        The rivals that are the answer to a question on the same side of the split.
+
+        What is asked in training is written more often than what is not: were both among the
+        options of a question, that alone would tell them apart.
+        """
+        fact, field = self.fact, self.question.field
+        answers = side_answers(fact.kind, fact.relation, field, fact.split == "train")
+        return tuple(value for value in answers if value != self.question.answer)
+
+
+@cache
+def field_values(kind: str, field: str) -> tuple[str, ...]:
+    """The field of every subject of a kind."""
+    return tuple(str(fields[field]) for fields in subjects()[kind][1])
+
+
+@cache
+def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
+    """The answers to one kind of question, as far as training asks it, or does not."""
+    return tuple(
+        q.answer
+        for f in facts()
+        if (f.kind, f.relation, f.split == "train") == (kind, relation, trained)
+        for q in f.questions
+        if q.field == field
+    )
+
+
+@cache
+def fact_questions(split: Split) -> tuple[Asked, ...]:
+    """Every question about a fact that a split may ask, in an order that mixes subjects."""
+    rng = Random(f"{LAND}-questions-{split}")
+    found = [Asked(f, q) for f in facts() if f.split == split for q in f.questions]
+    return tuple(sample(rng, found, len(found)))
+
+
+def bare(answer: str) -> str:
+    """An answer without the article or preposition in front."""
+    return ARTICLE.sub("", answer)
+
+
+@cache
+def whole_words(words: str) -> re.Pattern[str]:
+    """Finds words, in capitals or not, where they do not go on to the left or right."""
+    return re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+
+
+def sentences(known: Fact, asked: Question) -> list[str]:
+    """The sentences of a fact that answer the question; where it has none, the answer alone."""
+    answer = whole_words(bare(asked.answer))
+    found = [text for text in full_answers(known, asked) if answer.search(text)]
+    return found or [upper_first(asked.answer) + "."]
+
+
+# ------------------------------------------------------------------------------------------------
+# Choices
+
+NUM_OPTIONS = 4
+ROUNDS = 8  # questions about one list of options in training
+# In training, of the options at hand that is asked for most which answers to the commonest kind of
+# question, by its rank to this power. With all as likely, the letter's loss stays at ln 4 for 300
+# steps at depth 4; so it falls within 150: first the model learns which options tend to be right,
+# and so to find an option's letter, then to look at the question (measured 2026-11-20, dev/LOG.md).
+SKEW = 1.5
+
+Field = tuple[str, str]  # the kind of subject, and what is asked of it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options, and questions about them in turn, each with the number of the right option."""
+
+    options: tuple[str, ...]
+    asked: tuple[tuple[str, int], ...]
+
+
+@cache
+def choice_questions(split: Split) -> tuple[Asked, ...]:
+    """The questions that have enough rivals."""
+    return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
+
+
+@cache
+def questions_by_field() -> dict[Field, tuple[Asked, ...]]:
+    """The questions of training by what they ask for, the commonest first."""
+    found: dict[Field, list[Asked]] = {}
+    for asked in choice_questions("train"):
+        found.setdefault((asked.fact.kind, asked.question.field), []).append(asked)
+    order = sorted(found, key=lambda field: (-len(found[field]), field))
+    return {field: tuple(found[field]) for field in order}
+
+
+def choice(split: Split, i: int) -> Choice:
+    """
+    Four answers of different sorts, such as a town, a trade, a month and a pet.
+
+    Held-out questions come in turn, one to a list, and any option is as likely to be right. In
+    training several are asked about a list, some kinds far more often than others.
+    """
+    rng = generator("choice", split, i)
+    if split != "train":
+        first = choice_questions(split)[i % len(choice_questions(split))]
+        four = [first]
+        while len(four) < NUM_OPTIONS or not apart(four):
+            four = [first, *(pick(rng, choice_questions(split)) for _ in range(NUM_OPTIONS - 1))]
+        four = sample(rng, four, NUM_OPTIONS)
+        rounds = [four.index(first)]
+    else:
+        fields = questions_by_field()
+        four = []
+        while not four or not apart(four):
+            four = [pick(rng, fields[f]) for f in sample(rng, list(fields), NUM_OPTIONS)]
+        ranks = {field: rank for rank, field in enumerate(fields, 1)}
+        weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
+        rounds = [weighted(rng, weights) for _ in range(ROUNDS)]
+    return Choice(
+        tuple(asked.question.answer for asked in four),
+        tuple((four[n].question.text, n) for n in rounds),
+    )
+
+
+def apart(questions: Sequence[Asked]) -> bool:
+    """Whether no question could have the answer of another."""
+    answers = [asked.question.answer for asked in questions]
+    could = [{*asked.rivals, asked.question.answer} for asked in questions]
+    return all(
+        a not in could[n] for n in range(len(could)) for m, a in enumerate(answers) if m != n
+    )
+
+
+def weighted(rng: Random, weights: Sequence[float]) -> int:
+    """A number from 0 to len - 1, each as likely as its weight says."""
+    left = rng.random() * sum(weights)
+    for n, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return n
+    return len(weights) - 1
+
+
+def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
+    """
+    The answer and its fair rivals in random order.
+
+    They are drawn as often as they are the answer for other subjects: neither is likelier.
+    """
+    found = [asked.question.answer]
+    while len(found) < NUM_OPTIONS:
+        rival = pick(rng, asked.fair_rivals)
+        found += [rival] if rival not in found else []
+    return tuple(sample(rng, found, NUM_OPTIONS))
+
+
+# ------------------------------------------------------------------------------------------------
+# Problems and letters
+
+NUM_WORDS = 3
+MOST_LETTERS = 4
+ENOUGH_WORDS = 5  # that have a letter, to make many questions of
+
+
+def problem(split: Split, i: int) -> Problem:
+    """Word problem number i of an endless supply."""
+    return draw_problem(generator("problem", split, i), split)
+
+
+@dataclass(frozen=True)
+class LetterCount:
+    """How often a letter is found in some words, taken together."""
+
+    letter: str
+    words: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(word.count(self.letter) for word in self.words)
+
+    @property
+    def worked(self) -> str:
+        """'a-p1-p2-l-e': the words letter by letter, every find with its number."""
+        found = 0
+        lines = []
+        for word in self.words:
+            marks = []
+            for character in word:
+                found += character == self.letter
+                marks.append(character + str(found) * (character == self.letter))
+            lines.append("-".join(marks))
+        return " ".join(lines)
+
+
+@cache
+def countable(split: Split, letter: str, inside: bool) -> tuple[str, ...]:
+    """The words in which a split may count a letter: those that have it, or those that do not."""
+    return tuple(
+        word
+        for word in spelling_words()
+        if word.islower()
+        and (letter in word) == inside
+        and split_of("letter", word, letter) == split
+    )
+
+
+@cache
+def letters(split: Split) -> tuple[str, ...]:
+    """The letters that a split may count in enough words."""
+    return tuple(a for a in ascii_lowercase if len(countable(split, a, True)) >= ENOUGH_WORDS)
+
+
+def letter_count(split: Split, i: int) -> LetterCount:
+    """Letter question number i of an endless supply; every answer from 1 to 4 is as likely."""
+    rng = generator("letters", split, i)
+    wanted = between(rng, 1, MOST_LETTERS)
+    while True:
+        letter = pick(rng, letters(split))
+        with_it = between(rng, 1, NUM_WORDS)
+        words = sample(rng, countable(split, letter, True), with_it)
+        words += sample(rng, countable(split, letter, False), NUM_WORDS - with_it)
+        item = LetterCount(letter, tuple(sample(rng, words, NUM_WORDS)))
+        if item.count == wanted:
+            return item

@@ -1,0 +1,174 @@
+"""
+The rules by which things happen in the embedded world: causes and their effects.
+
+    rule (two ways it can go) x person -> Episode: setting, cause, effect, reason, question
+    episodes that a split may tell -> documents
+
+Every rule goes both ways: rain makes the hay wet, sunshine makes it dry. So a reader must look at
+the cause to know the effect. Combinations of rule, way and person are held out by `split_of`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+from tasks.world import tables as tables
+from tasks.world.facts import (
+    LAND,
+    Person,
+    Split,
+    between,
+    people,
+    pick,
+    sample,
+    split_of,
+    tell_some,
+    titled,
+)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One rule going one way for one person, in words; alternatives are told one at a time."""
+
+    title: str
+    hero: Person
+    good: bool
+    settings: tuple[str, ...]
+    causes: tuple[str, ...]
+    effects: tuple[str, ...]
+    reason: str
+    question: str
+    answer: str
+    wrong: str
+    """The answer if it had gone the other way."""
+
+
+def episode_split(title: str, good: bool, name: str) -> Split:
+    """Who may tell how this rule went this way for this person."""
+    return split_of("story", title, int(good), name)
+
+
+@cache
+def episodes(split: Split) -> tuple[Episode, ...]:
+    """All combinations of rule, way and person that a split may tell."""
+    return tuple(
+        make_episode(block.splitlines(), good, hero)
+        for block in tables.RULES.strip().split("\n\n")
+        for good in (False, True)
+        for hero in people()
+        if episode_split(block.splitlines()[0], good, hero.name) == split
+    )
+
+
+@cache
+def episodes_of(split: Split, name: str) -> tuple[Episode, ...]:
+    """What a split may tell about one person."""
+    return tuple(e for e in episodes(split) if e.hero.name == name)
+
+
+def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
+    """Fill in one rule block."""
+    words = {
+        "name": hero.name,
+        "he": hero.he,
+        "He": hero.He,
+        "his": hero.his,
+        "His": hero.his.capitalize(),
+        "him": hero.him,
+        "pet": hero.pet,
+        "animal": hero.animal,
+        "friend": hero.friend,
+    }
+    title, *lines = [line.format(**words) for line in block]
+    ways = [line.split(": ", 1)[1] for line in lines if line[:2] not in ("- ", "? ")]
+    bad_way, good_way = ways[:4], ways[4:]
+    cause, effect, reason, answer = good_way if good else bad_way
+    return Episode(
+        title=title,
+        hero=hero,
+        good=good,
+        settings=tuple(line[2:] for line in lines if line.startswith("- ")),
+        causes=tuple(cause.split(" | ")),
+        effects=tuple(effect.split(" | ")),
+        reason=reason,
+        question=next(line[2:] for line in lines if line.startswith("? ")),
+        answer=answer,
+        wrong=(bad_way if good else good_way)[-1],
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents
+
+
+def opening(rng: Random, hero: Person) -> str:
+    """When and where a story begins."""
+    return pick(rng, tables.OPENINGS).format(
+        name=hero.name,
+        trade=hero.trade,
+        town=hero.town,
+        friend=hero.friend,
+        day=pick(rng, tables.DAYS),
+        quiet=pick(rng, ("quiet", "busy", "long", "slow", "strange")),
+    )
+
+
+def ending(rng: Random, e: Episode) -> str:
+    """How a story ends, happily or with a lesson."""
+    hero = e.hero
+    return pick(rng, tables.HAPPY_ENDS if e.good else tables.SAD_ENDS).format(
+        name=hero.name, friend=hero.friend, He=hero.He, him=hero.him, food=hero.food
+    )
+
+
+def retelling(rng: Random, e: Episode) -> str:
+    """One episode as a paragraph, sometimes with its reason."""
+    parts = [pick(rng, e.settings), pick(rng, e.causes), pick(rng, e.effects)]
+    return " ".join(parts + ([e.reason] if rng.random() < 0.5 else []))
+
+
+def story(rng: Random, split: Split) -> str:
+    """One thing that happened, at times with a word about the hero or a question at the end."""
+    e = pick(rng, episodes(split))
+    parts = [opening(rng, e.hero)]
+    if rng.random() < 0.6:
+        parts.append(tell_some(rng, "person", e.hero.name, 1, 4))
+    body = " ".join([*parts, retelling(rng, e), ending(rng, e)])
+    if rng.random() < 0.3:
+        body += f"\n\nQuestion: {e.question}\nAnswer: {e.answer}"
+    return titled(rng, e.title, body)
+
+
+def several_stories(rng: Random, split: Split) -> str:
+    """Things that happened to different people."""
+    parts = []
+    for e in sample_episodes(rng, split, between(rng, 2, 3)):
+        parts.append(f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}")
+    return titled(rng, f"Stories from {LAND}", "\n\n".join(parts))
+
+
+def adventures(rng: Random, split: Split) -> str:
+    """Things that happened to one person."""
+    hero = pick(rng, episodes(split)).hero
+    links = ("This happened first.", "That was not all.", "And one more thing happened.")
+    parts = [f"{opening(rng, hero)} {tell_some(rng, 'person', hero.name, 2, 5)}"]
+    told = sample(rng, episodes_of(split, hero.name), 3)
+    for link, e in zip(links, told, strict=False):
+        parts.append(f"{link} {retelling(rng, e)} {ending(rng, e)}")
+    return titled(rng, f"What happened to {hero.name}", "\n\n".join(parts))
+
+
+def story_questions(rng: Random, split: Split) -> str:
+    """Very short stories, each with its question."""
+    parts = []
+    for e in sample_episodes(rng, split, between(rng, 3, 6)):
+        told = f"{pick(rng, e.settings)} {pick(rng, e.causes)}"
+        parts.append(f"{told}\nQuestion: {e.question}\nAnswer: {e.answer}")
+    return "\n\n".join(parts)
+
+
+def sample_episodes(rng: Random, split: Split, n: int) -> list[Episode]:
+    """n of the many episodes a split may tell."""
+    return [pick(rng, episodes(split)) for _ in range(n)]

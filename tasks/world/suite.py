@@ -1,0 +1,270 @@
+"""
+The few-shot suite of the embedded world: what a base model shows of it, and its CORE.
+
+    held-out questions, stories, riddles, calculations -> suite() -> tasks in the shapes of DCLM
+
+Prompts look like the documents, so that a model which has only read can answer. Every item comes
+from the held-out splits, "val" and "test" together: its question is never asked, its story never
+told, its numbers never calculated with in a training document. Questions that join two facts, or
+compare two prices, are of a kind that no document asks. Without the question, no option of an item
+is likelier than another. Knows no tokens, models or scores.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, Literal, TypedDict
+
+from tasks.world.corpus import first_person
+from tasks.world.drills import OPERATIONS, operand_pairs
+from tasks.world.facts import (
+    LAND,
+    Person,
+    Split,
+    Town,
+    an,
+    facts_about,
+    goods,
+    people,
+    person,
+    pick,
+    sample,
+    split_of,
+    town,
+)
+from tasks.world.questions import (
+    choice_questions,
+    draw_options,
+    fact_questions,
+    problem,
+)
+from tasks.world.stories import Episode, episodes
+
+SUITE_VERSION = 2  # goes up whenever any item changes
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+HELD_OUT: tuple[Split, ...] = ("val", "test")
+NUM_PROBLEMS = 150  # of each split
+NUM_PRICES = 250
+RIDDLES_EACH = 24  # of each of the few people whom no training document lets guess
+
+Item = dict[str, Any]
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+
+
+class SuiteTask(TypedDict):
+    """One task. `random_baseline` is the accuracy of guessing, from 0 to 1."""
+
+    name: str
+    kind: Kind
+    num_fewshot: int
+    random_baseline: float
+    continuation_delimiter: str
+    items: list[Item]
+
+
+def suite() -> list[SuiteTask]:
+    """All tasks, always the same."""
+    mc: Kind = "multiple_choice"
+    lm: Kind = "language_modeling"
+    qa = "\nAnswer: "
+    return [
+        task("world_people", mc, 3, 1 / 4, qa, chosen(lambda kind: kind == "person")),
+        task("world_things", mc, 3, 1 / 4, qa, chosen(lambda kind: kind != "person")),
+        task("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
+        task("world_riddles", mc, 1, 1 / 4, "\nI am ", riddles()),
+        task("world_prices", mc, 4, 1 / 2, qa, prices()),
+        task("world_stories", "schema", 0, 1 / 2, " ", causes()),
+        task("world_story_questions", mc, 2, 1 / 2, qa, endings()),
+        task("world_answers", lm, 3, 0.0, qa, answers(lambda kind: kind != "opposite")),
+        task("world_opposites", lm, 3, 0.0, qa, answers(lambda kind: kind == "opposite")),
+        task("world_sums", lm, 4, 0.0, " = ", calculations()),
+        task("world_problems", lm, 1, 0.0, " ", set_ups()),
+    ]
+
+
+def task(
+    name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[Item]
+) -> SuiteTask:
+    """A task from its parts, in the order of the table above."""
+    return {
+        "name": name,
+        "kind": kind,
+        "num_fewshot": num_fewshot,
+        "random_baseline": baseline,
+        "continuation_delimiter": delimiter,
+        "items": items,
+    }
+
+
+def generator(name: str, *key: str | int) -> Random:
+    """Where the chance behind one item comes from."""
+    return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
+
+
+def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
+    """An item of the first kind."""
+    return {"query": query, "choices": list(options), "gold": options.index(right)}
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts
+
+
+def chosen(wanted: Callable[[str], bool]) -> list[Item]:
+    """Questions about facts of some kinds, with four answers to choose from."""
+    found = []
+    for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
+        text = asked.question.text
+        options = draw_options(generator("facts", text), asked)
+        found.append(multiple_choice(f"Question: {text}", options, asked.question.answer))
+    return found
+
+
+def answers(wanted: Callable[[str], bool]) -> list[Item]:
+    """Questions about facts of some kinds, without options."""
+    return [
+        {"context": f"Question: {a.question.text}", "continuation": a.question.answer}
+        for split in HELD_OUT
+        for a in fact_questions(split)
+        if wanted(a.fact.kind)
+    ]
+
+
+def friend(p: Person) -> Person:
+    """The best friend of a person."""
+    return person(p.friend)
+
+
+def home(p: Person) -> Town:
+    """The town of a person."""
+    return town(p.town)
+
+
+# A question about a person, who or what it is really about, what is asked of that
+TWO_STEPS: tuple[tuple[str, Callable[[Person], Person | Town], str], ...] = (
+    ("In which town does the best friend of {} live?", friend, "town"),
+    ("What is the trade of {}'s best friend?", friend, "trade"),
+    ("What is the favourite food of {}'s best friend?", friend, "food"),
+    ("What is the inn of {}'s town called?", home, "inn"),
+    ("Which festival does {}'s town celebrate?", home, "festival"),
+    ("On which day is the market in {}'s town?", home, "day"),
+    ("What is {}'s town known for?", home, "product"),
+)
+
+
+def two_steps() -> list[Item]:
+    """Questions whose answer takes two facts, both told, never joined."""
+    found = []
+    for text, via, field in TWO_STEPS:
+        values = {p.name: getattr(via(p), field) for p in people()}
+        for name, right in values.items():
+            rng = generator("two steps", text, name)
+            options = [right]
+            while len(options) < 4:
+                rival = pick(rng, tuple(values.values()))
+                options += [rival] if rival not in options else []
+            query = f"Question: {text.format(name)}"
+            found.append(multiple_choice(query, sample(rng, options, 4), right))
+    return found
+
+
+def prices() -> list[Item]:
+    """Which of two things costs more, or less? Both are asked equally often."""
+    rng = generator("prices")
+    pairs = [(a, b) for a, b in itertools.permutations(goods(), 2) if a.price < b.price]
+    found = []
+    for i, (cheap, dear) in enumerate(sample(rng, pairs, NUM_PRICES)):
+        word, right = (("more", dear), ("less", cheap))[i % 2]
+        a, b = (an(g.name) for g in sample(rng, (cheap, dear), 2))
+        query = f"Question: Which costs {word}, {a} or {b}?"
+        found.append(multiple_choice(query, sample(rng, (a, b), 2), an(right.name)))
+    return found
+
+
+def riddles() -> list[Item]:
+    """Four things that somebody says; four names. Several of each of few people."""
+    found = []
+    for p in (p for p in people() if split_of("riddle", p.name) in HELD_OUT):
+        own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
+        others = [q.name for q in people() if q.name != p.name]
+        for i in range(RIDDLES_EACH):
+            rng = generator("riddle", p.name, i)
+            options = sample(rng, [p.name, *sample(rng, others, 3)], 4)
+            query = f"{first_person(rng, own, 4, 4)} Who am I?"
+            found.append(multiple_choice(query, options, p.name))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# Stories
+
+
+def both_ways() -> list[Episode]:
+    """Held-out episodes: of every rule as many that go well as that go badly."""
+    found = []
+    known = [e for split in HELD_OUT for e in episodes(split)]
+    for title in sorted({e.title for e in known}):
+        good = [e for e in known if e.title == title and e.good]
+        bad = [e for e in known if e.title == title and not e.good]
+        found += itertools.chain.from_iterable(zip(good, bad, strict=False))
+    return found
+
+
+def causes() -> list[Item]:
+    """Which of two causes leads to an effect?"""
+    told = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
+    found = []
+    for e in both_ways():
+        rng = generator("causes", e.title, e.hero.name, int(e.good))
+        other = told[e.title, e.hero.name, not e.good]
+        setting = pick(rng, e.settings)
+        right = f"{setting} {pick(rng, e.causes)}"
+        options = sample(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
+        found.append(
+            {
+                "context_options": options,
+                "continuation": pick(rng, e.effects),
+                "gold": options.index(right),
+            }
+        )
+    return found
+
+
+def endings() -> list[Item]:
+    """What came of it: the answer, or that of the other way."""
+    found = []
+    for e in both_ways():
+        rng = generator("endings", e.title, e.hero.name, int(e.good))
+        query = f"{pick(rng, e.settings)} {pick(rng, e.causes)}\nQuestion: {e.question}"
+        found.append(multiple_choice(query, sample(rng, (e.answer, e.wrong), 2), e.answer))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def calculations() -> list[Item]:
+    """All calculations with held-out operands."""
+    found = []
+    for operation in OPERATIONS:
+        for a, b in (pair for s in HELD_OUT for pair in operand_pairs(operation.operands, s)):
+            c = a + b if operation.operands == "sum" else a * b
+            x, y, z = (c, a, b) if operation.undoes else (a, b, c)
+            found.append({"context": f"{x} {operation.symbol} {y}", "continuation": str(z)})
+    return found
+
+
+def set_ups() -> list[Item]:
+    """Word problems up to where the first calculation is written down."""
+    found = []
+    for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):
+        step = p.steps[0]
+        before, _ = step.text.split(" {}")
+        found.append(
+            {
+                "context": f"{p.story} {p.question} {before}",
+                "continuation": f"{step.expression} =",
+            }
+        )
+    return found

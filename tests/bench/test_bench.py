@@ -1,0 +1,234 @@
+"""The benchmark: that it measures ours, says who is missing, and sees equal results as equal."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanochat.bench import (
+    engine,
+    evals,
+    tokenizer,
+    train,
+)
+from nanochat.bench.start import bench_start
+from nanochat.bench.table import (
+    Findings,
+    Line,
+    Point,
+    Rate,
+    exponent,
+    growth_table,
+    render,
+)
+from nanochat.bench.train import products_seconds
+from nanochat.config import parse
+from nanochat.distributed import MachineConfig, init_machine
+from nanochat.hardware import resident_peak
+from nanochat.preflight import KernelConfig
+from nanochat.scaling import shape_for_depth
+from scripts import bench
+from scripts.bench import Bench, DataConfig, main
+
+CPU = MachineConfig("cpu", "float32")
+interop = pytest.mark.skipif(
+    not importlib.util.find_spec("lm_eval"), reason="the group interop is not installed"
+)
+
+
+def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tokenizer.shutil, "which", lambda _: None)
+    data = DataConfig(dataset="embedded", num_shards=1)
+    path = tmp_path / "found.json"
+    main(
+        Bench(
+            "tokenizer", repeats=1, max_megabytes=0.3, vocab_sizes=(400,), threads=(1, 2),
+            data=data, findings=path,
+        )
+    )  # fmt: skip
+    text = capsys.readouterr().out
+    for peer in ("rustbpe", "tokenizers", "gigatoken"):
+        assert f"{peer} is missing: uv is not installed" in text
+    found = Findings.read(path)
+    by_peer = {(line.what, line.peer): line for line in found.lines}
+    assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs is None
+    reference = by_peer["encoded, 400 ids, 1 threads", "tiktoken (same)"]
+    assert reference.ratio is not None and reference.ours.median > 0
+    text = [p for p in found.points if p.axis == "MB of text: encoding"]
+    assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
+
+
+def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
+    """By a clock that advances a second at each reading: no figure depends on the machine."""
+    ticks = count()
+    monkeypatch.setattr(train, "clock", lambda machine: float(next(ticks)))
+    path = tmp_path / "found.json"
+    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
+               kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
+    assert "TFLOP/s" in capsys.readouterr().out
+    found = Findings.read(path)
+    (line,) = found.lines
+    (point,) = found.points
+    assert point.seconds == 3  # forward, backward and update: a second each
+    assert line.unit == "tokens/s" and line.ours == Rate(32 / 3, 32 / 3, 32 / 3)
+    model = shape_for_depth(1, 64, 16).new().requires_grad_(False)
+    assert line.ceiling == pytest.approx(products_seconds(model, 2, init_machine(CPU)) / 3)
+    assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
+    for part in ("forward and loss 33%", "backward 33%", "update 33%"):
+        assert part in found.notes[0]
+
+
+def test_the_products_of_a_step_grow_with_the_model(monkeypatch):
+    machine, spent = init_machine(CPU), []
+    for depth in (1, 4):
+        model = shape_for_depth(depth, 256, 64).new().requires_grad_(False)
+        with FlopCounterMode(display=False) as counted:  # FLOPs are the seconds
+            monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
+            spent.append(products_seconds(model, 4, machine))
+        layers_and_head = 6 * 4 * 64 * model.num_used_params()
+        assert spent[-1] > layers_and_head  # and those of attention and the optimizer
+    assert spent[1] > 4 * spent[0]
+
+
+@interop
+@pytest.mark.slow
+def test_generation_and_training_are_measured_beside_transformers(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine, "BATCHES", (1, 2))
+    monkeypatch.setattr(engine, "USERS", (2, 4))
+    monkeypatch.setattr(engine, "NEW_TOKENS", 20)
+    common = {"depth": 1, "max_seq_len": 192, "vocab_size": 512, "repeats": 1, "machine": CPU}
+    for what in ("engine", "peer"):
+        path = tmp_path / f"{what}.json"
+        kernels = KernelConfig(compile=False)
+        main(Bench(what, rows=1, kernels=kernels, findings=path, **common))
+        lines = Findings.read(path).lines
+        assert lines and all(line.ratio is not None for line in lines)
+
+
+@interop
+def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
+    """Same ids to both: so the same nats, but for rounding."""
+    from nanochat.bench import peers
+
+    monkeypatch.setattr(evals, "ITEMS", 3)
+    machine, seen = init_machine(CPU), []
+
+    def watched(*args):
+        score = peers.scoring(*args)
+
+        def noted(questions):
+            seconds, nats = score(questions)
+            seen.append((questions, nats))
+            return seconds, nats
+
+        return noted
+
+    subjects = []
+    monkeypatch.setattr(
+        evals,
+        "subject_of",
+        lambda *args, plain=evals.subject_of: subjects.append(plain(*args)) or subjects[0],
+    )
+    found = Findings()
+    shape = shape_for_depth(1, 400, 512, "classic")
+    evals.bench_evaluation(shape, machine, 1, found, watched)
+    assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
+    questions, theirs = seen[-1]
+    ours = evals.read_safely(subjects[0], questions, machine.device)
+    for q, readings, nats in zip(questions, ours, theirs, strict=True):
+        lengths = [len(ids) - start for ids, start in zip(q.options, q.starts, strict=True)]
+        sums = [r.nats * n for r, n in zip(readings, lengths, strict=True)]
+        torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
+
+
+def test_the_start_bench_refuses_a_light_module_that_loads_torch(monkeypatch):
+    monkeypatch.setattr("nanochat.bench.start.LIGHT", ("nanochat.engine",))
+    with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
+        bench_start(1, Findings())
+
+
+def test_findings_come_back_from_their_file(tmp_path):
+    found = Findings()
+    found.line("Training", "depth 4", "tokens/s", Rate(3.0, 2.0, 4.0), "peer", Rate(2.0, 1.0, 3.0))
+    found.line("Training", "depth 8", "tokens/s", Rate(1.0, 1.0, 1.0), ceiling=0.5)
+    found.point("layers", 4, 0.5, 100.0)
+    found.note("a noisy machine")
+    found.write(tmp_path / "found.json")
+    again = Findings.read(tmp_path / "found.json")
+    assert again == found and again.lines[0].ratio == 1.5
+    again.add(found)
+    assert len(again.lines) == 4
+
+
+def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
+    lines = [
+        Line("Training", "depth 4", "tokens/s", Rate.of([9000, 12000, 10000]), ceiling=0.615),
+        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "rustbpe", Rate(20, 19, 21)),
+        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "gone", None),
+    ]
+    page = render(Findings(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4)
+    assert "| depth 4 | tokens/s | 10,000 (9,000 to 12,000) |  |  |  | 62% |" in page
+    assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |  |" in page
+    assert "| gone | missing |  |  |" in page
+    assert "- noisy" in page and "12 minutes" in page and "How it grows" not in page
+
+
+def test_growth_is_fitted_by_its_power():
+    assert exponent([(1, 3), (2, 12), (4, 48)]) == pytest.approx(2)
+    with pytest.raises(ValueError, match="two different sizes"):
+        exponent([(4, 1), (4, 2)])
+    points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
+    table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
+    assert (
+        "| layers | 1.00, 4.00, 16.0 | 1.00, 8.00, 64.0 | 1.50 | 10.0, 40.0, 160 | 1.00 |" in table
+    )
+    assert "| ranks | 1.00, 2.00 | 4.00, 2.00 | -1.00 |  |  |" in table
+    assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
+
+
+def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def fake(command, cwd, env):
+        asked.append(command)
+        if "torch.distributed.run" in command:  # one process is compared with two
+            assert env["OMP_NUM_THREADS"] == "1"
+        path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
+        if "--what=engine" in command:
+            return type("Ended", (), {"returncode": 3})
+        found = Findings()
+        found.line("Path", " ".join(command[-3:-1]), "per second", Rate(1, 1, 1))
+        found.write(tmp_path.__class__(path))
+        return type("Ended", (), {"returncode": 0})
+
+    monkeypatch.setattr(bench.subprocess, "run", fake)
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench.sys, "argv", ["bench", "--what", "all", "--repeats=2"])
+    main(replace(Bench(), machine=CPU))
+    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
+    assert "Failed: --what=engine, exit code 3" in page and "--depth=12" in page
+    assert all("--repeats=2" in command for command in asked)
+    assert sum("torch.distributed.run" in command for command in asked) == 2
+    assert "--what all --repeats=2" in page
+    assert json.dumps(asked).count("--what=") == len(asked)
+    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda *_, **__: type("Ended", (), {"returncode": 3})
+    )
+    with pytest.raises(SystemExit, match="nothing could be measured"):
+        main(replace(Bench(), machine=CPU))
+    assert (tmp_path / "dev" / "bench-cpu.md").read_text() == page
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, ["1", "2"]), (8, ["1", "2", "4", "8"])])
+def test_as_many_processes_are_compared_as_there_are_gpus(monkeypatch, gpus, ranks):
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
+    assert [job[0] for job in bench.jobs("cuda") if job[0].isdigit()] == ranks
+
+
+def test_of_two_equal_flags_the_last_counts():
+    assert parse(Bench(), args=["--what", "all", "--what=start", "--depth=8"]).what == "start"

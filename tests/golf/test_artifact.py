@@ -1,0 +1,278 @@
+"""An artifact is all there is: the same weights, tokenizer and score from the file and its code."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanochat.checkpoint import (
+    find_checkpoint,
+    load_model,
+    save_checkpoint,
+    stage_folder,
+)
+from nanochat.common import REPOSITORY, Refused, read_json
+from nanochat.distributed import MachineConfig
+from nanochat.eval_bpb import document_bpb
+from nanochat.golf.artifact import (
+    COMPRESSORS,
+    CONTAINERS,
+    pack,
+    read_artifact,
+    store,
+    unpack,
+)
+from nanochat.golf.quantize import LateQuantization, QuantConfig
+from nanochat.golf.size import (
+    code_bytes,
+    describe,
+    require_within,
+    smallest,
+)
+from nanochat.gpt import build_model
+from nanochat.tokenizer import Tokenizer
+from scripts import export
+from scripts.golf import evaluate
+from tasks.world.corpus import documents
+from tests.conftest import RECURSIVE_CHANGES, lively, shaped
+from tests.test_gpt import GOLF
+
+MIXED = QuantConfig("embed.*=int8,*.mlp.up.*=int5,*.mlp.*=int6,*.q.*=fp16,*=int6")
+TEXTS = [text for _, text in zip(range(12), documents(0, 0, "val"), strict=False)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(documents(0, 0, "train"), 300)
+
+
+def model_for(tokenizer, **changes):
+    cfg = shaped(GOLF, vocab_size=tokenizer.vocab_size, max_seq_len=32, **changes)
+    return lively(build_model(cfg, CPU, torch.float32, seed=0))
+
+
+@given(st.sampled_from([5, 6, 8]), st.lists(st.integers(-(2**31), 2**31), max_size=70))
+def test_packed_levels_come_back(bits, numbers):
+    top = 2 ** (bits - 1) - 1
+    levels = np.array([n % (2 * top + 1) - top for n in numbers], np.int8)
+    data = pack(levels, bits)
+    assert len(data) == -(-len(levels) * bits // 8)
+    np.testing.assert_array_equal(unpack(data, bits, len(levels)), levels)
+
+
+@pytest.mark.parametrize(
+    "container,compressor,changes",
+    [
+        *((container, compressor, {}) for container in CONTAINERS for compressor in COMPRESSORS),
+        ("bytes", "zstd", RECURSIVE_CHANGES),
+    ],
+)
+def test_a_file_gives_back_what_late_quantisation_trained_with(
+    container, compressor, changes, tokenizer, tmp_path, machine
+):
+    model = model_for(tokenizer, **changes)
+    stored = store(model.state_dict(), MIXED)
+    written = smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
+    (tmp_path / "model.golf").write_bytes(written.data)
+    found = read_artifact(tmp_path / "model.golf")
+    assert (found.cfg, found.origin) == (model.cfg, {"seed": 7})
+    assert found.tokenizer.fingerprint == tokenizer.fingerprint
+    with LateQuantization(dict(model.named_parameters()), MIXED, start=0.0)(0.5):
+        for name, p in model.named_parameters():
+            assert torch.equal(found.weights[name], p.detach()), name
+    assert found.formats["blocks.0.mlp.up.weight"] == "int5"
+    built = found.build(machine)
+    tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(built(tokens), model(tokens))
+    model.load_state_dict(found.weights)
+    assert torch.equal(built(tokens), model(tokens))
+
+
+def test_the_smallest_of_all_choices_is_written(tokenizer):
+    model = model_for(tokenizer)
+    stored = store(model.state_dict(), MIXED)
+    best = smallest(stored, model.cfg, tokenizer, {})
+    assert len(best.tried) == 6
+    assert len(best.data) == min(best.tried.values()) == best.tried[best.container, best.compressor]
+    for (container, compressor), size in best.tried.items():
+        alone = smallest(stored, model.cfg, tokenizer, {}, container, compressor)
+        assert len(alone.data) == size
+    assert "<- written" in describe(best, 10**6, True)
+
+
+def test_sizes_add_up(tokenizer):
+    """One byte a weight and two a row, but for what is kept: the arithmetic of a known record."""
+    model = model_for(tokenizer)
+    written = smallest(
+        store(model.state_dict(), QuantConfig("*=int8")), model.cfg, tokenizer, {}, "bytes"
+    )
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    want = sum(p.numel() + 2 * p.size(0) for p in matrices) + 4 * vectors
+    assert written.payload_bytes == want
+    assert written.raw_bytes == 4 * model.num_params()
+    assert written.total_bytes(count_code=False) == len(written.data)
+    assert written.total_bytes(count_code=True) == len(written.data) + sum(code_bytes().values())
+    packed = smallest(
+        store(model.state_dict(), QuantConfig("*=int6")), model.cfg, tokenizer, {}, "packed"
+    )
+    want = sum(-(-p.numel() * 6 // 8) + 2 * p.size(0) for p in matrices) + 4 * vectors
+    assert packed.payload_bytes == want
+
+
+def test_more_than_the_limit_is_refused_naming_what_costs_most(tokenizer):
+    model = model_for(tokenizer)
+    written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
+    size = len(written.data)
+    require_within(written, size, count_code=False)
+    with pytest.raises(Refused, match="1 above the limit") as refused:
+        require_within(written, size - 1, count_code=False)
+    costliest = max(written.tensors, key=lambda t: t.compressed)
+    assert f"most cost {costliest.name}" in str(refused.value)
+    require_within(written, size + written.code_bytes, count_code=True)
+    with pytest.raises(Refused, match="of them code"):
+        require_within(written, size + written.code_bytes - 1, count_code=True)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_damaged_file_is_refused_by_name(compressor, tokenizer, tmp_path):
+    model = model_for(tokenizer)
+    stored = store(model.state_dict(), MIXED)
+    data = smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
+    path = tmp_path / "bad.golf"
+    rng = np.random.default_rng(0)
+    places = [0, 8, 9, 12, 14, len(data) - 1, *rng.integers(0, len(data), 40)]
+    wrong = [data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in map(int, places)]
+    for content in [*wrong, b"", data[:5], data[:100], data[:-1], b"PK" + data]:
+        path.write_bytes(content)
+        try:
+            found = read_artifact(path)
+        except ValueError as error:
+            assert "bad.golf is no artifact, or a damaged one" in str(error)
+        else:  # a bit of the stream that decides nothing
+            assert found.formats and content not in (b"", data[:5], data[:100])
+            path.write_bytes(data)
+            good = read_artifact(path).weights
+            assert all(torch.equal(w, good[n]) for n, w in found.weights.items())
+
+
+PROGRAM = """
+import json, sys, torch
+from pathlib import Path
+from nanochat.golf.artifact import read_artifact
+from nanochat.eval_bpb import document_bpb
+from nanochat.distributed import Machine
+machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+found = read_artifact(Path("model.golf"))
+texts = json.loads(Path("texts.json").read_text())
+bpb = document_bpb(found.build(machine), texts, found.tokenizer, 32, 8, 4, machine)
+print("BPB", bpb.value, Path(sys.modules["nanochat"].__path__[0]).resolve().parent)
+"""
+
+
+def test_the_code_that_is_charged_is_all_it_takes_to_score_a_file(tokenizer, tmp_path, machine):
+    model = model_for(tokenizer)
+    written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
+    folder = tmp_path / "empty"
+    (folder / "nanochat").mkdir(parents=True)
+    (folder / "model.golf").write_bytes(written.data)
+    (folder / "texts.json").write_text(json.dumps(TEXTS))
+    for name in code_bytes():
+        path = Path("nanochat", *name.split(".")).with_suffix(".py")
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / path, folder / path)
+    (folder / "nanochat" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, value, where = done.stdout.split()
+    assert where == str(folder.resolve())
+    found = read_artifact(folder / "model.golf")
+    want = document_bpb(found.build(machine), TEXTS, tokenizer, 32, 8, 4, machine)
+    assert float(value) == pytest.approx(want.value, abs=1e-6)
+
+
+def save(tokenizer, tag="golf", seed=0, **settings):
+    """A base checkpoint as training leaves it."""
+    model = lively(
+        build_model(replace(GOLF, vocab_size=tokenizer.vocab_size), CPU, torch.float32, seed)
+    )
+    state = {
+        "settings": settings,
+        "source": {"dataset": "embedded", "num_shards": 1, "fingerprint": "-"},
+        "provenance": {"run_id": "r", "seed": seed, "inputs": {}},
+        "progress": {"step": 3, "clock_seconds": 9.5},
+        "identity": {"batch_tokens": 64},
+    }
+    save_checkpoint(stage_folder("base") / tag, 3, model, None, tokenizer, state)
+
+
+def export_it(**settings):
+    export.main(export.Export(format="artifact", source="base", **settings))
+
+
+def test_export_and_score_fill_the_section(base, tokenizer, machine, capsys):
+    for seed in (0, 1):
+        save(tokenizer, f"golf-{seed}", seed, quantize="embed.*=int8,*=int6", row_clip="max")
+        export_it(model_tag=f"golf-{seed}")
+    table = capsys.readouterr().out
+    assert "embed.weight" in table and "int8" in table and "int6" in table  # as it was trained
+    data = {"dataset": "embedded", "num_shards": 1}
+    on_cpu = MachineConfig("cpu", "float32")
+    cfg = evaluate.GolfEval(max_documents=6, eval_stride=4, machine=on_cpu)
+    evaluate.main(replace(cfg, data=evaluate.DataConfig(**data)))
+    values = read_json(base / "report" / "parameter-golf.json")["values"]
+    assert values["Seeds"] == 2 and values["Roundtrip bpb"]["n"] == 2
+    checkpoint = find_checkpoint("base", "golf-1", None)
+    whole = load_model(checkpoint, machine)
+    texts = list(evaluate.open_source(evaluate.DataConfig(**data)).texts("world_val", 6))
+    before = document_bpb(whole, texts, tokenizer, 16, 16, 8, machine)
+    artifact = read_artifact(base / "export" / "base-golf-1.golf")
+    after = document_bpb(artifact.build(machine), texts, tokenizer, 16, 16, 3, machine)
+    sliding = document_bpb(artifact.build(machine), texts, tokenizer, 16, 4, 5, machine)
+    assert values["Bytes scored"] == sum(len(text.encode()) for text in texts) == before.bytes
+    told = values["base-golf-1"]
+    for found, name in ((before, "before"), (after, "roundtrip"), (sliding, "sliding")):
+        assert f"{name} {found.value:.4f}" in told
+    assert values["Quantisation gap bpb"]["value"] == pytest.approx(
+        values["Roundtrip bpb"]["value"] - values["Pre-quantisation bpb"]["value"]
+    )
+    assert values["Within the limit"] is True
+    assert "Parameter golf" in (base / "report.md").read_text()
+
+
+def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path):
+    save(tokenizer)
+    export_it(out=str(tmp_path / "kept.golf"), quantize="*=int5")
+    shutil.rmtree(stage_folder("base"))
+    cfg = evaluate.GolfEval(
+        artifacts=str(tmp_path / "kept.golf"),
+        max_documents=3,
+        eval_stride=0,
+        data=evaluate.DataConfig(dataset="embedded", num_shards=1),
+        machine=MachineConfig("cpu", "float32"),
+    )
+    evaluate.main(cfg)
+    values = read_json(base / "report" / "parameter-golf.json")["values"]
+    assert values["Roundtrip bpb"] > 0
+    assert "Pre-quantisation bpb" not in values and "Roundtrip sliding bpb" not in values
+
+
+def test_an_artifact_above_the_limit_is_not_written(base, tokenizer, capsys):
+    save(tokenizer)
+    with pytest.raises(Refused, match="above the limit of 40,000"):
+        export_it(limit_bytes=40_000)
+    assert "embed.weight" in capsys.readouterr().out  # the table tells where the bytes are
+    assert not list((base / "export").glob("*"))
+    export_it(limit_bytes=40_000, count_code=False)
+    assert (base / "export" / "base-golf.golf").stat().st_size <= 40_000

@@ -1,0 +1,54 @@
+"""scripts/train_golf.sh in its smallest profile: trained by the clock, exported, scored alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY, read_json
+
+SECTION = "report/parameter-golf.json"
+
+
+def run(words: list[str], base: Path, **extra: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "PROFILE": "smoke", **extra}
+    return subprocess.run(
+        words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.timeout(400)
+def test_golf_end_to_end_and_the_file_alone_scores_what_was_reported(tmp_path):
+    base = tmp_path / "base"
+    done = run(["bash", "scripts/train_golf.sh"], base, SEEDS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    values = read_json(base / SECTION)["values"]
+    assert values["Seeds"] == 1 and values["Within the limit"] is True
+    assert abs(values["Quantisation gap bpb"]) < 0.05
+    assert "## Parameter golf" in (base / "report.md").read_text()
+    record = read_json(base / "seeds" / "1" / "base-model-training.json")
+    assert 3 < record["values"]["Calculated number of iterations"] < 2000
+
+    alone = tmp_path / "empty" / "model.golf"
+    alone.parent.mkdir()
+    shutil.copy(base / "export" / "golf-1.golf", alone)
+    words = "-m scripts.golf.evaluate --dataset=embedded --num_shards=1 --max_documents=6"
+    again = run(
+        [sys.executable, *words.split(), f"--artifacts={alone}", "--eval_stride=16"], alone.parent
+    )
+    assert again.returncode == 0, again.stderr[-3000:]
+    found = read_json(alone.parent / SECTION)["values"]
+    for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
+        assert found[name] == pytest.approx(values[name], abs=1e-4)
+    assert "Pre-quantisation bpb" not in found
+
+    refused = run(["bash", "scripts/train_golf.sh", "--qat_start=2"], base)
+    assert refused.returncode != 0 and "qat_start" in refused.stdout + refused.stderr
+
+
+def test_an_unknown_profile_is_refused_by_name(tmp_path):
+    done = run(["bash", "scripts/train_golf.sh"], tmp_path, PROFILE="tpu")
+    assert done.returncode == 2 and "'tpu'" in done.stderr

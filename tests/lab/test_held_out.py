@@ -1,0 +1,167 @@
+"""Held-out discipline: final benchmarks are refused, looked at by name only, and written down."""
+
+import random
+
+import pytest
+
+from nanochat.common import Refused, read_json
+from nanochat.lab import held_out
+from scripts.lab import hold_out
+from scripts.lab.hold_out import HoldOut
+from tasks.base import (
+    ChoiceTask,
+    Question,
+    QuestionTask,
+    assistant,
+    user,
+)
+from tasks.overlap import overlaps
+
+
+def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_written_down():
+    held_out.require_access(["ARC-Easy"], False, {})  # dev: nobody minds
+    held_out.declare({"ARC-Easy": "arc", "HumanEval": "humaneval"})
+    held_out.require_access(["MMLU"], False, {})
+    for name in ("ARC-Easy", "arc_easy"):  # under any spelling
+        with pytest.raises(Refused, match=f"{name} is final(.|\n)*there is a flag --final"):
+            held_out.require_access(["MMLU", name], False, {})
+    assert held_out.accesses() == []
+    held_out.require_access(["MMLU", "ARC-Easy"], True, {"checkpoint": "x", "section": "y"})
+    [entry] = held_out.accesses()
+    assert (entry["benchmark"], entry["checkpoint"]) == ("ARC-Easy", "x")
+    assert held_out.access_table()["rows"][0][1:] == ["ARC-Easy", "x", "y"]
+
+
+def test_what_is_final_stays_final_and_keeps_its_date():
+    held_out.declare({"KMMLU": "kmmlu"})
+    first = read_json(held_out.base_dir() / held_out.FILE)["since"]["KMMLU"]
+    held_out.declare({"GSM8K": "gsm8k"})
+    found = read_json(held_out.base_dir() / held_out.FILE)
+    assert set(found["final"]) == {"KMMLU", "GSM8K"} and found["since"]["KMMLU"] == first
+
+
+def test_a_bucket_of_the_family_of_a_final_benchmark_is_refused_unless_waived():
+    held_out.declare({"ARC-Challenge": "arc"})
+    held_out.require_other_families({"gsm8k": "gsm8k", "mine": ""})
+    with pytest.raises(Refused, match="is made of arc, as is ARC-Challenge, which is final"):
+        held_out.require_other_families({"arc_easy": "arc"})
+    held_out.require_other_families({"arc_easy": "arc"}, ["arc"])
+
+
+def flips(path, count):
+    """A file with one bit flipped, `count` times; whole again afterwards."""
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(count):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        yield
+    path.write_bytes(whole)
+
+
+def test_R29_every_flipped_bit_of_the_ledger_is_found(base):
+    held_out.declare({"ARC-Easy": "arc"})
+    for name in "abc":
+        held_out.require_access(["ARC-Easy"], True, {"checkpoint": name})
+    ledger = base / held_out.LEDGER
+    for _ in flips(ledger, 100):
+        damaged = []
+        left = held_out.accesses(damaged)
+        assert len(left) < 3 and f"{ledger}, line " in damaged[0]
+    assert [entry["checkpoint"] for entry in held_out.accesses()] == ["a", "b", "c"]
+
+
+def test_R29_damage_to_what_is_final_is_refused_and_frees_no_benchmark(base):
+    held_out.declare({"ARC-Easy": "arc"})
+    for _ in flips(base / held_out.FILE, 100):
+        with pytest.raises(Refused, match="held_out.json.* is damaged(.|\n)*scripts.lab.hold_out"):
+            held_out.require_access(["ARC-Easy"], False, {})
+    assert held_out.is_final("arc_easy")
+
+
+class Asked(ChoiceTask):
+    name = "Asked"
+    splits = ("test", "train")
+
+    def __init__(self, *questions):
+        super().__init__("test")
+        self.questions = questions
+
+    def __len__(self):
+        return len(self.questions)
+
+    def conversation(self, i):
+        return [user(self.questions[i]), assistant("A")]
+
+    def material(self, i):
+        return self.questions[i]
+
+
+def test_short_questions_are_looked_for_as_a_whole():
+    long = " ".join(f"w{i}" for i in range(20))
+    held = Asked("what is the capital of France", long, "too short", "a b c d e f g h i j k l")
+    train = Asked(
+        "Tell me: WHAT is the capital of France?",
+        "x " + " ".join(f"w{i}" for i in range(3, 17)) + " y",
+        "too short",
+        "a b c d e f g h i j k x l",
+    )
+    [found] = overlaps([train], [held])
+    assert (found.items, found.checked) == (4, 3)
+    assert found.shared == (1,) and found.whole == (0,)
+
+
+def test_the_script_declares_shows_and_scans(capsys):
+    hold_out.main(HoldOut(final="kmmlu|HumanEval"))
+    out = capsys.readouterr().out
+    assert "final: KMMLU, made of kmmlu" in out and "final: HumanEval, made of humaneval" in out
+    assert "Access to final benchmarks" in out
+
+
+def test_an_evaluation_leaves_final_tasks_out_unless_they_are_asked_for():
+    every, said = ["arc_easy", "gsm8k"], []
+    assert held_out.admitted(None, every, False, said.append) == every
+    held_out.declare({"ARC-Easy": "arc"})
+    assert held_out.admitted(None, every, False, said.append) == ["gsm8k"]
+    assert said == ["left out, being final: arc_easy; --final looks at them"]
+    assert held_out.admitted(None, every, True, said.append) == every
+    # by name it is not left out but refused, before anything is asked
+    named = held_out.admitted("ARC-Easy|GSM8K", every, False, said.append)
+    with pytest.raises(Refused, match="ARC-Easy is final"):
+        held_out.require_access(named, False, {})
+
+
+def test_whoever_asks_the_same_questions_in_another_form_is_final_too(capsys):
+    hold_out.main(HoldOut(final="arc_easy|AQUA-Letter"))
+    for name in ("ARC-Easy-10", "arc_easy", "AQUA", "aqua_letter"):
+        assert held_out.is_final(name), name
+    assert not held_out.is_final("ARC-Challenge-10")
+
+
+@pytest.mark.parametrize("name", ["smoltalk", "jsonl"])
+def test_what_scores_nobody_cannot_be_final(name):
+    with pytest.raises(ValueError, match=f"'{name}' scores nobody"):
+        hold_out.main(HoldOut(final=name))
+
+
+def test_a_question_is_found_in_our_own_rendering_and_without_its_options():
+    class Choice(QuestionTask):
+        name, splits, baseline = "Choice", ("test",), 0.25
+        texts = ("Which sort of tree is it that grows?", "Which tree is it now?")
+
+        def __init__(self):
+            super().__init__("test")
+
+        def __len__(self):
+            return len(self.texts)
+
+        def question(self, i):
+            return Question(self.texts[i], ("oak", "elm", "ash", "fir"), 0)
+
+    held = Choice()
+    rendered = Asked(*(message["content"] for message in (held[0][0], held[1][0])))
+    [found] = overlaps([rendered], [held])
+    assert found.shared == () and set(found.whole) == {0, 1}
+    alone = Asked(*Choice.texts)
+    [found] = overlaps([alone], [held])
+    assert found.whole == (0,)  # the other one is too short to be told from chance

@@ -1,0 +1,138 @@
+"""Merging weights: what must come back unchanged, and what each method does."""
+
+import math
+
+import pytest
+import torch
+
+from nanochat.lab import merge as merging
+from nanochat.lab.merge import (
+    MergeConfig,
+    agreed,
+    dropped,
+    largest,
+    slerp,
+)
+
+METHODS = ["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
+
+
+def model(seed, size=(6, 8)):
+    generator = torch.Generator().manual_seed(seed)
+    names = {"blocks.0.q": size, "embed.weight": (5, 4), "head.weight": (4, 5), "scale": (3,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+def merge(models, cfg, base=None):
+    return merging.merge(models, cfg, base, ["blocks.0.q"])
+
+
+A, B, C, BASE = model(1), model(2), model(3), model(0)
+
+
+def same(one, other, **close):
+    return (
+        all(torch.allclose(one[n], other[n], **close) for n in one) and one.keys() == other.keys()
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_merged_with_itself_is_itself(method):
+    # nothing is dropped: that of what is kept would not be the whole
+    found = merge([A, A], MergeConfig(method, density=1.0), BASE)
+    assert same(found, A, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
+def test_weights_1_and_0_give_the_first_back(method):
+    found = merge([A, B], MergeConfig(method, weights="1,0"), BASE)
+    assert same(found, A, rtol=0, atol=1e-6)
+    assert method != "linear" or same(found, A, rtol=0, atol=0)
+
+
+def test_slerp_begins_at_the_first_and_ends_at_the_second():
+    assert same(merge([A, B], MergeConfig("slerp", t=0.0)), A, rtol=0, atol=0)
+    assert same(merge([A, B], MergeConfig("slerp", t=1.0)), B, rtol=0, atol=0)
+
+
+def test_a_soup_is_the_weighted_mean():
+    found = merge([A, B, C], MergeConfig(weights="1,1,2"))
+    for name in A:
+        torch.testing.assert_close(found[name], (A[name] + B[name] + 2 * C[name]) / 4)
+    assert found["blocks.0.q"].dtype == torch.float32
+
+
+def test_slerp_keeps_the_length_and_halves_the_angle():
+    x, y = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    middle = slerp(x, y, 0.5)
+    torch.testing.assert_close(middle, torch.full((1, 2), math.sqrt(0.5)))
+    third = slerp(x, y, 1 / 3)
+    assert math.atan2(*reversed(third[0].tolist())) == pytest.approx(math.pi / 6)
+    torch.testing.assert_close(slerp(x, 3 * x, 0.5), 2 * x)  # parallel: linear
+
+
+def test_matrices_alone_go_by_the_method():
+    found, plain = (merge([A, B], MergeConfig(method)) for method in ("slerp", "linear"))
+    for name in A:
+        assert torch.equal(found[name], plain[name]) == (name != "blocks.0.q")
+
+
+def test_task_arithmetic_goes_from_the_base_by_the_scale():
+    found = merge([A, B], MergeConfig("task_arithmetic", scale=2.0), BASE)
+    for name in A:
+        moved = (A[name] + B[name]) / 2 - BASE[name]
+        torch.testing.assert_close(found[name], BASE[name] + 2 * moved)
+    alone = merge([A], MergeConfig("task_arithmetic", scale=-1.0), BASE)  # to forget what A learned
+    torch.testing.assert_close(alone["scale"], 2 * BASE["scale"] - A["scale"])
+
+
+def test_ties_keeps_the_largest_and_lets_the_signs_vote():
+    assert largest(torch.tensor([3.0, -4.0, 1.0, 2.0]), 0.5).tolist() == [3.0, -4.0, 0.0, 0.0]
+    votes = [
+        torch.tensor([1.0, 2.0, 0.0]),
+        torch.tensor([-3.0, 4.0, 0.0]),
+        torch.tensor([1.0, 0, 5]),
+    ]
+    found = agreed(votes, [1 / 3] * 3)
+    # -1 wins the first place by weight, 2 and 4 agree in the second, 5 is alone in the third
+    torch.testing.assert_close(found, torch.tensor([-3.0, 3.0, 5.0]))
+
+
+@pytest.mark.parametrize("rescale", ["density", "norm"])
+def test_dare_drops_at_random_and_goes_as_far_on_average(rescale):
+    x = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
+    cfg = MergeConfig("dare", density=0.25, rescale=rescale)
+    found = dropped(x, cfg, torch.Generator().manual_seed(5))
+    assert (found != 0).float().mean() == pytest.approx(0.25, abs=0.01)
+    assert found.abs().sum() == pytest.approx(float(x.abs().sum()), rel=0.02)
+    again = [merge([A, B], MergeConfig("dare", merge_seed=s), BASE) for s in (0, 0, 1)]
+    assert same(again[0], again[1], rtol=0, atol=0)
+    assert not torch.equal(again[0]["blocks.0.q"], again[2]["blocks.0.q"])
+
+
+@pytest.mark.parametrize(
+    "models, cfg, base, message",
+    [
+        ([A, B, C], MergeConfig("slerp"), None, "slerp merges two models, got 3"),
+        ([A, B], MergeConfig("ties"), None, "ties goes by what the models moved from a base"),
+        ([A, B], MergeConfig(weights="1,2,3"), None, "2 models have 2 weights"),
+        ([A, B], MergeConfig(weights="1,-1"), None, "none below 0"),
+        ([A, B], MergeConfig(weights="a,b"), None, "2 models have 2 weights"),
+        (
+            [A, model(1, (6, 9))],
+            MergeConfig(),
+            None,
+            r"q is \(6, 8\) in one model and \(6, 9",
+        ),
+        ([A, {**B, "more": B["scale"]}], MergeConfig(), None, "more is None in one model"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(models, cfg, base, message):
+    with pytest.raises(ValueError, match=message):
+        merge(models, cfg, base)
+
+
+def test_settings_out_of_range_are_refused():
+    for wrong in ({"density": 0.0}, {"density": 1.5}, {"t": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            MergeConfig(**wrong)

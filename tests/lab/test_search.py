@@ -1,0 +1,122 @@
+"""Searching for the best value: wide, tight, seeds, and no optimum at the edge."""
+
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from nanochat.common import Refused
+from nanochat.lab.search import (
+    SearchConfig,
+    inside,
+    seek,
+    shown,
+    spaced,
+)
+from nanochat.stats import expected_maximum
+
+CFG = SearchConfig("lr", low=0.01, high=3.0)
+
+
+def valley(optimum, noise=0.0, sign=1):
+    """Scores that are best at an optimum; their calls are noted."""
+    calls = []
+
+    def tried(values, seeds):
+        calls.append((list(values), list(seeds)))
+        rng = {(v, s): random.Random(f"{v}-{s}") for v in values for s in seeds}
+        return {
+            v: [
+                sign * (1 + 0.1 * math.log(v / optimum) ** 2) + rng[v, s].gauss(0, noise)
+                for s in seeds
+            ]
+            for v in values
+        }
+
+    return tried, calls
+
+
+def test_the_best_value_is_found_and_judged_by_seeds_that_did_not_choose_it():
+    tried, calls = valley(0.2)
+    found = seek(CFG, tried, True, 3)
+    assert 0.15 < found.chosen < 0.27
+    (wide, first), (tight, second), (finals, seeds) = calls
+    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # the middle one is known
+    assert first == second == [0] and seeds == [1, 2, 3]
+    assert min(wide) == 0.01 and max(wide) == 3.0
+    assert all(sorted(wide)[3] < value < sorted(wide)[6] for value in tight)
+    assert [row[-1] for row in found.table()["rows"]].count("chosen") == 1
+    assert set(found.series()) == {"wide", "tight", "mean of seeds"}
+
+
+def test_higher_can_be_better():
+    tried, _ = valley(0.2, sign=-1)
+    assert 0.15 < seek(CFG, tried, False, 3).chosen < 0.27
+
+
+@pytest.mark.parametrize("optimum, flag", [(0.0001, "--low"), (50.0, "--high"), (0.01, "--low")])
+def test_an_optimum_at_the_edge_is_refused_with_the_way_out(optimum, flag):
+    tried, calls = valley(optimum)
+    with pytest.raises(Refused, match=f"optimum may lie beyond(.|\n)*extend the grid by {flag}"):
+        seek(CFG, tried, True, 3)
+    assert len(calls) == 1
+
+
+def test_a_run_that_broke_is_the_worst():
+    tried, _ = valley(0.2)
+
+    def breaking(values, seeds):
+        return {v: [math.nan] if v > 1 else s for v, s in tried(values, seeds).items()}
+
+    found = seek(CFG, breaking, True, 3)
+    assert 0.15 < found.chosen < 0.27
+    assert ["broke" in row for row in found.table()["rows"]][-2:] == [True, True]
+    with pytest.raises(ValueError, match="every run broke"):
+        seek(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
+
+
+def test_a_finalist_of_which_a_seed_broke_is_not_chosen_and_the_table_says_so():
+    tried, _ = valley(0.2)
+
+    def breaking(values, seeds):
+        found = tried(values, seeds)
+        best = min(found, key=lambda v: found[v][0])
+        return {v: [math.nan, *s[1:]] if v == best and seeds[0] else s for v, s in found.items()}
+
+    found = seek(CFG, breaking, True, 3)
+    notes = [row[-1] for row in found.table()["rows"]]
+    assert notes.count("chosen") == 1 and notes.count("1 of 3 broke") == 1
+    assert len(found.series()["mean of seeds"]) == 1
+
+
+def test_values_are_shown_as_flags_take_them():
+    assert [shown(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
+
+
+def test_the_best_seed_looks_too_good_by_about_what_is_told():
+    excess, told = [], []
+    for i in range(200):
+        rng = random.Random(i)
+
+        def tried(values, seeds, rng=rng):
+            return {v: [abs(math.log(v / 0.2)) + rng.gauss(0, 0.05) for _ in seeds] for v in values}
+
+        found = seek(CFG, tried, True, 3)
+        scores = found.finals[found.chosen]
+        excess.append(fmean(scores) - scores[found.lucky])
+        told.append(found.inflation)
+    # the deviation of 3 values is 0.886 times that of their source, on average
+    assert fmean(excess) == pytest.approx(0.05 * expected_maximum(3), rel=0.15)
+    assert fmean(told) == pytest.approx(0.886 * fmean(excess), rel=0.15)
+
+
+def test_grids_are_even_on_a_logarithmic_scale_and_whole_where_asked():
+    assert spaced(0.01, 1.0, 3) == [0.01, 0.1, 1.0]
+    assert spaced(1000, 16000, 5, unit=1024) == [1024, 2048, 4096, 8192, 15360 + 1024]
+    assert inside((1.0, 16.0), 3) == [2.0, 4.0, 8.0]
+    for wrong in ((1.0, 0.1, 5), (0.0, 1.0, 5), (0.1, 1.0, 2)):
+        with pytest.raises(ValueError, match="no grid of"):
+            spaced(*wrong)
+    with pytest.raises(ValueError, match="not all different"):
+        spaced(1000, 2000, 5, unit=1024)

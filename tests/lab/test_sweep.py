@@ -1,0 +1,317 @@
+"""Sweeps: every run once, whatever happens; what it took; what it says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanochat.common import REPOSITORY, Refused
+from nanochat.lab import study as study_module
+from nanochat.lab import sweep
+from nanochat.lab.study import (
+    FIRST_HALF,
+    Arm,
+    Study,
+    StudyConfig,
+    as_csv,
+    bars,
+    judge,
+    of_arms,
+    of_grid,
+)
+from nanochat.lab.sweep import (
+    Done,
+    Job,
+    Sweep,
+    SweepConfig,
+    gathered,
+    ledger_table,
+)
+from nanochat.mixture import MixConfig
+from scripts.lab.sweep import SweepScript, data_of
+
+
+@pytest.fixture(autouse=True)
+def fixed_code(monkeypatch):
+    """The code does not change while a test runs."""
+    monkeypatch.setattr(sweep, "code_print", lambda: "code")
+
+
+def job(name, score=1.0, **flags):
+    words = [f"--{key}={value}" for key, value in flags.items()]
+    return Job(name, [["tests.fake_run", f"--score={score}", "--tag={tag}", *words]])
+
+
+def calls(done):
+    return (done.folder / "report" / "calls.txt").read_text().splitlines()
+
+
+def test_a_run_that_is_done_is_never_repeated_whichever_sweep_asks():
+    jobs = [job("a", 1.0), job("b", 2.0)]
+    with Sweep(SweepConfig(), "one") as runner:
+        done = runner.run_all(jobs)
+        assert [done[name].metric("Final validation bpb") for name in "ab"] == [1.0, 2.0]
+        assert len(runner.ledger()) == 2
+    with Sweep(SweepConfig(), "two") as runner:
+        again = runner.run_all([*jobs, job("c", 3.0)])
+        assert len(runner.ledger()) == 1  # only what was new
+    assert all(len(calls(again[name])) == 1 for name in "abc")
+    assert calls(done["a"])[0].split()[1] == done["a"].tag  # its own checkpoints
+
+
+def test_a_key_changes_with_the_commands_their_inputs_and_the_code():
+    one = job("a")
+    assert one.key("x") == Job("other name", one.commands).key("x")
+    keys = {
+        one.key("x"),
+        one.key("y"),
+        job("a", 2.0).key("x"),
+        Job("a", one.commands, {"base": "123"}).key("x"),
+    }
+    assert len(keys) == 4
+
+
+def test_runs_of_other_code_are_repeated_unless_they_are_good_enough(monkeypatch):
+    jobs = [job("a", 1.0), job("b", 2.0)]
+    with Sweep(SweepConfig(), "one") as runner:
+        first = runner.run_all(jobs)
+    monkeypatch.setattr(sweep, "code_print", lambda: "other code")
+    with Sweep(SweepConfig(same_code=False), "one") as runner:
+        again = runner.run_all([*jobs, job("c", 3.0)])
+        assert len(runner.ledger()) == 3
+    assert [again[name].folder for name in "ab"] == [first[name].folder for name in "ab"]
+    with Sweep(SweepConfig(), "one") as runner:
+        assert runner.run_all(jobs)["a"].folder != first["a"].folder
+        assert len(runner.ledger()) == 5
+
+
+def test_several_runs_at_a_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    with Sweep(SweepConfig(devices=3), "one") as runner:
+        done = runner.run_all([job(f"j{i}", i) for i in range(5)])
+    assert {calls(run)[0].split()[0] for run in done.values()} == {"2"}
+
+
+def test_every_run_has_one_of_the_gpus_that_are_ours(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["2", "3"]
+    with pytest.raises(ValueError, match="--devices=3, but this machine has 2"):
+        sweep.environments(3)
+
+
+def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
+    bad = job("bad", status=3)
+    with Sweep(SweepConfig(), "one") as runner:
+        with pytest.raises(Refused, match="1 of 2 runs are not done: bad failed with status 3"):
+            runner.run_all([job("good"), bad])
+        with pytest.raises(Refused):
+            runner.run_all([job("good"), bad])
+        assert [entry["status"] for entry in runner.ledger()] == [0, 3, 3]
+        table = ledger_table(runner.ledger(), 2.0)
+    assert [row[0] for row in table["rows"]] == [
+        "Training",
+        "Evaluation",
+        "Lost to failures",
+        "All",
+    ]
+    lost = sum(entry["seconds"] for entry in runner.ledger() if entry["status"])
+    assert table["rows"][2][1] == f"{lost / 3600:.3f}"
+
+
+def test_a_run_that_its_sentinels_broke_is_an_outcome_and_scores_nothing():
+    broken = Job("x", [["tests.fake_run", "--status=78"], ["tests.fake_run", "--score=1"]])
+    with Sweep(SweepConfig(), "one") as runner:
+        done = runner.run_all([broken])["x"]
+        assert done.is_broken and len(runner.ledger()) == 1
+        assert runner.run_all([broken])["x"].is_broken and len(runner.ledger()) == 1
+
+
+def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
+    jobs = [job(f"j{i}", i) for i in range(4)]
+    with Sweep(SweepConfig(), "one") as runner:
+        runner.run_all(jobs[:1])
+        each = runner.typical_seconds() / 3600
+    with (
+        Sweep(SweepConfig(cap_hours=2.9 * each), "one") as runner,
+        pytest.raises(Refused, match=r"more than the cap(.|\n)*--cap_hours raises"),
+    ):
+        runner.run_all(jobs)
+    assert 1 <= len(runner.ledger()) <= 3
+    with (
+        Sweep(SweepConfig(devices=2, cap_hours=1.5 * each), "one") as runner,
+        pytest.raises(Refused, match="more than the cap"),
+    ):
+        runner.run_all(jobs)  # what is under way counts too
+    with Sweep(SweepConfig(), "one") as runner:
+        assert len(runner.run_all(jobs)) == 4
+        assert len(runner.ledger()) == 4
+
+
+def test_two_sweeps_of_a_name_do_not_run_at_once():
+    with (
+        Sweep(SweepConfig(), "one"),
+        pytest.raises(Refused, match=r"another run writes there(.|\n)*another --name"),
+        Sweep(SweepConfig(), "one"),
+    ):
+        pass
+
+
+SLOW = """
+import nanochat.lab.sweep as s
+s.code_print = lambda: "code"
+jobs = [s.Job("a", [["tests.fake_run", "--score=1"]]),
+        s.Job("b", [["tests.fake_run", "--score=2", "--sleep=60"]])]
+with s.Sweep(s.SweepConfig(), "one") as runner:
+    runner.run_all(jobs)
+"""
+
+
+@pytest.mark.parametrize("how, status", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_a_sweep_that_is_stopped_loses_no_run_that_is_done(how, status):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    folder = sweep.sweep_folder() / "runs"
+    started = time.monotonic()
+    while len(list(folder.glob("*/report/calls.txt"))) < 2:
+        assert time.monotonic() < started + 60 and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(how)
+    assert process.wait(30) == status
+    assert not still_running("tests.fake_run")
+    assert len(list(folder.glob("*/done.json"))) == 1
+    with Sweep(SweepConfig(), "one") as runner:
+        assert len(runner.run_all([job_of_slow()])) == 1
+        stopped = [entry["status"] for entry in runner.ledger()]
+    assert stopped == ([0, 75] if how == signal.SIGTERM else [0])
+
+
+def still_running(words, seconds=20.0):
+    """Whether a command of these words outlives what began it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        if not any(words in line and "--sleep=60" in line for line in found.stdout.splitlines()):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def job_of_slow():
+    return Job("a", [["tests.fake_run", "--score=1"]])
+
+
+# ------------------------------------------------------------------------------------------------
+# Studies
+
+
+def test_arms_and_grids_are_read_from_words():
+    assert [arm.name for arm in of_arms("only:a|drop:b")] == ["control", "only:a", "drop:b"]
+    assert of_arms("only:a")[1] == Arm("only:a", ("--arm=only:a",))
+    grid = of_grid("lr=0.1,0.2;--decay=0,1")
+    assert [arm.flags for arm in grid] == [
+        ("--lr=0.1", "--decay=0"),
+        ("--lr=0.1", "--decay=1"),
+        ("--lr=0.2", "--decay=0"),
+        ("--lr=0.2", "--decay=1"),
+    ]
+    assert [arm.name for arm in grid][:2] == ["control", "lr=0.1, decay=1"]
+    for wrong in ("lr", "lr=", "=1"):
+        with pytest.raises(ValueError, match="is not flag=value,value"):
+            of_grid(wrong)
+    with pytest.raises(ValueError, match="names an arm twice"):
+        of_arms("only:a|only:a")
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """A study of a base that is not there; `steps` of 10 on 64 tokens."""
+    found = SimpleNamespace(fingerprint="0")
+    monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
+    return Study(StudyConfig(num_iterations=10, total_batch_size=64), MixConfig("world_chat"))
+
+
+def flags_of(job):
+    return dict(word.removeprefix("--").split("=", 1) for word in job.commands[0] if "=" in word)
+
+
+def test_an_arm_with_another_batch_has_as_many_tokens(study):
+    flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
+    assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
+    with pytest.raises(ValueError, match="runs of a study are of one length"):
+        study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
+
+
+def test_a_key_changes_with_what_is_learned_and_measured(tmp_path):
+    rows = tmp_path / "own.jsonl"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prints = []
+    for count in (2, 3):
+        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(count)))
+        mixture, flags = MixConfig(f"jsonl:{rows}"), f"--val_mixture=jsonl:{rows}"
+        for study in (StudyConfig(), StudyConfig(flags=flags)):
+            prints.append(data_of(SweepScript(study=study, mix=mixture)))
+        prints.append(data_of(SweepScript(study=StudyConfig(flags=flags))))
+    assert prints[:3] == [prints[0]] * 3 and prints[3:] == [prints[3]] * 3
+    assert prints[0] != prints[3] and data_of(SweepScript()) == ""
+
+
+def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path):
+    job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
+    again = study.confirmation(Done(job, tmp_path / "key"))
+    assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
+    assert flags_of(again)["model_tag"] == "sweep-key"  # its own checkpoint
+    assert "--once" in job.commands[0] and "--once" not in again.commands[0]
+
+
+def test_a_study_of_which_all_runs_broke_says_so(tmp_path):
+    runs = {("d4", "control", i): Done(Job("x", []), tmp_path, True) for i in range(3)}
+    with pytest.raises(ValueError, match="all 3 runs broke"):
+        judge(runs, 1.0, "Final validation bpb")
+
+
+def test_a_study_is_judged_metric_by_metric_and_base_by_base():
+    items = {"control": "1,1,1,1,0,0,0,0", "drop:x": "1,0,0,0,0,0,0,0"}
+    others = "1,1,1,0,1,0,0,0"
+    scores = {
+        ("d4", "control"): (1.00, 1.01, 0.99),
+        ("d4", "drop:x"): (1.20, 1.22),
+        ("d4", "copy:y"): (1.01, 0.99),
+        ("d6", "control"): (0.90, 0.91, 0.89),
+        ("d6", "drop:x"): (1.10, 1.11),
+        ("d6", "copy:y"): (0.90, 0.91),
+    }
+    jobs = {
+        (base, arm, seed): job(f"{base} {arm} {seed}", value, items=items.get(arm, others))
+        for (base, arm), values in scores.items()
+        for seed, value in enumerate(values)
+    }
+    with Sweep(SweepConfig(devices=2), "one") as runner:
+        done = runner.run_all(list(jobs.values()))
+    runs = {place: done[each.name] for place, each in jobs.items()}
+    found, table = judge(runs, 2.0, "Final validation bpb")
+    verdicts = {(c.base, c.arm, c.metric): c for c in found}
+    assert len(found) == 2 * 2 * 3  # bases, arms, metrics
+    for base in ("d4", "d6"):
+        dropped = verdicts[base, "drop:x", "Final validation bpb"]
+        assert dropped.verdict == "worse" and dropped.stands
+        assert verdicts[base, "copy:y", "Final validation bpb"].verdict == "within noise"
+    by_row = {tuple(row[:3]): row for row in table["rows"]}
+    row = by_row["Final validation bpb", "d4", "drop:x"]
+    assert row[3:6] == ["1.2100", "2", "+0.2100"] and row[-2:] == ["all worse", "+0.1050"]
+    assert by_row["Final validation bpb", "d4", "control"][6] == "std 0.0100"
+    assert table["rows"][0][0] == "Final validation bpb"
+    assert set(bars(found, "val_bpb:x")) == {
+        f"{a}, {b}" for a in ("drop:x", "copy:y") for b in ("d4", "d6")
+    }
+    assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
+    assert gathered([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]

@@ -1,0 +1,237 @@
+"""How much scores vary, and which of two checkpoints is better: measured, stored, used, shown."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.checkpoint import referred, save_checkpoint, stage_folder
+from nanochat.common import MissingInput, read_json
+from nanochat.distributed import MachineConfig
+from nanochat.gpt import build_model
+from nanochat.lab import variance
+from nanochat.lab.variance import (
+    Variance,
+    default_repeats,
+    load,
+    measure,
+    save,
+)
+from nanochat.tokenizer import Tokenizer
+from scripts import base_eval, chat_eval
+from scripts.lab import compare, eval_variance
+from tests.conftest import TINY, lively
+
+CPU = MachineConfig("cpu", "float32")
+
+
+def runs(rng, chances, num_runs):
+    """Scores [item][run] of answers that are right by chance."""
+    return (
+        (rng.random((len(chances), num_runs)) < np.array(chances)[:, None]).astype(float).tolist()
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The figures
+
+
+def test_the_spread_is_that_of_a_run_and_the_rest_belongs_to_the_items():
+    rng = np.random.default_rng(0)
+    chances = rng.choice([0.1, 0.5, 0.9], 400).tolist()
+    found = measure("t", [runs(rng, chances, 40) for _ in range(5)])
+    sampling = math.sqrt(sum(p * (1 - p) for p in chances)) / 400
+    assert found.std == pytest.approx(sampling, rel=0.2)
+    assert found.item_se == pytest.approx(np.std(chances) / math.sqrt(400), rel=0.2)
+    assert (found.n, found.num_runs, len(found.stds)) == (400, 40, 5)
+
+
+@pytest.mark.parametrize(
+    ("std", "label"),
+    [(0.0, "very stable"), (0.0029, "very stable"), (0.0031, "stable"), (0.007, "high")],
+)
+def test_a_task_belongs_to_the_class_of_its_spread(std, label):
+    assert Variance("t", 100, 3, (std, std), 0.02).label == label
+
+
+@pytest.mark.parametrize(
+    ("std", "item_se", "repeats"),
+    [
+        (0.0, 0.02, 1),
+        (0.01, 0.02, 1),
+        (0.02, 0.02, 4),
+        (0.03, 0.02, 9),
+        (0.5, 0.02, 16),
+        (0.1, 0.0, 16),
+    ],
+)
+def test_repeats_keep_the_error_of_sampling_under_half_of_that_of_the_items(std, item_se, repeats):
+    found = Variance("t", 100, 3, (std,), item_se)
+    assert found.repeats == repeats
+    if item_se and repeats < variance.MOST_REPEATS:
+        assert std / math.sqrt(repeats) <= item_se / 2 + 1e-12
+
+
+def test_checkpoints_must_have_been_asked_the_same():
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="differ"):
+        measure("t", [runs(rng, [0.5] * 9, 3), runs(rng, [0.5] * 8, 3)])
+    with pytest.raises(ValueError, match="twice or more"):
+        measure("t", [runs(rng, [0.5] * 9, 1)])
+
+
+def test_what_is_stored_gives_the_default_and_only_where_answers_vary(base):
+    assert default_repeats("t", 1.0) == 1 and load() == {}
+    save([Variance("t", 100, 3, (0.02,), 0.02)])
+    save([Variance("u", 100, 3, (0.0,), 0.02)])
+    assert [default_repeats(name, 1.0) for name in "tuv"] == [4, 1, 1]
+    assert default_repeats("t", 0.0) == 1
+    assert load()["t"] == Variance("t", 100, 3, (0.02,), 0.02)
+
+
+def test_the_table_has_the_noisiest_first_in_points():
+    found = [
+        Variance("calm", 50, 3, (0.001, 0.003), 0.02),
+        Variance("loud", 50, 3, (0.02, 0.04), 0.02),
+    ]
+    table = variance.table(found, ["sft", "rl"])
+    assert [row[1] for row in table["rows"]] == ["loud", "calm"]
+    row = dict(zip(table["columns"], table["rows"][0], strict=True))
+    assert row["Class"] == "high" and row["Std"] == "3.00" and row["rl"] == "4.00"
+    assert row["Repeats"] == 9
+
+
+# ------------------------------------------------------------------------------------------------
+# The scripts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["ABCD what is the answer 1 2 3 4"], 280)
+
+
+def save_model(tokenizer, stage, tag, step, seed):
+    """A checkpoint of a model that knows nothing, of the embedded world."""
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=192)
+    model = lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+    state = {
+        "stage": stage,
+        "source": {"dataset": "embedded"},
+        "provenance": {"run_id": "run-1", "seed": 0, "inputs": {"tokenizer": "t"}},
+    }
+    return save_checkpoint(stage_folder(stage) / tag, step, model, None, tokenizer, state, keep=9)
+
+
+def evaluate(stage, tag, **settings):
+    chat_eval.main(
+        chat_eval.ChatEval(
+            source=stage, model_tag=tag, machine=CPU, max_problems=12, max_new_tokens=6, **settings
+        )
+    )
+
+
+def test_eval_variance_stores_what_chat_eval_then_uses(base, tokenizer, capsys):
+    for stage in ("sft", "rl"):
+        save_model(tokenizer, stage, "d2", 5, seed=ord(stage[0]))
+    eval_variance.main(
+        eval_variance.EvalVariance(
+            task_name="world_facts|world_choice", max_problems=12, max_new_tokens=6, machine=CPU
+        )
+    )
+    record = read_json(base / "report" / "evaluation-variance.json")
+    assert list(load()) == ["World-Facts"] and load()["World-Facts"].num_runs == 3
+    assert record["tables"][0]["columns"][5:7] == ["sft", "rl"]
+    assert record["provenance"]["inputs"].keys() == {"sft", "rl"}
+    assert "Evaluation variance (points)" in (base / "report.md").read_text()
+    save([Variance("World-Facts", 12, 3, (0.02,), 0.02)])
+    evaluate("sft", "d2", task_name="World-Facts", temperature=1.0)
+    value = read_json(base / "report" / "chat-evaluation-sft.json")["values"]["World-Facts"]
+    assert value["k"] == 4 and value["n"] == 12
+    assert "4 answers each" in capsys.readouterr().out
+
+
+def test_what_varies_not_cannot_be_measured():
+    for settings in ({"runs": 1}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match="nothing that varies"):
+            eval_variance.EvalVariance(**settings)
+    with pytest.raises(MissingInput):
+        eval_variance.main(eval_variance.EvalVariance(machine=CPU))
+
+
+def test_every_metric_has_items_answers_and_both_errors(base, tokenizer):
+    save_model(tokenizer, "sft", "d2", 5, seed=1)
+    names = "world_choice|world_facts"
+    path = base / "report" / "chat-evaluation-sft.json"
+    evaluate("sft", "d2", task_name=names)
+    for value in (read_json(path)["values"][name] for name in ("World-Choice", "World-Facts")):
+        assert (value["n"], value["k"], value["repeat_se"]) == (12, 1, 0.0)
+        assert value["item_se"] == value["se"]
+    evaluate("sft", "d2", task_name="world_facts", temperature=1.0)
+    once = read_json(path)["values"]["World-Facts"]
+    assert once["k"] == 1 and once["item_se"] is None and once["repeat_se"] is None
+    evaluate("sft", "d2", task_name="world_facts", temperature=1.0, num_samples=3)
+    thrice = read_json(path)["values"]["World-Facts"]
+    assert thrice["k"] == 3
+    assert thrice["se"] == pytest.approx(math.hypot(thrice["item_se"], thrice["repeat_se"]))
+    assert read_json(path)["values"]["World-Choice"]["k"] == 1  # from the call before
+
+
+def test_two_checkpoints_of_one_run_are_compared_item_by_item(base, tokenizer, capsys):
+    for step, seed in ((5, 1), (10, 2)):
+        save_model(tokenizer, "base", "d2", step, seed)
+        suite = base_eval.SuiteConfig("embedded")
+        base_eval.main(
+            base_eval.BaseEval(
+                model_tag="d2", model_step=step, suite=suite, max_per_task=10, machine=CPU
+            )
+        )
+        evaluate("base", "d2", step=step, task_name="world_choice")
+    compare.main(compare.Compare("base:d2:5", "base:d2:10"))
+    (path,) = (base / "report").glob("comparison-of-*.json")
+    record = read_json(path)
+    rows = {row[0]: row for row in record["tables"][0]["rows"]}
+    assert record["section"] == "Comparison of base:d2:5 and base:d2:10"
+    assert {"CORE", "World-Choice", "world_sums"} <= rows.keys()
+    assert all("won" in row[5] for row in rows.values())  # every metric had the same items
+    assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
+    old, new = (
+        [
+            r
+            for r in records_of(base)
+            if r["provenance"]["inputs"].get("base") == print_ and "CORE metric" in r["values"]
+        ][0]
+        for print_ in (referred(f"base:d2:{step}").fingerprint for step in (5, 10))
+    )
+    change = new["values"]["CORE metric"]["value"] - old["values"]["CORE metric"]["value"]
+    assert float(rows["CORE"][2]) == pytest.approx(change, abs=1e-4)
+    assert "World-Choice" in capsys.readouterr().out
+    assert "Comparison of base:d2:5" in (base / "report.md").read_text()
+
+
+def records_of(base):
+    from nanochat.records import read_history
+
+    return read_history(base / "report")
+
+
+def test_what_was_not_scored_is_named_with_the_command(base, tokenizer):
+    save_model(tokenizer, "base", "d2", 5, 1)
+    save_model(tokenizer, "sft", "d2", 7, 1)
+    with pytest.raises(MissingInput, match="scripts.base_eval --model_tag=d2 --model_step=5"):
+        compare.main(compare.Compare("base", "sft"))
+    evaluate("sft", "d2", task_name="world_choice")
+    evaluate("base", "d2", task_name="world_facts")
+    with pytest.raises(ValueError, match="World-Facts.*World-Choice.*same tasks"):
+        compare.main(compare.Compare("base", "sft"))
+    with pytest.raises(MissingInput, match="--hf_path=gpt2"):
+        compare.main(compare.Compare("hf:gpt2", "sft"))
+    with pytest.raises(ValueError, match="the same"):
+        compare.main(compare.Compare("sft", "sft"))
+
+
+@pytest.mark.parametrize("name", ["d4", "base:d4:x", "sft:a:1:2", ""])
+def test_a_name_of_no_checkpoint_is_refused(base, name):
+    with pytest.raises(ValueError, match="stage"):
+        referred(name)

@@ -1,0 +1,448 @@
+"""The recursive model: the plain one where it must be, causal, honest in what it trains."""
+
+import math
+import shutil
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanochat.common import read_json
+from nanochat.distributed import Machine
+from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.loss import IGNORE
+from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.recursion.metrics import (
+    in_order,
+    loop_figures,
+    part_of,
+    step_figures,
+)
+from nanochat.recursion.model import (
+    RecursiveConfig,
+    RecursiveGPT,
+    read_config,
+    recursive_config,
+)
+from nanochat.recursion.presets import LateRepetition, RecursionConfig, RepeatConfig
+from tests.conftest import TINY, lively
+from tests.training_runs import SMALL, STEPS, TRAIN, folder, python, same_weights
+
+CPU = torch.device("cpu")
+PLAIN = replace(TINY, n_layer=4)
+PARTS = {"n_prelude": 1, "n_core": 2, "n_coda": 1}
+GIVEN = ("moderate", "aggressive", "extreme")
+
+
+def recursive(**values: Any) -> RecursiveConfig:
+    return recursive_config(PLAIN, **{**PARTS, "n_loops": 3, **values})
+
+
+def model_of(cfg: GPTConfig, seed: int = 0) -> Any:
+    return lively(build_model(cfg, CPU, torch.float32, seed))
+
+
+def rows(n: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(64, (n, 16), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORE
+    targets[0, 3:9] = IGNORE
+    return tokens, targets
+
+
+def logits_by_loop(model: RecursiveGPT, tokens: torch.Tensor, loops: int) -> list[torch.Tensor]:
+    run = model.begin(tokens)
+    states = enumerate(model.states(run, loops), start=1)
+    return [model.logits(model.read_out(run, state, k)) for k, state in states]
+
+
+# ---- the plain model, exactly --------------------------------------------------------------------
+
+
+def test_preset_none_is_the_plain_model():
+    assert RecursionConfig().apply(PLAIN) is PLAIN
+    assert RecursionConfig(recursion_preset="none").warning() is None
+    assert type(build_model(PLAIN, CPU, torch.float32, 0)) is GPT
+
+
+def test_one_loop_of_a_new_model_is_the_plain_model_of_its_layers():
+    plain, looped = model_of(PLAIN), build_model(recursive(n_loops=1), CPU, torch.float32, 0)
+    missing = looped.load_state_dict(plain.state_dict(), strict=False)
+    assert missing.missing_keys == ["inject.weight"] and not missing.unexpected_keys
+    tokens, targets = rows()
+    assert torch.equal(looped(tokens), plain(tokens))
+    torch.testing.assert_close(looped.loss(tokens, targets), plain.loss(tokens, targets))
+    looped.loss(tokens, targets).backward()
+    plain.loss(tokens, targets).backward()
+    ours = dict(looped.named_parameters())
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(ours[name].grad, p.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_new_recursive_and_plain_models_begin_with_the_same_weights():
+    plain = build_model(PLAIN, CPU, torch.float32, seed=3).state_dict()
+    ours = build_model(recursive(), CPU, torch.float32, seed=3).state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in plain.items())
+
+
+# ---- causality and the cache ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 7, 15])
+def test_a_token_cannot_change_earlier_logits_at_any_loop(position):
+    model, (tokens, _) = model_of(recursive()), rows(1)
+    changed = tokens.clone()
+    changed[0, position] = (changed[0, position] + 1) % 64
+    before, after = (logits_by_loop(model, x, 6) for x in (tokens, changed))
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(one[:, :position], other[:, :position], rtol=0, atol=1e-6)
+        assert not torch.allclose(one[:, position], other[:, position])
+
+
+@pytest.mark.parametrize("n_loops", [1, 2, 4])
+def test_cached_logits_are_those_of_a_full_pass(n_loops):
+    model, (tokens, _) = model_of(recursive(n_loops=n_loops)), rows(2)
+    whole = model(tokens)
+    cache = model.new_cache(2)
+    assert len(cache.keys) == 2 + 2 * n_loops
+    found = []
+    for first, last in ((0, 5), (5, 6), (6, 11), (11, 16)):
+        view = cache.view([0, 1], last - first)
+        found.append(model.logits(model.hidden(tokens[:, first:last], view)))
+        cache.lengths = [last, last]
+    torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+# ---- what is trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base,want", [
+    (3, (0.025, 0.075, 0.225, 0.675)),
+    (5, (0.0064, 0.0321, 0.1603, 0.8013)),
+    (10, (0.0009, 0.0090, 0.0900, 0.9001)),
+])  # fmt: skip
+def test_weights_of_the_loops_are_powers_that_sum_to_one(base, want):
+    shares = recursive(n_loops=4, supervision_base=base).shares((1, 2, 3, 4))
+    assert list(shares.values()) == pytest.approx(want, abs=6e-5)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("bonus", [0.0, 1.0])
+def test_the_gradient_is_that_of_the_weighted_losses_and_the_value_that_of_the_last(bonus):
+    cfg = recursive(supervise="full", supervision_base=3.0, improvement_bonus=bonus)
+    model, twin, (tokens, targets) = model_of(cfg), model_of(cfg), rows()
+    loss = model.loss(tokens, targets)
+    loss.backward()
+    losses = [
+        F.cross_entropy(x.mT, targets, ignore_index=IGNORE, reduction="none").sum(1)
+        for x in logits_by_loop(twin, tokens, 3)
+    ]  # nats of each row, by loop
+    shares, counted = cfg.shares((1, 2, 3)), (targets != IGNORE).sum(1)
+    want = shares[1] * losses[0].sum()
+    for k in (2, 3):
+        before = losses[k - 2].detach()
+        extra = (bonus / (before / counted)).clamp(max=4 * shares[k])
+        want = want + shares[k] * losses[k - 1].sum() - (extra * (before - losses[k - 1])).sum()
+    want.backward()
+    torch.testing.assert_close(loss, losses[-1].sum())
+    torch.testing.assert_close(model.noted["total_loss"], want.detach(), rtol=1e-4, atol=1e-3)
+    for name, p in twin.named_parameters():
+        torch.testing.assert_close(
+            dict(model.named_parameters())[name].grad, p.grad, rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("bonus", [0.0, 2.0, 1e6])
+@pytest.mark.parametrize("preset", GIVEN)
+def test_no_loop_is_ever_trained_to_be_worse(preset, bonus, monkeypatch):
+    given = RecursionConfig(recursion_preset=preset, improvement_bonus=bonus)
+    cfg = given.apply(PLAIN)
+    assert isinstance(cfg, RecursiveConfig)
+    model, (tokens, targets) = model_of(cfg), rows()
+    read, shown = model.read_out, {}
+
+    def remember(run, state, loops):
+        shown[loops] = read(run, state, loops)
+        shown[loops].retain_grad()
+        return shown[loops]
+
+    monkeypatch.setattr(model, "read_out", remember)
+    model.loss(tokens, targets).backward()
+    shares = cfg.shares((1, 2, 3, 4))
+    for k, hidden in shown.items():
+        free = hidden.detach().requires_grad_()
+        logits = model.logits(free)
+        logits.retain_grad()
+        nats = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="sum")
+        nats.backward()
+        # a readout leads nowhere but to its own loss: its gradient is a weight times that one's
+        weight = (hidden.grad * free.grad).sum((1, 2)) / free.grad.square().sum((1, 2))
+        torch.testing.assert_close(
+            hidden.grad, weight[:, None, None] * free.grad, rtol=1e-3, atol=1e-5
+        )
+        most = shares[k] * (1 if k == 1 or not bonus else 5)
+        assert (weight >= shares[k] * (1 - 1e-4)).all() and (weight <= most * (1 + 1e-4)).all()
+        right = targets.clamp(min=0)[..., None]
+        at_target = (weight[:, None] * logits.grad.gather(2, right)[..., 0])[targets != IGNORE]
+        assert (at_target < 0).all(), f"loop {k} learns to find the right token unlikely"
+    if bonus == 1e6:
+        assert weight.tolist() == pytest.approx([5 * shares[4]] * 3, rel=1e-3), "not clamped"
+
+
+def test_a_bonus_does_not_depend_on_the_rows_beside():
+    cfg = recursive(supervise="full", improvement_bonus=2.0)
+    together, apart, (tokens, targets) = model_of(cfg), model_of(cfg), rows(4)
+    together.loss(tokens, targets).backward()
+    for i in range(0, 4, 2):
+        apart.loss(tokens[i : i + 2], targets[i : i + 2]).backward()
+    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    for name, value in together.noted.items():
+        torch.testing.assert_close(apart.noted[name], value)
+
+
+def test_the_sampled_loop_follows_from_seed_and_step_and_all_have_their_turn():
+    model, other = model_of(recursive(n_loops=4, supervise="sampled")), model_of(recursive())
+    drawn = []
+    for step in range(60):
+        model.begin_step(step, seed=1)
+        drawn.append(model.supervised)
+    assert all(len(loops) == 2 and loops[1] == 4 for loops in drawn)
+    assert {loops[0] for loops in drawn} == {1, 2, 3}
+    model.begin_step(17, seed=1)
+    assert model.supervised == drawn[17]
+    changed = []
+    for step in range(60):
+        model.begin_step(step, seed=2)
+        changed.append(model.supervised)
+    assert changed != drawn
+    other.begin_step(5, seed=1)
+    assert other.supervised == (3,)
+
+
+def test_weighted_targets_train_the_last_loop_alone():
+    model, (tokens, targets) = model_of(recursive(supervise="full", improvement_bonus=1.0)), rows()
+    weights = torch.linspace(-1, 1, tokens.numel()).view_as(tokens)
+    got = model.loss(tokens, targets, weights=weights)
+    logits = model(tokens)
+    nats = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(got, (weights * nats).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_stop_where_they_were_told_to():
+    tokens, targets = rows()
+    grads = {}
+    for bptt in (None, 3, 2, 1):
+        model = model_of(recursive(bptt_loops=bptt))
+        run = model.begin(tokens)
+        states = list(model.states(run, 3))
+        for state in states:
+            state.retain_grad()
+        model.read_out(run, states[-1], 3).square().sum().backward()
+        grads[bptt] = [state.grad is not None for state in states]
+        grads[bptt].append(float(model.blocks[0].mlp.up.weight.grad.norm()))
+    reach = {bptt: found[:3] for bptt, found in grads.items()}
+    everywhere = [True] * 3
+    assert reach == {
+        None: everywhere,
+        3: everywhere,
+        2: [False, True, True],
+        1: [False] * 2 + [True],
+    }
+    prelude = [found[3] for found in grads.values()]
+    assert prelude[0] == prelude[1] != prelude[2] > 0 and prelude[3] > 0
+
+
+def test_documents_of_a_row_are_kept_apart_at_every_loop():
+    model, (tokens, _) = model_of(recursive()), rows(1)
+    segments = torch.tensor([[0] * 6 + [1] * 10])
+    apart = model.hidden(tokens, segments=segments)
+    torch.testing.assert_close(apart[:, :6], model.hidden(tokens[:, :6]), rtol=1e-4, atol=1e-5)
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "last": {},
+    "full": {"supervise": "full", "improvement_bonus": 1.0},
+    "two loops back": {"bptt_loops": 2},
+    "full, one loop back": {"supervise": "full", "bptt_loops": 1},
+    "sampled": {"supervise": "sampled"},
+    "sampled, two loops back": {"supervise": "sampled", "bptt_loops": 2, "n_loops": 4},
+    "no coda": {"n_core": 3, "n_coda": 0},
+}
+
+
+@pytest.mark.parametrize("name", [*COUNTED, "plain", "repeated"])
+def test_flops_are_those_that_torch_counts(name):
+    kinds = {"plain": PLAIN, "repeated": replace(PLAIN, repeat_layers="1-2")}
+    model = model_of(kinds[name] if name in kinds else recursive(**COUNTED[name]))
+    for block in model.blocks:
+        block.attention.backend = "plain"
+    tokens = torch.randint(64, (2, 16))
+    draws = [{1: 1}]
+    if "sampled" in name:  # every draw once, each as likely as the others
+        draws = [{k: 1} for k in range(1, model.cfg.n_loops)]
+    total = 0
+    for draw in draws:
+        if "sampled" in name:
+            model.supervised = (*draw, model.cfg.n_loops)
+        with FlopCounterMode(display=False) as counter:
+            model.loss(tokens, tokens).backward()
+        total += counter.get_total_flops()
+    assert total / len(draws) / tokens.numel() == pytest.approx(model.flops_per_token(), rel=1e-6)
+
+
+def test_parameters_count_once_and_by_use():
+    plain, model = model_of(PLAIN), model_of(recursive())
+    inject = 2 * 32 * 32
+    assert model.num_params() == plain.num_params() + inject
+    core = plain.layer_params(1) + plain.layer_params(2)
+    assert model.num_used_params() == plain.num_used_params() + 2 * core + 3 * inject
+    assert model.param_roles()["inject.weight"] == "matrix"
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [
+    {"n_core": 3}, {"n_core": 0, "n_coda": 3}, {"n_prelude": -1, "n_core": 4}, {"n_loops": 0},
+    {"supervision_base": 0.5}, {"improvement_bonus": -1.0}, {"bptt_loops": 0},
+    {"repeat_layers": "1-2"},
+])  # fmt: skip
+def test_a_shape_that_cannot_be_is_refused_by_name(change):
+    with pytest.raises(ValueError, match=list(change)[0]):
+        recursive(**change)
+
+
+def test_a_configuration_survives_being_written_down():
+    for cfg in (PLAIN, recursive(bptt_loops=2), replace(PLAIN, repeat_layers="1-2")):
+        assert read_config(asdict(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    "preset,loops,supervise", [("share2", 2, "last"), *((preset, 4, "full") for preset in GIVEN)]
+)
+def test_presets_are_what_they_are_called(preset, loops, supervise):
+    cfg = RecursionConfig(recursion_preset=preset).apply(replace(PLAIN, n_layer=8))
+    assert isinstance(cfg, RecursiveConfig)
+    assert (cfg.n_prelude, cfg.n_core, cfg.n_coda) == (2, 4, 2)
+    assert (cfg.n_loops, cfg.supervise) == (loops, supervise)
+    bases = {"moderate": (3, 0.5), "aggressive": (5, 1.0), "extreme": (10, 2.0), "share2": (3, 0)}
+    assert (cfg.supervision_base, cfg.improvement_bonus) == bases[preset]
+    assert (RecursionConfig(recursion_preset=preset).warning() is None) == (preset == "share2")
+
+
+@pytest.mark.parametrize("depth,want", [
+    (1, (0, 1, 0)), (2, (0, 2, 0)), (3, (1, 1, 1)), (4, (1, 2, 1)), (12, (3, 6, 3)), (13, (3, 7, 3))
+])  # fmt: skip
+def test_a_depth_is_cut_into_quarters(depth, want):
+    cfg = RecursionConfig(n_loops=2).apply(replace(PLAIN, n_layer=depth))
+    assert isinstance(cfg, RecursiveConfig)
+    assert (cfg.n_prelude, cfg.n_core, cfg.n_coda) == want
+
+
+def test_flags_override_a_preset_and_say_what_they_miss():
+    given = RecursionConfig(recursion_preset="extreme", n_loops=3, n_core=1, n_prelude=2)
+    cfg = given.apply(PLAIN)
+    assert isinstance(cfg, RecursiveConfig)
+    assert (cfg.n_prelude, cfg.n_core, cfg.n_coda, cfg.n_loops) == (2, 1, 1, 3)
+    with pytest.raises(ValueError, match="bptt_loops belong to a recursive model"):
+        RecursionConfig(bptt_loops=1).apply(PLAIN)
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def test_figures_of_loops():
+    figures = loop_figures(recursive(), [3.0, 2.0, 1.5])
+    assert figures["bpb_loop_2"] == 2.0 and figures["loops_in_order"] == 1.0
+    assert figures["refinement_percent"] == pytest.approx(50)
+    assert not in_order([3.0, 2.0, 2.1]) and in_order([2.0, 2.0])
+
+
+def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: Machine):
+    model = model_of(recursive(supervise="full"))
+    table = rules(OptimConfig(weight_decay=0.1), 32)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    tokens, targets = rows()
+    model.begin_step(0, 0)
+    model.loss(tokens, targets).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = optimizer.reduce_gradients()
+    figures = step_figures(model, optimizer, scale=2.0)
+    counted = int((targets != IGNORE).sum())
+    for k, logits in enumerate(logits_by_loop(model, tokens, 3), start=1):
+        want = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="sum") / counted
+        assert figures[f"loss_loop_{k}"] == pytest.approx(float(want), rel=1e-4)
+    norms = {n.removeprefix("grad_norm_"): v for n, v in figures.items() if "grad_norm" in n}
+    assert set(norms) == {"prelude", "core", "coda", "inject", "outside"}
+    assert math.hypot(*norms.values()) == pytest.approx(2 * norm, rel=1e-5)
+    core = [g for name, g in grads.items() if part_of(name, model.cfg) == "core"]
+    assert norms["core"] == pytest.approx(
+        2 * math.hypot(*(float(g.norm()) for g in core)), rel=1e-5
+    )
+    assert step_figures(model_of(PLAIN), optimizer, 1.0) == {}
+
+
+# ---- repeated layers -----------------------------------------------------------------------------
+
+
+def test_repeated_layers_are_passed_twice_in_a_row():
+    cfg = RepeatConfig(repeat_layers="1-2").apply(PLAIN)
+    assert cfg.order == (0, 1, 2, 1, 2, 3)
+    model, (tokens, _) = model_of(cfg), rows(1)
+    run = model.begin(tokens)
+    x = run.x0
+    for i in (0, 1, 2, 1, 2, 3):
+        x = model.walk(run, x, [(0, i)])
+    want = model.logits(x * (x.square().mean(-1, keepdim=True) + 1.2e-7) ** -0.5)
+    torch.testing.assert_close(model(tokens), want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(tokens), model_of(PLAIN)(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", ["4-5", "2-1", "2-4", "x", "-1-2", "1"])
+def test_layers_that_are_not_there_cannot_be_repeated(layers):
+    with pytest.raises(ValueError, match="repeat_layers"):
+        RepeatConfig(repeat_layers=layers).apply(PLAIN)
+
+
+def test_repetition_begins_where_it_was_told_to():
+    model, (tokens, _) = model_of(replace(PLAIN, repeat_layers="1-2")), rows(1)
+    late, repeated = LateRepetition(model, 0.5), model(tokens)
+    plain_flops = model_of(PLAIN).flops_per_token()
+    mean = RepeatConfig(repeat_layers="1-2", repeat_from=0.25).flops_per_token(model)
+    assert mean == 0.75 * model.flops_per_token() + 0.25 * plain_flops
+    late(0.49)
+    assert model.cfg == PLAIN and model.flops_per_token() == plain_flops
+    assert torch.equal(model(tokens), model_of(PLAIN)(tokens))
+    late(0.5)
+    assert torch.equal(model(tokens), repeated)
+    for wrong in ({"repeat_from": 1.0, "repeat_layers": "1-2"}, {"repeat_from": 0.5}):
+        with pytest.raises(ValueError, match="repeat_from"):
+            RepeatConfig(**wrong)
+
+
+def test_a_run_that_repeats_from_its_middle_saves_what_it_was_and_resumes(trained_base):
+    words = [*TRAIN, *SMALL, "--repeat_layers=0-0", "--repeat_from=0.5", "--resume=auto"]
+    python(trained_base, *words, "--model_tag=late")
+    states = {
+        step: read_json(folder(trained_base, "late") / f"step_{step:06d}" / "state.json")
+        for step in (8, 12, STEPS)
+    }
+    assert [s["model"]["repeat_layers"] for s in states.values()] == [None, "0-0", "0-0"]
+    model = read_config(states[12]["model"]).new()
+    once = model.flops_per_token() - model.layer_flops(0)
+    want = 512 * (STEPS // 2) * (model.flops_per_token() + once)
+    assert states[STEPS]["progress"]["flops"] == pytest.approx(want)
+
+    resumed = folder(trained_base, "resumed")
+    shutil.copytree(folder(trained_base, "late"), resumed)
+    for step in range(12, STEPS + 1, 4):
+        shutil.rmtree(resumed / f"step_{step:06d}")
+    (resumed / "latest").write_text("step_000008\n")
+    python(trained_base, *words, "--model_tag=resumed")
+    assert same_weights(trained_base, "late", "resumed")

@@ -1,0 +1,50 @@
+"""scripts/train_h100_fast.sh in its smallest profile: trained, compared, judged, logged."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import REPOSITORY, read_json
+from nanochat.recursion.presets import WARNING
+
+
+def run(script: str, base: Path, *flags: str, **extra: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "PROFILE": "smoke", **extra}
+    return subprocess.run(
+        ["bash", f"scripts/{script}.sh", *flags],
+        cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_a_phase_of_recursion_is_trained_and_judged(tmp_path):
+    base, log = tmp_path / "base", REPOSITORY / "logs" / "train.log"
+    written = log.stat().st_size if log.exists() else 0
+    done = run("train_h100_fast", base, "--hourly_rate=3600", SEEDS="1")
+    out = done.stdout + done.stderr
+    record = read_json(base / "report" / "recursion.json")
+    values, arms = record["values"], record["tables"][0]["rows"]
+    unmet = [name for name, value in values.items() if str(value).startswith("NOT MET")]
+    assert done.returncode == int(bool(unmet)), out[-3000:]
+    assert values["Gradients finite"].startswith("met") and values["Seeds"] == 1
+    assert "one seed has no spread" in values["Pays at equal FLOPs"]
+    assert values["First loop not held back"].split()[0] in ("met", "NOT")
+    assert [re.search(r"equal ([\w, ]+)", row[-1] or "equal itself")[1] for row in arms] == [
+        "itself", "params, tokens", "params, flops"
+    ]  # fmt: skip
+    assert [row[0] for row in record["tables"][1]["rows"]][3] == "4 (trained)"
+    assert len(record["tables"][1]["rows"]) == 8
+    report = (base / "report.md").read_text()
+    assert "## Recursion" in report and "## Base model training" in report
+    told = log.read_bytes()[written:].decode()
+    assert "fast: preset aggressive, profile smoke, seeds 1" in told
+    assert WARNING.format("aggressive") in told
+    assert re.search(r"\$[1-9]\d*\.\d\d at \$3600\.00 an hour", told), "seconds cost dollars here"
+
+
+def test_an_unknown_profile_is_refused_by_name(tmp_path):
+    done = run("train_h100_extreme", tmp_path, PROFILE="tpu")
+    assert done.returncode == 2 and "'tpu'" in done.stderr

@@ -1,0 +1,164 @@
+"""Packed conversations: whole, masked, and none in which nothing counts."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+from nanochat import chat_packing
+from nanochat.chat_format import render
+from nanochat.chat_packing import (
+    encode,
+    open_chat_rows,
+    pack_encoded,
+    signed_ids,
+    split_rows,
+)
+from nanochat.common import Refused
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["what is it"], 265)
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def packed(conversations, max_seq_len=63, name="x"):
+    rows = open_chat_rows({"rows": name}, TOKENIZER, max_seq_len)
+    encoded = encode({"name": name}, conversations, TOKENIZER, max_seq_len)
+    counts = pack_encoded(rows, "train", encoded, TOKENIZER)
+    pack_encoded(rows, "val", encoded, TOKENIZER)
+    return rows, {**counts, "trained": encoded.trained, "skipped": encoded.skipped}
+
+
+def conversations_in(rows):
+    """The signed ids of every conversation in the rows, padding left out."""
+    bos = ~TOKENIZER.bos_id
+    for row in np.asarray(rows._map("train")):
+        starts = [*np.nonzero(row == bos)[0], len(row)]
+        for a, b in zip(starts, starts[1:], strict=False):
+            if b - a > 1:
+                yield tuple(row[a:b].tolist())
+
+
+def test_every_conversation_lies_in_one_row_with_its_mask():
+    chats = [chat("q" * (i % 23), "a" * (1 + i % 17)) for i in range(200)]
+    rows, counts = packed(chats)
+    expected = sorted(tuple(signed_ids(*render(TOKENIZER, c)).tolist()) for c in chats)
+    assert sorted(conversations_in(rows)) == expected
+    assert counts["documents"] == 200 and counts["documents_cut"] == counts["dropped"] == 0
+    assert counts["trained"] == sum(sum(render(TOKENIZER, c)[1]) for c in chats)
+    filled = sum(len(e) for e in expected) / (counts["rows"] * 64)
+    assert filled > 0.9
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_conversations_are_encoded_alike_by_any_number_of_processes(
+    base, monkeypatch, capsys, cores
+):
+    monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
+    monkeypatch.setattr(chat_packing, "BATCH", 7)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    used = []
+    submit = ProcessPoolExecutor.submit
+    monkeypatch.setattr(
+        ProcessPoolExecutor, "submit", lambda pool, job: used.append(job) or submit(pool, job)
+    )
+    chats = [chat("q" * (i % 23), "a" * (1 + i % 70) if i % 9 else "") for i in range(100)]
+    progress = []
+    found = encode({"name": "x"}, chats, TOKENIZER, 31, report=progress.append)
+    assert progress[-1] == "100 of 100 conversations" and len(progress) == 15
+    assert len(used) == (15 if cores > 1 else 0)
+    signed = [signed_ids(*render(TOKENIZER, c, 32)) for c in chats]
+    expected = [s[1:] for s in signed if (s >= 0).any()]
+    assert found.skipped == 100 - len(expected)
+    assert found.trained == sum(int((s >= 0).sum()) for s in signed)
+    folder = next((base / "rows").iterdir())
+    for name, array in (
+        ("ids", np.concatenate(expected)),
+        ("ends", np.cumsum([0, *map(len, expected)])),
+    ):
+        np.save(base / "expected.npy", array)
+        assert (folder / f"{name}.npy").read_bytes() == (base / "expected.npy").read_bytes()
+
+
+def test_a_conversation_amiss_is_named_whatever_process_finds_it(monkeypatch):
+    monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    chats = [*[chat("q", "a")] * 400, [{"role": "user", "content": 7}]]
+    with pytest.raises(ValueError, match="message 0: content is text or a list of parts"):
+        encode({"name": "x"}, chats, TOKENIZER, 31)
+
+
+def test_B2_a_conversation_longer_than_a_row_is_cut_and_never_clogs_the_rows():
+    chats = [chat("q", "a" * 500), *[chat("q", "short")] * 30, chat("q" * 500, "a")]
+    rows, counts = packed(chats)
+    found = list(conversations_in(rows))
+    assert len(found) == 31  # the last one lost its whole answer: nothing in it would count
+    assert counts["skipped"] == 1 and counts["documents_cut"] == 0
+    assert max(len(f) for f in found) == 64
+    one_epoch = counts["rows"]
+    first = {tuple(r) for r in rows.row_ids(0, one_epoch, seed=0).tolist()}
+    second = {tuple(r) for r in rows.row_ids(1, one_epoch, seed=0).tolist()}
+    assert first == second and len(first) == one_epoch  # epoch after epoch, every row once
+
+
+def test_a_row_in_which_nothing_counts_is_never_made():
+    chats = [chat("q", "a"), [{"role": "user", "content": "alone"}]] * 20
+    rows, counts = packed(chats)
+    assert counts["skipped"] == 20
+    assert ((np.asarray(rows._map("train")) >= 0).sum(axis=1) > 0).all()
+    with pytest.raises(ValueError, match="no conversation to train on"):
+        packed([[{"role": "user", "content": "alone"}]], name="y")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
+def test_R28_damaged_rows_of_conversations_are_packed_again():
+    chats = [chat("q" * i, "answer") for i in range(30)]
+    rows, _ = packed(chats)
+    path = rows.bin_path("train")
+    whole = path.read_bytes()
+    flip(path)
+    with pytest.raises(Refused, match="train.bin is damaged"):
+        open_chat_rows({"rows": "x"}, TOKENIZER, 63).batch(0, 4, seed=0)
+    packed(chats)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "ends.npy", "encoded.json"])
+def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys):
+    chats = [chat("q" * i, "answer") for i in range(30)]
+    encode({"name": "x"}, chats, TOKENIZER, 63)
+    [path] = base.glob(f"rows/*/{name}")
+    whole = path.read_bytes()
+    flip(path)
+    encode({"name": "x"}, chats, TOKENIZER, 63)
+    assert path.read_bytes() == whole
+    assert f"{path} " in (said := capsys.readouterr().out) and "again" in said
+
+
+def test_rows_come_back_as_tokens_and_targets():
+    ids, mask = render(TOKENIZER, chat("hi", "ho"))
+    row = signed_ids(ids, mask)[None]
+    tokens, targets = split_rows(row, IGNORE)
+    assert tokens[0].tolist() == ids[:-1]
+    assert targets[0].tolist() == [
+        i if m else IGNORE for i, m in zip(ids[1:], mask[1:], strict=True)
+    ]
+
+
+def test_other_conversations_or_another_tokenizer_have_rows_of_their_own():
+    a = open_chat_rows({"name": "x"}, TOKENIZER, 63)
+    b = open_chat_rows({"name": "y"}, TOKENIZER, 63)
+    c = open_chat_rows({"name": "x"}, Tokenizer.train(["that was it"], 270), 63)
+    d = open_chat_rows({"name": "x"}, TOKENIZER, 31)
+    assert len({r.folder for r in (a, b, c, d)}) == 4
+    assert open_chat_rows({"name": "x"}, TOKENIZER, 63).fingerprint == a.fingerprint

@@ -1,0 +1,352 @@
+"""The embedded world: the same text everywhere, right, well formed, nothing held out in train."""
+
+import hashlib
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from functools import cache
+
+import pytest
+
+from nanochat.common import REPOSITORY
+from tasks.world import corpus
+from tasks.world.corpus import DOCUMENTS_PER_SHARD, WORLD_VERSION, documents
+from tasks.world.drills import (
+    OPERATIONS,
+    PROBLEMS,
+    Operands,
+    draw_drill,
+    draw_problem,
+    letter_questions,
+    operand_pairs,
+    operand_split,
+    spelling_words,
+)
+from tasks.world.facts import (
+    choices,
+    facts,
+    people,
+    person,
+    split_of,
+    towns,
+)
+from tasks.world.stories import episode_split, episodes
+
+DIGESTS = {2: "4a23b58808d1ae8b b81cbc6151a4cafa"}  # of the first shards, train and val
+
+
+@cache
+def shard(split: str, number: int = 0) -> tuple[str, ...]:
+    return tuple(documents(0, number, split))  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def text(split: str) -> str:
+    """Two shards of a split, with a line between documents that no document has."""
+    return "\n=====\n".join(shard(split, 0) + shard(split, 1))
+
+
+@cache
+def train_sentences() -> Counter[str]:
+    return Counter(re.split(r'(?<=[.?!"])\s+|\n(?:- )?|: ', text("train")))
+
+
+def digest(split: str) -> str:
+    return hashlib.sha256("\0".join(shard(split)).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------
+# A pure function
+
+
+def test_documents_are_a_pure_function_of_their_arguments():
+    state = random.getstate()
+    first, second = documents(3, 7, "train"), documents(3, 7, "train")
+    other = documents(3, 8, "train")
+    mixed = [(a, b, c) for a, b, c in zip(first, second, other, strict=True)]  # interleaved
+    assert all(a == b for a, b, _ in mixed)
+    assert len(mixed) == DOCUMENTS_PER_SHARD
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("other", [(1, 0, "train"), (0, 1, "train"), (0, 0, "val")])
+def test_seed_shard_and_split_each_give_other_documents(other):
+    common = set(shard("train")) & set(documents(*other))
+    assert len(common) < 0.02 * DOCUMENTS_PER_SHARD
+
+
+def test_the_text_of_a_version_never_changes():
+    found = f"{digest('train')} {digest('val')}"
+    assert DIGESTS.get(WORLD_VERSION) == found, "the text changed: raise WORLD_VERSION"
+
+
+def test_the_text_does_not_depend_on_the_order_of_sets():
+    code = "from tests.world.test_world import digest; print(digest('val'))"
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == digest("val"), ran.stderr
+
+
+def test_only_random_is_drawn_from_the_generator_for_no_other_method_is_stable(monkeypatch):
+    class OnlyRandom(random.Random):
+        def getrandbits(self, k):
+            raise AssertionError("choice, shuffle and sample may change between versions of Python")
+
+    monkeypatch.setattr(corpus, "Random", OnlyRandom)
+    assert tuple(itertools.islice(documents(0, 0, "train"), 200)) == shard("train")[:200]
+
+
+def test_nothing_is_told_of_the_test_split():
+    with pytest.raises(ValueError, match="'test'"):
+        documents(0, 0, "test")  # pyright: ignore[reportArgumentType]
+
+
+def test_documents_come_fast():
+    sum(map(len, documents(9, 0, "train")))  # fills the caches
+    began = time.process_time()
+    size = sum(map(len, documents(9, 1, "train")))
+    assert size / (time.process_time() - began) > 3e6  # measured: 14 MB/s on one core
+
+
+# ------------------------------------------------------------------------------------------------
+# Held out by construction
+
+SCANNERS = {
+    "sum": (
+        r"(\d+) [+] (\d+)",
+        r"(\d+) plus (\d+)",
+        r"(\d+) and (\d+) make",
+        r"do (\d+) and (\d+) make",
+        r"sum of (\d+) and (\d+)",
+    ),
+    "difference": (
+        r"(\d+) - (\d+)",
+        r"(\d+) minus (\d+)",
+        r"(\d+) less (\d+)",
+        r"Take (?P<y>\d+) from (?P<x>\d+)",
+    ),
+    "product": (r"(\d+) [*] (\d+)", r"(\d+) times (\d+)", r"product of (\d+) and (\d+)"),
+    "quotient": (r"(\d+) / (\d+)", r"(\d+) divided by (\d+)", r"(\d+) shared by (\d+)"),
+}
+
+
+def calculations(where: str) -> set[tuple[Operands, int, int]]:
+    """(sum or product, a, b) of every calculation found in a text, undone ones included."""
+    found = set()
+    for kind, scanners in SCANNERS.items():
+        for scanner in scanners:
+            for match in re.finditer(scanner, where):
+                named = match.groupdict()
+                x, y = int(named.get("x", match[1])), int(named.get("y", match[2]))
+                if kind in ("sum", "product"):
+                    found.add((kind, x, y))
+                elif kind == "difference":
+                    found.add(("sum", x - y, y))
+                elif x % y == 0:
+                    found.add(("product", x // y, y))
+    return found
+
+
+def test_the_scanners_see_every_form_of_every_calculation():
+    for operation in OPERATIONS:
+        x, y, z = (91, 7, 13) if operation.undoes else (7, 13, 91)
+        want = (operation.operands, 13 if operation.undoes else 7, 7 if operation.undoes else 13)
+        if operation.operands == "sum":
+            x, y, z = (91, 7, 84) if operation.undoes else (7, 13, 20)
+            want = ("sum", 84, 7) if operation.undoes else ("sum", 7, 13)
+        forms = [
+            *operation.tellings,
+            *operation.questions,
+            f"{{x}} {operation.symbol} {{y}} = {{z}}",
+        ]
+        for form in forms:
+            assert want in calculations(form.format(x=x, y=y, z=z)), form
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_calculation_of_another_split_occurs(split):
+    found = calculations(text(split))
+    assert len(found) > (450 if split == "train" else 80)
+    assert [c for c in found if operand_split(*c) != split] == []
+
+
+def test_a_held_out_calculation_is_held_out_in_both_orders_and_undone():
+    for operands, limit in (("sum", 20), ("product", 12)):
+        by_split = {s: operand_pairs(operands, s) for s in ("train", "val", "test")}
+        assert sum(map(len, by_split.values())) == limit * limit
+        for pairs in by_split.values():
+            assert pairs and all((b, a) in pairs for a, b in pairs)
+    rng = random.Random(0)
+    for _ in range(500):
+        d = draw_drill(rng, "test")
+        a, b = (d.y, d.z) if d.operation.undoes else (d.x, d.y)
+        assert operand_split(d.operation.operands, a, b) == "test"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_story_of_another_split_occurs(split):
+    def told(e, where):
+        return any(f"{s} {c}" in where for s in e.settings for c in e.causes)
+
+    assert all(e.hero.name in s for e in episodes("test") for s in e.settings)
+    for other in {"train", "val", "test"} - {split}:
+        foreign = episodes(other)[:: 7 if other == "train" else 1]
+        assert [e.title for e in foreign if told(e, text(split))] == []
+    known = [e for e in episodes(split)[::10] if told(e, text(split))]
+    assert len(known) > 0.3 * len(episodes(split)[::10])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_question_of_another_split_is_asked(split):
+    asked = set(re.findall(r'(?:^|\n|[":.] ?)((?:[A-Z][^\n".:?]*)\?)', text(split)))
+    own = {q.text for f in facts() if f.split == split for q in f.questions}
+    foreign = {q.text for f in facts() if f.split != split for q in f.questions}
+    assert asked & foreign == set()
+    assert len(asked & own) > (0.8 if split == "train" else 0.95) * len(own)
+    answers = re.findall(r"Who am I\?\nI am (\w+)", text(split))
+    assert answers and {split_of("riddle", name) for name in answers} == {split}
+    letters = re.findall(r"letter (\w) is found (?:\d+ times? )?in (\w+)", text(split))
+    assert letters and {split_of("letter", word, letter) for letter, word in letters} == {split}
+
+
+def test_every_split_can_ask_about_every_kind_of_thing():
+    for split in ("val", "test"):
+        kinds = Counter(f.kind for f in facts() if f.split == split)
+        assert kinds["person"] > 25 and kinds["town"] > 4 and kinds["everyday"] > 2
+        assert len(letter_questions(split)) > 50
+    shares = Counter(f.split for f in facts())
+    assert 0.75 < shares["train"] / len(facts()) < 0.85
+
+
+# ------------------------------------------------------------------------------------------------
+# What the world holds
+
+
+def test_facts_that_are_never_asked_in_training_are_told_there():
+    least = {"train": 10**9, "val": 10**9, "test": 10**9}
+    for fact in facts():
+        told = sum(train_sentences()[s] for s in {*fact.named, *fact.own, *fact.short})
+        least[fact.split] = min(least[fact.split], told)
+    assert min(least.values()) >= 6, least  # in two shards of some dozen
+
+
+def test_every_question_has_one_answer_among_several_choices():
+    answers = defaultdict(set)
+    for fact in facts():
+        for question in fact.questions:
+            answers[question.text].add(question.answer)
+            assert question.answer in choices(fact.kind, question.field)
+            assert len(choices(fact.kind, question.field)) >= 2
+    assert [text for text, found in answers.items() if len(found) != 1] == []
+
+
+def test_the_land_is_consistent_and_no_answer_is_likelier_than_another():
+    for town in towns():
+        assert len({p.trade for p in people() if p.town == town.name}) == 4
+    for p in people():
+        assert person(p.friend).friend == p.name != p.friend
+    for field in ("town", "trade", "food", "thing", "colour", "animal", "pastime"):
+        assert len(set(Counter(getattr(p, field) for p in people()).values())) == 1, field
+    assert len({(p.thing, p.colour) for p in people()}) == len(people())
+    names = [p.name for p in people()] + [p.pet for p in people()] + [t.name for t in towns()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_rule_goes_both_ways_with_different_endings():
+    ways = defaultdict(set)
+    for e in episodes("train") + episodes("val") + episodes("test"):
+        ways[e.title].add(e.good)
+        assert e.answer != e.wrong
+        assert not set(e.causes) & set(e.effects)
+        assert len(e.settings) == len(e.causes) == len(e.effects) == 2
+    assert len(ways) == 24 and all(found == {True, False} for found in ways.values())
+    assert episode_split("The Hay", True, "Mira") == split_of("story", "The Hay", 1, "Mira")
+
+
+def test_every_calculation_in_a_document_is_right():
+    where = text("train") + text("val")
+    lines = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", where)
+    assert len(lines) > 3000
+    for x, symbol, y, z in lines:
+        compute = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+        assert compute[symbol](int(x), int(y)) == int(z) >= 0
+        assert symbol != "/" or int(x) % int(y) == 0
+    for word, letters in re.findall(r"word (\w+) is spelled ([\w-]+)\.", where):
+        assert letters.replace("-", "") == word
+    for letter, times, word in re.findall(r"letter (\w) is found (\d+) times? in (\w+)", where):
+        assert word.lower().count(letter) == int(times)
+    for less, more in re.findall(r"(\d+) is less than (\d+)", where):
+        assert int(less) < int(more)
+
+
+def test_word_problems_are_solved_by_their_own_steps():
+    rng = random.Random(0)
+    for split in ("train", "val", "test"):
+        for _ in range(400):
+            problem = draw_problem(rng, split)
+            given = set(re.findall(r"\d+", f"{problem.story} {problem.question}"))
+            for step in problem.steps:
+                x, symbol, y = step.expression.split()
+                assert {x, y} <= given, problem  # from the story, or found in an earlier step
+                assert step.result == eval(step.expression)
+                given.add(str(step.result))
+            assert problem.answer == problem.steps[-1].result
+            for c in calculations(problem.solution):
+                assert operand_split(*c) == split
+    assert len(PROBLEMS) == 10
+
+
+# ------------------------------------------------------------------------------------------------
+# Good text
+
+WRONG = (
+    r"  |\n\n\n|\t",  # spaces
+    r"[{}<>]|None",  # a template not filled in
+    r"\b[Aa] (?:[aeio]\w{3,}|awl|axe|oar|owl|egg|ant)\b",  # an apple
+    r"\b[Aa]n (?!hour)[^aeio]",
+    r"\b(\w+) \1\b",
+    r"[.?!] [a-z]",  # a sentence begins with a capital
+    r" [.,;:?!]|[.,][.,]|,$",
+    r"[^\x00-\x7f]",
+    r"\b1 (?:pennies|miles|letters)\b|\b(?:[02-9]|\d\d+) (?:time|penny|mile|day)\b",
+)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_documents_are_well_formed(split, wrong):
+    prose = [d.replace(",\n", "\n") for d in shard(split)]  # the closing of a letter
+    found = [(m[0], d) for d in prose for m in [re.search(wrong, d)] if m]
+    assert found == []
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_documents_differ_in_length_and_words_are_few(split):
+    lengths = sorted(map(len, shard(split)))
+    assert 40 <= lengths[0] and lengths[-1] <= 1500
+    assert 400 < sum(lengths) / len(lengths) < 700
+    assert lengths[len(lengths) // 10] < 300 and lengths[-len(lengths) // 10] > 700
+    assert 1_000_000 < sum(lengths) < 2_000_000
+    words = set(re.findall(r"[A-Za-z]+", text(split)))
+    assert 1000 < len(words) < 3000
+    assert len(set(shard(split))) > 0.99 * DOCUMENTS_PER_SHARD
+
+
+def test_every_word_to_be_spelled_is_spelled_in_training():
+    spelled = set(re.findall(r"\b([A-Za-z]+): \1?[A-Za-z]-", text("train")))
+    missing = [word for word in spelling_words() if word not in spelled]
+    assert len(spelling_words()) > 250 and len(missing) < 5, missing
+
+
+def test_every_form_of_document_is_told_in_both_splits():
+    rng = random.Random(1)
+    for form in corpus.FORMS:
+        for split in ("train", "val"):
+            assert len(form(rng, split)) > 40

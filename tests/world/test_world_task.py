@@ -1,0 +1,142 @@
+"""The embedded world as tasks: their conversations, their scores, and that they fit a small row."""
+
+import re
+from collections import Counter
+from functools import cache
+from itertools import islice
+
+import pytest
+
+from nanochat.chat_format import render
+from nanochat.tokenizer import Tokenizer
+from nanochat.tools import calculate
+from tasks.base import Conversation, answer_text, final_number
+from tasks.world.corpus import documents
+from tasks.world.questions import bare, fact_questions, sentences
+from tasks.world.suite import suite
+from tasks.world.task import (
+    WorldChat,
+    WorldChoice,
+    WorldFacts,
+    WorldProblems,
+    WorldSpelling,
+)
+
+SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
+ROW = 256  # tokens that the CPU profile's model reads at once
+MARKS = {"python": "python", "python_output": "output"}
+
+
+def written(conversation: Conversation) -> str:
+    """What an assistant that answers like this writes, special tokens by their names."""
+    content = conversation[-1]["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    marks = [MARKS.get(part["type"]) for part in parts]
+    return "".join(
+        f"<|{mark}_start|>{part['text']}<|{mark}_end|>" if mark else part["text"]
+        for part, mark in zip(parts, marks, strict=True)
+    )
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """As the CPU profile trains it, on less text."""
+    return Tokenizer.train(islice(documents(0, 0, "train"), 2500), 4096)
+
+
+@pytest.mark.parametrize("task", [*SCORED, WorldChat])
+def test_a_task_is_the_same_every_time_and_knows_its_splits(task):
+    for split in task.splits:
+        first, second = task(split), task(split)
+        assert list(islice(first, 50)) == list(islice(second, 50))
+        assert first.identity == second.identity
+        assert first.identity["world"] and first.identity["split"] == split
+        with pytest.raises(IndexError):
+            first[len(first)]
+    with pytest.raises(ValueError, match="no split"):
+        task("dev")
+
+
+@pytest.mark.parametrize("task", SCORED)
+def test_no_split_asks_what_another_asks(task):
+    asked = {s: {str(c[0]) for c in islice(task(s), 2000)} for s in task.splits}
+    assert not asked["train"] & (asked["val"] | asked["test"]) and not asked["val"] & asked["test"]
+    held_out = [str(c[0]) for c in task("test")]
+    assert len(set(held_out)) > 0.9 * len(held_out) and len(held_out) >= 167
+
+
+@pytest.mark.parametrize("task", SCORED)
+def test_the_reference_is_right_and_silence_is_wrong(task):
+    for split in task.splits:
+        for conversation in islice(task(split), 300):
+            assert task(split).score(conversation, written(conversation)) == 1.0
+            assert task(split).score(conversation, "") == 0.0
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_sentence_that_answers_a_fact_is_right_and_with_a_rival_in_it_wrong(split):
+    task = WorldFacts(split)
+    for i, asked in enumerate(fact_questions(split)):
+        right, question = asked.question.answer, asked.question.text.lower()
+        for sentence in [*sentences(asked.fact, asked.question), right, f"It is {right}!"]:
+            assert task.score(task[i], sentence) == 1.0, sentence
+        for rival in {r for r in asked.rivals if bare(r).lower() not in question}:
+            assert task.score(task[i], f"It is {rival}.") == 0.0
+            assert task.score(task[i], f"It is {right} or {rival}.") == 0.0
+        assert task.score(task[i], f"It is un{bare(right)}ish.") == 0.0
+
+
+@pytest.mark.parametrize("task", [WorldProblems, WorldSpelling])
+def test_another_number_or_one_without_its_mark_is_wrong(task):
+    for conversation in islice(task("test"), 100):
+        right = final_number(answer_text(conversation[-1]))
+        assert right is not None
+        for wrong in (f"#### {right + 1}", f"#### {right}1", str(right), f"#### {right} #### 0"):
+            assert task("test").score(conversation, wrong) == 0.0
+        assert task("test").score(conversation, f"So it is\n#### {right}") == 1.0
+
+
+def test_only_the_letter_of_the_answer_is_right():
+    task = WorldChoice("test")
+    for i, conversation in enumerate(task):
+        question, right = conversation[0]["content"], conversation[-1]["content"]
+        assert all(f"={letter}\n" in question for letter in task.letters(i))
+        assert sum(task.score(conversation, letter) for letter in task.letters(i)) == 1.0
+        assert task.score(conversation, f"{right}<|assistant_end|>") == 1.0
+    letters = Counter(conversation[-1]["content"] for conversation in WorldChoice("train"))
+    assert set(letters) == set("ABCD") and max(letters.values()) < 1.05 * min(letters.values())
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_call_of_the_calculator_has_its_answer_and_uses_it(split):
+    calls = 0
+    for conversation in islice(WorldProblems(split), 300):
+        answer = written(conversation)
+        used = re.findall(r"(\S+ . \S+) = <\|python_start\|>(.*?)<\|python_end\|>"
+                          r"<\|output_start\|>(\d+)<\|output_end\|>(\d+)", answer)  # fmt: skip
+        calls += len(used)
+        assert len(used) == answer.count("python_start") > 0
+        for said, call, output, repeated in used:
+            assert said == call and calculate(call) == output == repeated
+        assert str(final_number(answer)) == used[-1][2]
+    assert calls > 330  # some take two
+
+
+def test_conversations_and_prompts_of_the_suite_fit_a_row():
+    longest = {}
+    for task in (*SCORED, WorldChat):
+        lengths = [len(render(tokenizer(), c)[0]) for c in islice(task("train"), 1500)]
+        longest[task.name] = (max(lengths), round(sum(lengths) / len(lengths)))
+    for task in suite():
+        between, items = task["continuation_delimiter"], task["items"]
+        texts = [
+            f"{item.get('query') or item.get('context') or context}{between}{ending}\n\n"
+            for item in items
+            for context in item.get("context_options", [""])
+            for ending in item.get("choices", [item.get("continuation")])
+        ]
+        lengths = sorted(len(tokenizer().encode(text)) for text in set(texts))
+        most = sum(lengths[-1 - task["num_fewshot"] :])  # the longest ones, all in one prompt
+        longest[task["name"]] = (most, round(sum(lengths) / len(lengths)))
+    print(longest)
+    assert max(most for most, _ in longest.values()) < ROW, longest
