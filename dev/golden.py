@@ -17,9 +17,10 @@ from pathlib import Path
 
 STEPS = {"float32": 20, "bfloat16": 3}  # processors without bfloat16 take minutes for one
 SMALL = (
-    "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8"
+    "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8 "
+    "--compile=0"  # else an estimate of the time decides
 )
-CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048"
+CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048 --compile=0"
 GOLF = (
     "--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.5 --xsa_last_n=1 --rope_dims=16 "
     "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 --bigram_rows=0 "

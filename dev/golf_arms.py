@@ -84,7 +84,8 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
     if cfg.seconds:
         length = f"--num_iterations=100000 --max_wallclock_seconds={cfg.seconds}"
     commands = [
-        f"scripts.base_train {ARMS[arm]} {length} --seed={seed} --model_tag={tag} --resume=auto",
+        f"scripts.golf.base_train {ARMS[arm]} {length} --seed={seed} --model_tag={tag} "
+        "--resume=auto",
         f"scripts.export --format=artifact --source=base --model_tag={tag} --out={artifact} "
         "--limit_bytes=500000 --no-count_code",
         f"scripts.golf.evaluate --artifacts={artifact} --max_documents={cfg.max_documents} "

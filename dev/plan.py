@@ -140,7 +140,7 @@ def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
         base.depth, vocab_size, base.max_seq_len, base.arch, base.window_pattern, base.shape
     )
     with torch.device("meta"):
-        return base.repeat.apply(base.recursion.apply(shape)).new()
+        return GPT(shape)
 
 
 # ------------------------------------------------------------------------------------------------

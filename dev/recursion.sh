@@ -70,12 +70,12 @@ for seed in $seeds; do
     common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "$@" --seed="$seed" --resume=auto --once)
     report=$folder/$tag
     [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # it opens the report card
-    stage "recursive model, seed $seed" train scripts.base_train --recursion_preset="$preset" \
+    stage "recursive model, seed $seed" train scripts.recursion.base_train --recursion_preset="$preset" \
         "${common[@]}" --model_tag="$tag" --report_dir="$report"
-    stage "plain model, equal tokens, seed $seed" train scripts.base_train "${common[@]}" \
+    stage "plain model, equal tokens, seed $seed" train scripts.recursion.base_train "${common[@]}" \
         "${plainly[@]}" --model_tag="plain-$tag" --report_dir="$folder/plain-$tag"
     flops=$(python -m dev.spent "$tag")
-    stage "plain model, equal FLOPs, seed $seed" train scripts.base_train "${common[@]}" \
+    stage "plain model, equal FLOPs, seed $seed" train scripts.recursion.base_train "${common[@]}" \
         "${plainly[@]}" --num_iterations=-1 --target_flops="$flops" --model_tag="longer-$tag" \
         --report_dir="$folder/longer-$tag"
     recursive="$recursive${recursive:+,}$tag"

@@ -20,6 +20,7 @@ from nanochat.common import base_dir
 from nanochat.config import start
 from nanochat.lab.sweep import Job, Sweep, SweepConfig
 from nanochat.logger import read_metrics
+from nanochat.recursion.model import new_model
 from nanochat.recursion.presets import Preset, RecursionConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.stats import mean
@@ -38,8 +39,6 @@ COMMON = (
 # Also within the budget: plain repetition, from the start and from the middle, and the rates that
 # the presets once came with.
 OTHERS = {
-    "repeat": "--repeat_layers=1-2",
-    "repeat.late": "--repeat_layers=1-2 --repeat_from=0.5",
     "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001 --tied_lr=0.01",
 }
 
@@ -61,7 +60,8 @@ def flops(depth: int, preset: Preset = "none") -> float:
     """Of a token, in training."""
     plain = shape_for_depth(depth, Tokenizer.load().vocab_size, T, shape=SHAPE)
     with torch.device("meta"):
-        return RecursionConfig(recursion_preset=preset).apply(plain).new().flops_per_token()
+        shape = RecursionConfig(recursion_preset=preset).apply(plain)
+        return new_model(shape).flops_per_token()
 
 
 def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
@@ -87,7 +87,10 @@ def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
 def training(tag: str, flags: str) -> Job:
     """One model."""
     seed = tag.rsplit("-", 1)[1]
-    words = f"scripts.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} --resume=auto"
+    words = (
+        f"scripts.recursion.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} "
+        "--resume=auto"
+    )
     return Job(tag, [[*words.split(), "--once"]])
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.checkpoint import build_model
+from nanochat.gpt import GPTConfig
 from nanochat.recursion.metrics import refinement
 from nanochat.recursion.model import recursive_config
 

@@ -9,6 +9,7 @@ that fails them is skipped, and the previous good one is used.
 """
 
 import contextlib
+import importlib
 import json
 import re
 import shutil
@@ -42,12 +43,11 @@ from nanochat.common import (
 )
 from nanochat.dataloader import differences
 from nanochat.distributed import Machine
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, config_from
 from nanochat.optim import MuonAdamW, state_bytes
-from nanochat.recursion.model import read_config
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import NotFinite, Progress, first_not_finite, require_equal_ranks
+from nanochat.train import Callback, NotFinite, Progress, first_not_finite, require_equal_ranks
 
 # ---- Reading and writing one checkpoint ----------------------------------------------------------
 
@@ -367,6 +367,46 @@ def closing_lines(folder: Path, machine: Machine) -> str:
     return "\n".join(lines)
 
 
+# Other models than GPT: a field that only their configuration has -> a module with `read_config`,
+# `new_model` and `callbacks`
+ARCHITECTURES = {"n_loops": "nanochat.recursion.metrics"}
+
+
+def read_config(values: Mapping[str, Any]) -> GPTConfig:
+    """The model configuration that a checkpoint holds. Raises ValueError for a deleted option."""
+    for field, module in ARCHITECTURES.items():
+        if field in values:
+            return importlib.import_module(module).read_config(values)
+    return config_from(GPTConfig, values)
+
+
+def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model of a configuration, its weights not drawn yet."""
+    for field, module in ARCHITECTURES.items():
+        if hasattr(cfg, field):
+            return importlib.import_module(module).new_model(cfg, dtype)
+    return GPT(cfg, dtype)
+
+
+def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
+    """
+    A new model on `device`. Its weights follow from the seed alone: a CPU draws them, one parameter
+    at a time, so that a process needs host memory for the largest of them only.
+    """
+    with device:
+        model = new_model(cfg, dtype)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def model_callbacks(model: GPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
+    """The callbacks that every training of this kind of model needs."""
+    for field, module in ARCHITECTURES.items():
+        if hasattr(model.cfg, field):
+            return importlib.import_module(module).callbacks(model, optimizer, seed)
+    return []
+
+
 def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
     """
     Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of
@@ -374,7 +414,7 @@ def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None
     """
     cfg = read_config(checkpoint.state["model"])
     with torch.device("meta"):
-        model = replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len).new(machine.dtype)
+        model = new_model(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), machine.dtype)
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model

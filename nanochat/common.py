@@ -354,7 +354,11 @@ HUNG = 77  # of a rank that waited too long for another one
 
 
 class StoppedWaiting(RuntimeError):
-    """What was waited for does not come any more: the run was asked to stop."""
+    """A wait ended because the run was asked to stop."""
+
+
+class Interrupted(RuntimeError):
+    """An evaluation ended early because the run was asked to stop."""
 
 
 class StopRequest:

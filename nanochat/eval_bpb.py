@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import Refused
+from nanochat.common import Interrupted, Refused
 from nanochat.distributed import Machine
 from nanochat.loss import IGNORE
 from nanochat.stats import Comparison, compare
@@ -60,10 +60,6 @@ def pooled(parts: Iterable[Bpb]) -> Bpb:
 def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
     """The figures of the buckets of a mixture, as they are logged; of a single one none."""
     return {f"val_bpb:{name}": bpb.value for name, bpb in found.items()} if len(found) > 1 else {}
-
-
-class Interrupted(Exception):
-    """The evaluation was asked to stop before its end: there is no figure."""
 
 
 def bits_per_byte(

@@ -31,13 +31,13 @@ from torch import Tensor
 from nanochat import stats
 from nanochat.attention import CacheView, KVCache
 from nanochat.common import (
+    Interrupted,
     Refused,
     base_dir,
     fingerprint,
     sha256_file,
 )
 from nanochat.distributed import Machine
-from nanochat.eval_bpb import Interrupted
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
 from tasks.world import suite

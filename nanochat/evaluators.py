@@ -6,9 +6,9 @@ Evaluation during pretraining: bits per byte, few-shot scores, samples.
 Each has a cadence of its own; all are measured at the end.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,19 +16,17 @@ from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import Machine
 from nanochat.eval_bpb import (
     Batch,
-    Interrupted,
     bits_per_byte,
     bucket_figures,
     pooled,
     row_batches,
 )
-from nanochat.eval_core import Suite, SuiteConfig, core, examine, open_suite, subject_of
+from nanochat.eval_core import SuiteConfig, core, examine, open_suite, subject_of
 from nanochat.gpt import GPT, for_inference
-from nanochat.recursion.metrics import bpb_by_loop, loop_figures, state_figures
-from nanochat.recursion.model import RecursiveGPT
-from nanochat.stage import Evaluate
+from nanochat.records import estimate
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Evaluator
 
 # ---- Samples from fixed prompts ------------------------------------------------------------------
 # The prompts of the seed report, so that reports can be compared side by side.
@@ -69,7 +67,7 @@ def samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class ExamConfig:
+class PretrainEvalConfig:
     eval_tokens: int | None = None
     """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
     CPU 131,072."""
@@ -96,100 +94,96 @@ class ExamConfig:
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
 
 
-class Exam:
+class ValidationLoss(Evaluator):
     """
-    The measurements of one training; `core` is the latest few-shot score.
+    Bits per byte on validation rows, of a mixture equally many of each text.
 
-    rows: of each text it is trained on. eval_every: the loop's own cadence, that of bits per byte.
-    dataset: what the text is, which decides the suite where the configuration does not. The suite
-    is opened here, so that one that cannot be had stops the run before it has cost anything.
+    rows: of each text that is trained on. every: steps between measurements, 0 = only at the end.
     """
 
     def __init__(
         self,
-        cfg: ExamConfig,
+        cfg: PretrainEvalConfig,
         model: GPT,
         tokenizer: Tokenizer,
         rows: Mapping[str, Rows],
-        dataset: str | None,
-        eval_every: int,
+        every: int,
         machine: Machine,
     ) -> None:
-        self.cfg, self.model, self.tokenizer, self.rows = cfg, model, tokenizer, rows
-        self.eval_every, self.machine = eval_every, machine
-        self.core: Estimate | None = None
-        self.suite: Suite | None = None
-        if cfg.core_metric_every:
-            self.suite = machine.on_main(
-                "opening the suite", lambda: open_suite(cfg.suite, dataset)
-            )
+        self.cfg, self.model, self.rows, self.every = cfg, model, rows, every
+        self.token_bytes, self.machine = tokenizer.token_bytes(), machine
 
     def require_rows(self) -> None:
         """Wait for the validation rows of each text. Raises Refused where there is none."""
         for rows in self.rows.values():
             rows.require_val_rows(self.cfg.eval_half)
 
-    def evaluation(self, device_rows: int) -> Evaluate:
-        """What the loop calls at all cadences, `device_rows` at a time."""
+    def batches(self, rows: Rows) -> Iterator[Batch]:
+        """This rank's validation batches of one text."""
+        machine, T = self.machine, self.model.cfg.max_seq_len
+        num_rows = max(1, self.cfg.tokens(machine) // T // len(self.rows))
+        mine = rows.val_batches(
+            self.rows_per_pass, num_rows, machine.rank, machine.world_size, self.cfg.eval_half
+        )
+        return row_batches(mine, self.rows_per_pass)
 
-        def evaluate(
-            step: int, stopping: Callable[[], bool], last: bool
-        ) -> dict[str, float] | None:
-            def due(every: int) -> bool:
-                return bool(every) and (last or step % every == 0)
-
-            figures: dict[str, float] = {}
-            if due(self.cfg.sample_every) and self.machine.is_main:
-                with self.machine.working("sampling"):
-                    for said in samples(self.model, self.tokenizer).values():
-                        print(f"    {said!r}")
-            try:
-                if last or due(self.eval_every):
-                    figures |= self.validation(device_rows, stopping)
-                if self.suite and due(self.cfg.core_metric_every):
-                    self.core = self.few_shot(self.suite, stopping)
-                    figures["core_metric"] = self.core.value
-            except Interrupted:
-                return None
-            return figures
-
-        return evaluate
-
-    def validation(self, device_rows: int, stopping: Callable[[], bool]) -> dict[str, float]:
-        """
-        Bits per byte on validation rows, of a mixture as many of each text; of a recursive model
-        after each of its loops.
-        """
-        machine, model = self.machine, self.model
-        num_rows = max(1, self.cfg.tokens(machine) // model.cfg.max_seq_len // len(self.rows))
-        token_bytes = self.tokenizer.token_bytes()
-
-        def batches(rows: Rows) -> Iterator[Batch]:
-            mine = rows.val_batches(
-                device_rows, num_rows, machine.rank, machine.world_size, self.cfg.eval_half
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        found = {
+            name: bits_per_byte(
+                self.model, self.batches(rows), self.token_bytes, self.machine, stopping
             )
-            return row_batches(mine, device_rows)
-
-        if not isinstance(model, RecursiveGPT):
-            found = {
-                name: bits_per_byte(model, batches(rows), token_bytes, machine, stopping)
-                for name, rows in self.rows.items()
-            }
-            return {"val_bpb": pooled(found.values()).value, **bucket_figures(found)}
-        every = itertools.chain.from_iterable
-        loops = range(1, model.cfg.n_loops + 1)
-        batch_lists = map(batches, self.rows.values())
-        by_loop = bpb_by_loop(model, loops, every(batch_lists), token_bytes, machine, stopping)
-        return {
-            "val_bpb": by_loop[-1].value,
-            **loop_figures(model.cfg, [bpb.value for bpb in by_loop]),
-            **state_figures(model, every(map(batches, self.rows.values()))),
+            for name, rows in self.rows.items()
         }
+        return {"val_bpb": pooled(found.values()).value, **bucket_figures(found)}
 
-    def few_shot(self, suite: Suite, stopping: Callable[[], bool]) -> Estimate:
-        """CORE, on some items of each task; of a copy that nothing has compiled."""
+
+class FewShotScore(Evaluator):
+    """
+    CORE on some items of each task of a suite, by a copy of the model that is not compiled.
+
+    dataset: the text, which decides the suite where the configuration does not. The suite is opened
+    here, so that a missing one ends the run before it has cost anything.
+    """
+
+    def __init__(
+        self,
+        cfg: PretrainEvalConfig,
+        model: GPT,
+        tokenizer: Tokenizer,
+        dataset: str | None,
+        machine: Machine,
+    ) -> None:
+        self.cfg, self.model, self.tokenizer, self.machine = cfg, model, tokenizer, machine
+        self.every = cfg.core_metric_every
+        self.score: Estimate | None = None
+        self.suite = machine.on_main("opening the suite", lambda: open_suite(cfg.suite, dataset))
+
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
         subject = subject_of(for_inference(self.model), self.tokenizer)
         most = self.cfg.core_metric_max_per_task
-        return core(
-            [examine(subject, t, self.machine, most, stopping=stopping) for t in suite.tasks]
-        )
+        scores = [
+            examine(subject, task, self.machine, most, stopping=stopping)
+            for task in self.suite.tasks
+        ]
+        self.score = core(scores)
+        return {"core_metric": self.score.value}
+
+    def values(self) -> dict[str, Any]:
+        return {"CORE metric estimate": estimate(*self.score)} if self.score else {}
+
+
+class Samples(Evaluator):
+    """Prints continuations of seven fixed prompts."""
+
+    def __init__(
+        self, cfg: PretrainEvalConfig, model: GPT, tokenizer: Tokenizer, machine: Machine
+    ) -> None:
+        self.model, self.tokenizer, self.machine = model, tokenizer, machine
+        self.every = cfg.sample_every
+
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        if self.machine.is_main:
+            with self.machine.working("sampling"):
+                for text in samples(self.model, self.tokenizer).values():
+                    print(f"    {text!r}")
+        return {}

@@ -10,7 +10,7 @@ tasks: scripts hand in buckets of conversations and the words of their mixture.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -37,7 +37,6 @@ from nanochat.common import PREEMPTED, Refused, fingerprint, write_json
 from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import Machine, init_machine
 from nanochat.eval_bpb import (
-    Interrupted,
     bits_per_byte,
     bucket_figures,
     pooled,
@@ -45,14 +44,6 @@ from nanochat.eval_bpb import (
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
 from nanochat.lab.ablation import taken
-from nanochat.lab.canaries import (
-    SentinelConfig,
-    Watch,
-    open_watch,
-    worst,
-)
-from nanochat.lab.canary_suite import Asked, Taught
-from nanochat.lab.held_out import require_access, require_other_families
 from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
 from nanochat.mixture import (
@@ -69,16 +60,15 @@ from nanochat.mixture import (
 from nanochat.optim import MuonAdamW, rules
 from nanochat.scaling import divisible_batch
 from nanochat.stage import (
-    Evaluate,
     Outcome,
     Stage,
     StageConfig,
     carry_out,
 )
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Callback, Evaluator
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
-LOOKED_AT = 256  # rows that are compared with what is asked
 MIN_ROWS = 8  # in a batch, where nobody says how many
 
 
@@ -101,17 +91,13 @@ class Apart:
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
-class Answers(Conversations, Taught, Protocol):
+class Answers(Conversations, Protocol):
     """Conversations that say what they are; `tasks.base.Task` does."""
 
     @property
     def identity(self) -> dict[str, Any]:
         """JSON-ready; decides which conversations there are, and in which order."""
         ...
-
-
-class HeldOut(Answers, Asked, Protocol):
-    """Conversations that sentinels can ask, too."""
 
 
 class Bucket(Protocol):
@@ -129,7 +115,7 @@ class Bucket(Protocol):
     @property
     def train(self) -> Answers: ...
     @property
-    def val(self) -> "HeldOut": ...
+    def val(self) -> Answers: ...
 
 
 @dataclass(frozen=True)
@@ -181,10 +167,6 @@ class Plan:
     on a CPU 131,072."""
     eval_half: int = 0
     """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
-    waive_families: str = ""
-    """Data sets, with commas between them, that may be trained on although a final benchmark was
-    made of them too (scripts.lab.hold_out)."""
-    watch: SentinelConfig = field(default_factory=SentinelConfig)
     val_mixture: str | None = None
     """Buckets whose held-out conversations measure the loss. Default: those that are learned."""
 
@@ -200,8 +182,8 @@ class Plan:
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
 
-class AnswerLoss:
-    """Measures validation rows at the loop's cadence, and remembers the last measurement."""
+class AnswerLoss(Evaluator):
+    """Bits per byte and loss of the answers in validation rows; keeps the last measurement."""
 
     def __init__(
         self,
@@ -210,10 +192,11 @@ class AnswerLoss:
         tokenizer: Tokenizer,
         machine: Machine,
         num_rows: int,
+        every: int,
         half: int = 0,
     ):
         """num_rows: in all, shared among the buckets; at least one of each. half: see Plan."""
-        self.half = half
+        self.half, self.every = half, every
         self.model, self.buckets, self.machine = model, buckets, machine
         self.num_rows = max(1, num_rows // len(buckets))
         self.token_bytes = tokenizer.token_bytes()
@@ -235,9 +218,9 @@ class AnswerLoss:
                 "another --val_mixture, or conversations with answers",
             )
 
-    def batches(self, rows: Rows, rows_per_pass: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""
-        machine, T = self.machine, rows.max_seq_len
+        machine, T, rows_per_pass = self.machine, rows.max_seq_len, self.rows_per_pass
         mine = rows.val_batches(
             rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.half
         )
@@ -245,27 +228,29 @@ class AnswerLoss:
             blank = np.full((rows_per_pass - len(batch), T + 1), ~self.bos_id, batch.dtype)
             yield split_rows(np.concatenate([batch, blank]), IGNORE)
 
-    def evaluation(self, rows_per_pass: int) -> Evaluate:
-        """What `Stage` asks for."""
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        found = {
+            name: bits_per_byte(
+                self.model, self.batches(rows), self.token_bytes, self.machine, stopping
+            )
+            for name, rows in self.buckets.items()
+        }
+        every = pooled(found.values())
+        self.loss = every.nats / every.tokens if every.tokens else math.nan
+        self.by_bucket = bucket_figures(found)
+        return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
-        def evaluate(
-            step: int, stopping: Callable[[], bool], last: bool
-        ) -> dict[str, float] | None:
-            found = {}
-            try:
-                for name, rows in self.buckets.items():
-                    batches = self.batches(rows, rows_per_pass)
-                    found[name] = bits_per_byte(
-                        self.model, batches, self.token_bytes, self.machine, stopping
-                    )
-            except Interrupted:
-                return None
-            every = pooled(found.values())
-            self.loss = every.nats / every.tokens if every.tokens else math.nan
-            self.by_bucket = bucket_figures(found)
-            return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
-        return evaluate
+@dataclass(frozen=True)
+class FineTuning:
+    """A training on conversations, ready to begin: what callbacks are made for."""
+
+    stage: Stage
+    parent: Checkpoint
+    talk: Talk
+    mixed: Resolution
+    rows: Rows
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -280,6 +265,10 @@ class Lesson:
     """What is learned after that checkpoint."""
     figures: Callable[[Outcome, AnswerLoss, Resolution], dict[str, Any]]
     """What the section shows beside what all sections of training do."""
+    check: Callable[[Talk], None] = lambda talk: None
+    """Raises Refused for conversations that may not be trained on."""
+    callbacks: Callable[[FineTuning], Sequence[Callback]] = lambda run: ()
+    """Callbacks beside the evaluation."""
 
 
 def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[str, Any]) -> None:
@@ -298,10 +287,7 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     )
     with machine.working("loading conversations"):
         talk = lesson.talk(parent)
-    parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
-    require_other_families(parents, plan.waive_families.split(","))
-    every = [*talk.measured, *talk.learned]  # sentinels ask what is learned
-    require_access((bucket.measures for bucket in every if bucket.measures), False, {})
+    lesson.check(talk)
     eval_tokens = plan.num_eval_tokens(machine)
     asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
@@ -312,7 +298,7 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
     ):
         machine.print0(f"{lesson.section}: finished already, skipped")
         return machine.close()
-    stage, answers, mixed = build_stage(lesson.kind, parent, talk, plan, cfg, inputs, machine)
+    stage, answers, mixed = build_stage(lesson, parent, talk, plan, cfg, inputs, machine)
     outcome = carry_out(cfg, stage, machine, asked)
     if machine.is_main and outcome:
         checkpoint = outcome.checkpoint
@@ -322,14 +308,17 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
             records.write_record(
                 lesson.section,
                 asked,
-                {**lesson.figures(outcome, answers, mixed), **outcome.figures(at_start)}
-                | ({"Sentinels": worst(stage.watch.history)} if stage.watch else {}),
+                {
+                    **lesson.figures(outcome, answers, mixed),
+                    **outcome.figures(at_start),
+                    **{n: v for each in stage.callbacks for n, v in each.values().items()},
+                },
                 records.Provenance(
                     stage.run_id, cfg.seed, inputs, {lesson.kind: checkpoint.fingerprint}
                 ),
                 records.Cost.since(started, machine),
                 cfg.report_dir,
-                tables=[*mixed.tables(), *([stage.watch.table()] if stage.watch else [])],
+                tables=[*mixed.tables(), *(t for c in stage.callbacks for t in c.tables())],
                 metrics=checkpoint.folder.parent / METRICS_FILE,
                 files=[checkpoint.folder],
             )
@@ -341,7 +330,7 @@ def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[st
 
 
 def build_stage(
-    kind: Literal["mid", "sft"],
+    lesson: Lesson,
     parent: Checkpoint,
     talk: Talk,
     plan: Plan,
@@ -367,10 +356,12 @@ def build_stage(
         optimizer.load_state_dict(parent.optim_tensors())
     apart = Apart(model, tokenizer.bos_id)
     num_rows = plan.num_eval_tokens(machine) // T
-    answers = AnswerLoss(apart, measured, tokenizer, machine, num_rows, plan.eval_half)
+    answers = AnswerLoss(
+        apart, measured, tokenizer, machine, num_rows, cfg.loop.eval_every, plan.eval_half
+    )
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     stage = Stage(
-        kind=kind,
+        kind=lesson.kind,
         model=model,
         trainable=apart,
         optimizer=optimizer,
@@ -379,7 +370,6 @@ def build_stage(
         num_steps=max(1, steps),
         batch_tokens=batch_tokens,
         split=lambda batch: split_rows(batch, IGNORE),
-        evaluation=answers.evaluation,
         identity={"parent": parent.fingerprint},
         state={
             "source": parent.state["source"],
@@ -388,32 +378,8 @@ def build_stage(
         },
         run_id=run_id,
     )
-    watch = begin_watch(plan, stage, parent, talk, mixed, rows, machine)
-    return replace(stage, watch=watch), answers, mixed
-
-
-def begin_watch(
-    plan: Plan,
-    stage: Stage,
-    parent: Checkpoint,
-    talk: Talk,
-    mixed: Resolution,
-    rows: Rows,
-    machine: Machine,
-) -> Watch | None:
-    """What looks at the run on its way: it asks conversations of what is learned."""
-    shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    learned = [bucket for bucket in talk.learned if shares[bucket.name]]
-    chats = {bucket.name: bucket.val for bucket in learned}
-    taught = {bucket.name: bucket.train for bucket in learned}
-    watch = open_watch(
-        plan.watch, parent, stage.model, chats, stage.num_steps, machine, taught, shares
-    )
-    if watch:
-        some = rows.batch(0, min(LOOKED_AT, rows.packed_train_rows), seed=0)
-        watch.rows = watch.suite.beside(*stage.split(some))
-        watch.first_pass = rows.packed_train_rows * rows.max_seq_len / stage.batch_tokens
-    return watch
+    more = lesson.callbacks(FineTuning(stage, parent, talk, mixed, rows, machine))
+    return replace(stage, callbacks=[answers, *more]), answers, mixed
 
 
 def val_rows(

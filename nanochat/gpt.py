@@ -10,9 +10,9 @@ some tracks need (partial rotation, exclusive attention, a tied head, ...) is of
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
@@ -113,6 +113,9 @@ GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
 TIED_STD = 0.005  # of a table that is also the head
 
 
+Config = TypeVar("Config", bound="GPTConfig")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a model. Raises ValueError where the numbers do not fit together."""
@@ -155,9 +158,6 @@ class GPTConfig:
     projection_init: Literal["zero", "scaled"] = "zero"
     """The matrices that write into the residual stream: zero, or drawn like the others and divided
     by sqrt(2 n_layer), as many as write there (GPT-2)."""
-    repeat_layers: str | None = None
-    """Layers, first-last as in 4-5, that a token passes twice, one after the other and then again;
-    counted from 0."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
@@ -184,16 +184,6 @@ class GPTConfig:
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
             raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
-        first, after = self.repeated()
-        if not 0 <= first <= after <= self.n_layer:
-            raise ValueError(
-                f"repeat_layers are first-last within 0-{self.n_layer - 1}, got "
-                f"{self.repeat_layers!r}"
-            )
-
-    def new(self, dtype: torch.dtype = torch.float32) -> "GPT":
-        """A model of this shape, its weights not drawn yet."""
-        return GPT(self, dtype)
 
     def classic(self) -> "GPTConfig":
         """The same shape in the plain architecture of October 2025."""
@@ -209,23 +199,12 @@ class GPTConfig:
             rope_dims=None,
             xsa_last_n=0,
             qk_gain_init=None,
-            repeat_layers=None,
         )
-
-    def repeated(self) -> tuple[int, int]:
-        """The layers that are passed twice: the first of them, and the one after the last."""
-        if self.repeat_layers is None:
-            return self.n_layer, self.n_layer
-        first, _, last = self.repeat_layers.partition("-")
-        if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-            return -1, -1
-        return int(first), int(last) + 1
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The layers that a token passes, first to last; some of them more than once."""
-        first, after = self.repeated()
-        return (*range(after), *range(first, self.n_layer))
+        """The layers that a token passes, first to last."""
+        return tuple(range(self.n_layer))
 
     @property
     def rotated(self) -> int:
@@ -242,6 +221,20 @@ class GPTConfig:
     def has_value_embedding(self, layer: int) -> bool:
         """Whether it adds one to its values."""
         return self.value_embeddings and (self.n_layer - 1 - layer) % self.value_every == 0
+
+
+def config_from(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """
+    The configuration of a class that `asdict` made a dict of, now or by an earlier commit. Raises
+    ValueError for a model with an option that was deleted.
+    """
+    values = dict(values)
+    if values.pop("repeat_layers", None) is not None:
+        raise ValueError(
+            "this model repeats layers (repeat_layers), which was deleted; the last commit that "
+            "has it is 27c376f"
+        )
+    return kind(**values)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -433,7 +426,7 @@ class GPT(nn.Module):
     """
     The model. `dtype` is the compute dtype: activations and matrix products; weights are float32.
 
-    `build_model` makes a new one; elsewhere it is built on the meta device and loaded.
+    checkpoint.py builds new ones and loads saved ones.
     """
 
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
@@ -540,11 +533,6 @@ class GPT(nn.Module):
     def num_params(self) -> int:
         """All parameters, embeddings included."""
         return sum(p.numel() for p in self.parameters())
-
-    @property
-    def readouts(self) -> int:
-        """How often the head is applied to a token in the training step at hand."""
-        return 1
 
     def num_used_params(self) -> int:
         """Those of the layers and the head, each as often as it multiplies a token."""
@@ -699,9 +687,6 @@ class GPT(nn.Module):
         )
         return flat.view_as(targets)
 
-    def begin_step(self, step: int, seed: int) -> None:
-        """Told before every training step; what a model draws anew for each follows from both."""
-
     def compile(self, **options: Any) -> None:
         """Compile each block and the loss kernels: equal blocks share one compilation."""
         torch._dynamo.config.recompile_limit = 64  # kinds of block, times training and scoring
@@ -709,17 +694,6 @@ class GPT(nn.Module):
             block.compile(dynamic=False, **options)
         kernels: Any = (torch.compile(f, dynamic=False, **options) for f in EAGER)
         self.loss_kernels = LossKernels(*kernels)
-
-
-def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
-    """
-    A new model on `device`. Its weights follow from the seed alone: a CPU draws them, one parameter
-    at a time, so that a process needs host memory for the largest of them only.
-    """
-    with device:
-        model = cfg.new(dtype)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
 
 
 def fill(weight: Tensor, init: Callable[..., Any], *args: float, **settings: Any) -> None:
@@ -736,7 +710,7 @@ def for_inference(model: GPT) -> GPT:
     for every token. Weights that have that dtype already are shared, but for those of attention.
     """
     with torch.device("meta"):
-        twin = model.cfg.new(model.dtype)
+        twin = type(model)(model.cfg, model.dtype)
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):

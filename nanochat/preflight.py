@@ -463,14 +463,13 @@ def prepare(
     return Prepared(device_rows, compiled, memory, passes * rehearsal.seconds)
 
 
-def require_memory(shape: GPTConfig, machine: Machine) -> None:
+def require_memory(model: GPT, machine: Machine) -> None:
     """
     Raise Refused naming both numbers where weights, gradients and optimizer alone do not fit.
 
-    Before anything is allocated: a process that asks for too much is killed without a word.
+    model: on the meta device, before anything is allocated: a process that asks for too much is
+    killed without a word.
     """
-    with torch.device("meta"):
-        model = shape.new()
     state = state_bytes(dict(model.named_parameters()), model.param_roles())
     weights = 4 * model.num_params()
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -26,14 +26,6 @@ from nanochat.common import (
     read_json,
     write_atomic,
     write_json,
-)
-from nanochat.lab.report_sections import (
-    MOVED,
-    NOTHING,
-    Around,
-    data_mix,
-    look_around,
-    reliability,
 )
 from nanochat.records import (
     COLUMNS,
@@ -74,6 +66,19 @@ BLOCK_START = re.compile(  # of a heading, a list, a rule, a quote, a numbered l
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
+Table = Mapping[str, Any]
+# All records and those that they replaced, the hourly rate of a device, a list to which damaged
+# files are added -> tables by the name of their section
+MoreSections = Callable[
+    [Sequence[Record], Sequence[Record], float, list[str]], Mapping[str, Sequence[Table]]
+]
+
+
+def no_more_sections(*about: Any) -> Mapping[str, Sequence[Table]]:
+    """The default: a report of its records alone."""
+    return {}
+
+
 class Figure(NamedTuple):
     """A drawing of a section: its title, and its file relative to the report."""
 
@@ -89,23 +94,27 @@ def update(
     report_dir: Path | str | None = None,
     hourly_rate: float | None = None,
     redraw: bool = False,
+    more: MoreSections = no_more_sections,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
     directory for the main report, else beside the records.
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. redraw: all figures,
-    not only those of records that are newer.
+    not only those of records that are newer. more: makes further sections of all records.
     """
     folder = report_folder(report_dir)
     report = report_path(report_dir)
-    write_report(folder, report, folder / "figures", hourly_rate, redraw)
+    write_report(folder, report, folder / "figures", hourly_rate, redraw, more)
     return report
 
 
-def export(out: Path, report_dir: Path | str | None = None) -> Path:
+def export(
+    out: Path, report_dir: Path | str | None = None, more: MoreSections = no_more_sections
+) -> Path:
     """Render the report into another folder: report.md there, its figures in dev/report/."""
-    write_report(report_folder(report_dir), out / "report.md", out / "dev" / "report")
+    folder = report_folder(report_dir)
+    write_report(folder, out / "report.md", out / "dev" / "report", more=more)
     return out / "report.md"
 
 
@@ -138,6 +147,7 @@ def write_report(
     figure_folder: Path,
     hourly_rate: float | None = None,
     redraw: bool = True,
+    more: MoreSections = no_more_sections,
 ) -> None:
     """Draw, render and write; figures that the report no longer shows are removed."""
     from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
@@ -157,8 +167,11 @@ def write_report(
     shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}
     for stale in (path for path in figure_folder.glob("*.svg") if path.name not in shown):
         stale.unlink()
-    around = look_around(read_history(folder, damaged), damaged)
-    write_atomic(report, render(records, header, time.strftime(TIME_FORMAT), figures, around))
+    history = read_history(folder, damaged)
+    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
+    tables = more(records, history, device_rate, damaged)
+    now = time.strftime(TIME_FORMAT)
+    write_atomic(report, render(records, header, now, figures, tables, damaged))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,37 +225,29 @@ def render(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
-    around: Around = NOTHING,
+    more: Mapping[str, Sequence[Table]] = {},
+    damaged: Sequence[str] = (),
 ) -> str:
     """
     The text of report.md, a pure function of its arguments.
 
-    Fixed sections come in their order, others after them by age, then those that several records
-    make together; `figures` are those of each section. `generated` is the time to print.
+    Fixed sections come in their order, others after them by age, then the tables of `more`
+    sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
+    records that were left out.
     """
     by_name = {record["section"]: record for record in sorted(records, key=by_age)}
     order = [name for name in SECTIONS if name in by_name]
     order += [name for name in by_name if name not in SECTIONS]
     ordered = [by_name[name] for name in order]
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
-    sections += render_lab(ordered, header, around)
-    warnings = [*render_faults(ordered), *render_damage(around.damaged)]
-    top = "\n\n".join([render_header(header, generated), *warnings])
-    return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
-
-
-def render_lab(records: Sequence[Record], header: Record, around: Around) -> list[str]:
-    """The sections "Data mix" and "Reliability", as far as there is something to say."""
-    rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))  # of one device
-    found = {
-        "Data mix": data_mix(records, around),
-        "Reliability": reliability(records, around, rate),
-    }
-    return [
+    sections += [
         "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
-        for name, tables in found.items()
+        for name, tables in more.items()
         if tables
     ]
+    warnings = [*render_faults(ordered), *render_damage(damaged)]
+    top = "\n\n".join([render_header(header, generated), *warnings])
+    return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
 
 
 def by_age(record: Record) -> str:
@@ -305,7 +310,7 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     ours += [bullet("provenance", show_provenance(record))]
     ours += [bullet("cost", show_cost(record["cost"]))]
     own = [bullet(key, entries[key]) for key in fixed if key in entries]
-    tables = [render_table(t) for t in record["tables"] if t.get("title") not in MOVED]
+    tables = [render_table(t) for t in record["tables"]]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
     links = "\n".join(f"![{escape(figure.title)}]({quote(figure.link)})" for figure in figures)
     body = "\n\n".join(block for block in [*lists, links] if block)

@@ -10,30 +10,32 @@ how long to train, what to measure. Knows no data set, task or section of the re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from nanochat import preflight
-from nanochat.checkpoint import Checkpoint, Checkpoints, SavingConfig, stage_folder
+from nanochat.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    SavingConfig,
+    model_callbacks,
+    stage_folder,
+)
 from nanochat.common import StopRequest, require_name
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import Machine, MachineConfig
 from nanochat.gpt import GPT
 from nanochat.hardware import utilization
-from nanochat.lab.canaries import Watch, stop_if_broken
 from nanochat.logger import RunLog, RunLogConfig
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, Prepared, duration
-from nanochat.recursion.metrics import step_figures
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
+    Callback,
     LoopConfig,
     Progress,
     Run,
-    Step,
     Trainable,
     median_rate,
     train,
@@ -76,9 +78,6 @@ class StageConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
-Evaluate = Callable[[int, Callable[[], bool], bool], dict[str, float] | None]  # see train.Run
-
-
 @dataclass(frozen=True)
 class Stage:
     """What is trained, on what, for how long."""
@@ -93,8 +92,6 @@ class Stage:
     """Tokens per step, all ranks together."""
     split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     """Rows as they are stored -> tokens and targets, both (B, T) int64."""
-    evaluation: Callable[[int], Evaluate]
-    """Rows per forward pass -> what the loop calls at its cadence."""
     identity: Mapping[str, Any]
     """What a checkpoint must agree with to be continued, beside rows, model, batch and seed."""
     state: Mapping[str, Any]
@@ -106,16 +103,10 @@ class Stage:
     """What goes on beside the training."""
     bytes_to_pack: int = 0
     """What that will write to the disk."""
-    also_every: Sequence[int] = ()
-    """Cadences of evaluation beside the loop's own, see train.Run."""
     max_seconds: float | None = None
     """Budget of training time, see train.Run."""
-    forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
-    """What training sees in place of the weights, see train.Run."""
-    watch: Watch | None = None
-    """What calls the run broken."""
-    change_model: Callable[[float], None] = lambda done: None
-    """Told, before every step and evaluation, what share of the run is done."""
+    callbacks: Sequence[Callback] = ()
+    """Evaluators among them."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +193,6 @@ def carry_out(
                 mine = rows.batch(step, step_rows, cfg.seed, machine.rank, machine.world_size)
             return stage.split(mine)
 
-        def begin_step(step: int, done: float) -> None:
-            stage.change_model(done)
-            model.begin_step(step, cfg.seed)
-
         run = Run(
             model=stage.trainable or model,
             optimizer=stage.optimizer,
@@ -219,7 +206,6 @@ def carry_out(
                 step, step_rows, cfg.seed, machine.rank, machine.world_size
             ),
             rows_name=lambda step: str(rows.row_ids(step, step_rows, cfg.seed).tolist()),
-            evaluate=patient(stage.evaluation, ready.device_rows),
             save=lambda progress, final=False: checkpoints.save(
                 model, stage.optimizer, stage.tokenizer, state, progress, final
             ),
@@ -228,28 +214,12 @@ def carry_out(
             loop=cfg.loop,
             grad_clip=cfg.optim.grad_clip,
             stop=stop,
-            also_every=stage.also_every,
             max_seconds=stage.max_seconds,
-            forward_weights=stage.forward_weights,
-            begin_step=begin_step,
-            after_step=partial(watched, stage, log),
-            inspect=partial(step_figures, model, stage.optimizer),
+            callbacks=[*stage.callbacks, *model_callbacks(model, stage.optimizer, cfg.seed)],
         )
         with log, stage.background():
             done = train(run, progress)
     return Outcome(model, run, ready, progress, checkpoints.saved) if done else None
-
-
-def watched(stage: Stage, log: RunLog, done: Step, progress: Progress) -> None:
-    """Let the sentinels look at a run after a step. Raises Broken where they call it so."""
-    watch, step = stage.watch, progress.step
-    if watch is None:
-        return
-    findings = watch.first_step(done.loss) if step == 1 else []
-    if watch.cfg.due(step, stage.num_steps):
-        findings += watch.look(step, stage.model, progress.smooth_loss)
-        log.log(step, {f"sentinel_{name}": value for name, value in watch.measured.items()})
-    stop_if_broken(findings, watch.cfg)
 
 
 def prepare(
@@ -307,21 +277,3 @@ def saves_to_come(loop: LoopConfig, progress: Progress, num_steps: int) -> int:
     """How many checkpoints a run will still write."""
     left = num_steps - progress.step
     return 1 + (left // loop.save_every if loop.save_every else 0)
-
-
-def patient(evaluation: Callable[[int], Evaluate], rows: int) -> Evaluate:
-    """An evaluation in passes of `rows`; where memory does not suffice, of half as many."""
-
-    def evaluate(step: int, stopping: Callable[[], bool], last: bool) -> dict[str, float] | None:
-        nonlocal rows
-        while True:
-            try:
-                return evaluation(rows)(step, stopping, last)
-            except torch.OutOfMemoryError:
-                if rows == 1:
-                    raise
-            torch.cuda.empty_cache()  # outside the handler, which keeps the failed try's tensors
-            rows //= 2
-            print(f"evaluation: out of memory, going on with {rows} rows at a time", flush=True)
-
-    return evaluate

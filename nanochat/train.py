@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import UNEVALUATED, Refused, StoppedWaiting, StopRequest
+from nanochat.common import UNEVALUATED, Interrupted, Refused, StoppedWaiting, StopRequest
 from nanochat.distributed import Machine
 from nanochat.hardware import utilization
 from nanochat.loss import Trainable
@@ -257,6 +257,84 @@ class Progress:
         return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
 
 
+class Callback:
+    """
+    Extends a training run. Every method is called on every rank and does nothing by default; one
+    that raises ends the run. Figures that a method returns are logged.
+    """
+
+    def start(self, run: "Run") -> None:
+        """Before the first step of an attempt."""
+
+    def before_step(self, step: int, share: float) -> None:
+        """Before each step and its evaluation; `share` of the run is done."""
+
+    def forward_context(self, share: float) -> AbstractContextManager[None]:
+        """Entered around the forward and backward passes of a step."""
+        return nullcontext()
+
+    def after_backward(self, scale: float) -> dict[str, float]:
+        """When gradients are reduced; times `scale` they are the mean over the targets."""
+        return {}
+
+    def after_step(self, done: "Step", progress: Progress) -> None:
+        """After each step, when it is logged."""
+
+    def evaluate(
+        self, step: int, stopping: Callable[[], bool], last: bool
+    ) -> dict[str, float] | None:
+        """
+        Before each step but the first, and once with `last` when all is trained. Returns figures,
+        the one to be smallest under "val_bpb"; None where `stopping()` interrupted it.
+        """
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """Values for the record of the finished run."""
+        return {}
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Tables for that record."""
+        return []
+
+
+class Evaluator(Callback):
+    """
+    Measures every `every` steps (0 = only at the end) and at the end, `rows_per_pass` rows at a
+    time. Out of memory, it goes on with half as many rows.
+    """
+
+    every = 0
+    rows_per_pass = 1
+
+    def start(self, run: "Run") -> None:
+        self.rows_per_pass = run.device_rows
+
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        """The figures. Raises Interrupted where `stopping()` became true."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, step: int, stopping: Callable[[], bool], last: bool
+    ) -> dict[str, float] | None:
+        if not last and not (self.every and step % self.every == 0):
+            return {}
+        while True:
+            try:
+                return self.measure(stopping)
+            except Interrupted:
+                return None
+            except torch.OutOfMemoryError:
+                if self.rows_per_pass == 1:
+                    raise
+            torch.cuda.empty_cache()  # outside the handler, which keeps the failed try's tensors
+            self.rows_per_pass //= 2
+            print(
+                f"evaluation: out of memory, going on with {self.rows_per_pass} rows at a time",
+                flush=True,
+            )
+
+
 class Save(Protocol):
     """
     Writes a checkpoint; `final` returns only when it is safe on disk. That of a run which is
@@ -271,9 +349,7 @@ class Run:
     """
     What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
     with IGNORE among the targets where one does not count; `rows_name(step)` says which they
-    are, for messages. `evaluate(step, stopping, last)` returns figures to log and the one to be
-    smallest under "val_bpb", or None when `stopping()` cut it short; `last` is True once, when all
-    is trained. It and `save` are called on every rank.
+    are, for messages. `save` is called on every rank.
     """
 
     model: Trainable
@@ -289,7 +365,6 @@ class Run:
     """Of the model as it is at a step."""
     rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
     rows_name: Callable[[int], str]
-    evaluate: Callable[[int, Callable[[], bool], bool], dict[str, float] | None]
     save: Save
     log: Callable[[int, dict[str, Any]], None]
     schedule: ScheduleConfig
@@ -298,22 +373,10 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     times_seen: Callable[[int], np.ndarray] | None = None
     """How often each of the rows of a step came before; None where nobody knows."""
-    also_every: Sequence[int] = ()
-    """Further cadences, in steps, at which `evaluate` is called; 0 = never."""
     max_seconds: float | None = None
     """Training ends with the step that reaches so many seconds of steps; evaluations and saving
     are not counted. The schedules then follow the clock."""
-    forward_weights: Callable[[float], AbstractContextManager] = lambda done: nullcontext()
-    """Entered around the forward and backward passes of a step, told what share of the run is done:
-    may put other weights in place of the model's, and puts those back."""
-    begin_step: Callable[[int, float], None] = lambda step, done: None
-    """Called before every step and evaluation, told its number and what share of the run is done:
-    may change what the model computes."""
-    inspect: Callable[[float], dict[str, float]] = lambda scale: {}
-    """Called on every rank when the gradients of a step are reduced: further figures to log.
-    `scale` makes those gradients the mean over the targets that count."""
-    after_step: Callable[["Step", Progress], None] = lambda done, progress: None
-    """Called on every rank after each step, when it is logged: may raise to end the run."""
+    callbacks: Sequence[Callback] = ()
 
     def horizon(self, progress: Progress) -> float:
         """How many steps the run will have in all: as told, or as the clock will allow."""
@@ -324,12 +387,6 @@ class Run:
     def finished(self, progress: Progress) -> bool:
         """Whether nothing is left to train."""
         return progress.step >= self.horizon(progress)
-
-    def evaluates(self, step: int) -> bool:
-        """Whether `evaluate` is called after so many steps."""
-        return any(
-            every and step % every == 0 for every in (self.loop.eval_every, *self.also_every)
-        )
 
 
 def train(run: Run, progress: Progress) -> bool:
@@ -344,11 +401,14 @@ def train(run: Run, progress: Progress) -> bool:
     if not run.finished(progress):
         require_resumable(progress)
     guard = Guard(run.loop.guard, progress.health, run.machine)
+    for callback in run.callbacks:
+        callback.start(run)
     with run.stop as stop:
         while not run.finished(progress):
             step, horizon = progress.step, run.horizon(progress)
-            run.begin_step(step, step / horizon)
-            if step and run.evaluates(step):
+            for callback in run.callbacks:
+                callback.before_step(step, step / horizon)
+            if step:
                 evaluate(run, progress, step, stop)
             guard.check_ranks(step, run.optimizer.named_params())
             started = time.perf_counter()
@@ -374,7 +434,8 @@ def train(run: Run, progress: Progress) -> bool:
                 progress.timed_steps += 1
                 progress.step_seconds = [*progress.step_seconds[-999:], seconds]
             log_step(run, progress, horizon, done, seconds, spiked)
-            run.after_step(done, progress)
+            for callback in run.callbacks:
+                callback.after_step(done, progress)
             if step == 0:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: keep it out of every later collection
@@ -383,7 +444,8 @@ def train(run: Run, progress: Progress) -> bool:
             every = run.loop.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
-        run.begin_step(progress.step, 1.0)
+        for callback in run.callbacks:
+            callback.before_step(progress.step, 1.0)
         if not progress.averaged:  # the optimizer state of a resumed run may be missing
             progress.averaged = run.optimizer.take_average()
         progress.finished = True
@@ -457,7 +519,9 @@ def train_step(
     if (order := tally.order) is not None:
         order = order.to(tokens.device)
         tokens, targets = tokens[order], targets[order]
-    with run.forward_weights(step / horizon):
+    with contextlib.ExitStack() as stack:
+        for callback in run.callbacks:
+            stack.enter_context(callback.forward_context(step / horizon))
         for i in range(0, len(tokens), run.device_rows):
             if stopping():
                 break
@@ -475,7 +539,9 @@ def train_step(
         return Step(math.nan, math.nan, stopped=True)
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
-    figures = {**run.inspect(scale), **by_times_seen(seen)}
+    figures = by_times_seen(seen)
+    for callback in run.callbacks:
+        figures |= callback.after_backward(scale)
     norm *= scale
     loss_mean = nats / count if count else 0.0
     if not allows(loss_mean, norm):
@@ -543,16 +609,20 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 def evaluate(
     run: Run, progress: Progress, step: int, stop: StopRequest, last: bool = False
 ) -> bool:
-    """Measure, remember the smallest validation value, log. False when asked to stop instead."""
-    figures = run.evaluate(step, lambda: stop.asked, last)
-    if figures is None:
-        run.machine.print0(f"asked to stop: the evaluation at step {step} is left")
-        return False
+    """Measure, keep the smallest validation value, log. False when asked to stop instead."""
+    figures: dict[str, float] = {}
+    for callback in run.callbacks:
+        found = callback.evaluate(step, lambda: stop.asked, last)
+        if found is None:
+            run.machine.print0(f"asked to stop: evaluation at step {step} aborted")
+            return False
+        figures |= found
     value = figures.get("val_bpb")
     if value is not None:
         progress.last_val = value
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
-    run.log(step, figures)
+    if figures:
+        run.log(step, figures)
     return True
 
 

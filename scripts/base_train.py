@@ -10,7 +10,7 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -18,15 +18,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from nanochat import records, report
-from nanochat.checkpoint import closing_lines
+from nanochat.checkpoint import build_model, closing_lines, new_model
 from nanochat.common import PREEMPTED, write_json
 from nanochat.config import settings, start
 from nanochat.dataloader import tokens_and_targets
 from nanochat.dataset import DataConfig, remembered
 from nanochat.distributed import Machine, init_machine
-from nanochat.evaluators import Exam, ExamConfig
-from nanochat.golf.quantize import LateQuantization, QuantConfig
-from nanochat.gpt import GPT, build_model
+from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.logger import METRICS_FILE
@@ -34,7 +33,6 @@ from nanochat.loss import IGNORE
 from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, Resolution, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
-from nanochat.recursion.presets import LateRepetition, RecursionConfig, RepeatConfig
 from nanochat.scaling import (
     Horizon,
     ShapeConfig,
@@ -48,8 +46,8 @@ from nanochat.stage import (
     StageConfig,
     carry_out,
 )
-from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Callback
 
 SECTION = "Base model training"
 # Flags that other trainers of this kind have.
@@ -64,6 +62,17 @@ ELSEWHERE = {
     "learning_rate": "each kind of weight has its own: --matrix_lr, --embedding_lr, "
     "--unembedding_lr, --scalar_lr",
     "warmup_ratio": "--warmup_steps counts steps",
+    **dict.fromkeys(
+        ("qat_start", "quantize", "quant_clip"), "it is a flag of scripts.golf.base_train"
+    ),
+    **dict.fromkeys(
+        ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
+        + ("supervision_base", "improvement_bonus", "bptt_loops"),
+        "it is a flag of scripts.recursion.base_train",
+    ),
+    **dict.fromkeys(
+        ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
+    ),
 }
 
 
@@ -93,18 +102,12 @@ class BaseTrain:
     ema_decay: float = 0.0
     """Share that an average of all weights keeps at each step, as 0.997; the run ends with the
     average in place of the weights. 0 = off."""
-    qat_start: float = 1.0
-    """Share of the run from which the forward pass sees the weights as --quantize would store them;
-    1 = never."""
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to use."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
-    recursion: RecursionConfig = field(default_factory=RecursionConfig)
-    repeat: RepeatConfig = field(default_factory=RepeatConfig)
-    quant: QuantConfig = field(default_factory=QuantConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)
-    exam: ExamConfig = field(default_factory=ExamConfig)
+    evaluation: PretrainEvalConfig = field(default_factory=PretrainEvalConfig)
     stage: StageConfig = field(default_factory=StageConfig)
 
     def __post_init__(self) -> None:
@@ -114,8 +117,6 @@ class BaseTrain:
             )
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie in [0, 1), got {self.ema_decay}")
-        if not 0 <= self.qat_start <= 1:
-            raise ValueError(f"qat_start is a share of the run, 0 to 1, got {self.qat_start}")
 
 
 class Text(NamedTuple):
@@ -139,6 +140,22 @@ class Text(NamedTuple):
 
 
 def main(cfg: BaseTrain) -> None:
+    pretrain(cfg)
+
+
+def pretrain(
+    cfg: BaseTrain,
+    adapt: Callable[[GPTConfig], GPTConfig] = lambda shape: shape,
+    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
+    validation: type[ValidationLoss] = ValidationLoss,
+    choices: Mapping[str, Any] = {},
+) -> None:
+    """
+    Train a base model and record it; tracks extend it.
+
+    adapt: the configuration of a depth -> that of another model. callbacks: further ones.
+    choices: further settings that decide the result; a run with others is not resumed.
+    """
     started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
     machine, report_dir = init_machine(cfg.stage.machine, cfg.stage.seed), cfg.stage.report_dir
     text = open_text(cfg, machine)
@@ -152,22 +169,20 @@ def main(cfg: BaseTrain) -> None:
     # What to train: everything follows from depth
     vocab_size, T, seed = text.tokenizer.vocab_size, cfg.max_seq_len, cfg.stage.seed
     shape = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, cfg.window_pattern, cfg.shape)
-    shape = cfg.repeat.apply(cfg.recursion.apply(shape))
-    if warning := cfg.recursion.warning():
-        machine.print0(warning)
-    require_memory(shape, machine)
+    shape = adapt(shape)
+    with torch.device("meta"):
+        require_memory(new_model(shape), machine)
     model = build_model(shape, machine.device, machine.dtype, seed)
     horizon = plan(cfg, model, machine)
     steps = most_steps(cfg, model, horizon, machine)
-    exam = Exam(
-        cfg.exam,
-        model,
-        text.tokenizer,
-        text.corpus.rows,
-        text.corpus.texts.describe().get("dataset"),
-        cfg.stage.loop.eval_every,
-        machine,
-    )
+    tokenizer, rows, evaluation = text.tokenizer, text.corpus.rows, cfg.evaluation
+    loss = validation(evaluation, model, tokenizer, rows, cfg.stage.loop.eval_every, machine)
+    evaluators: list[Callback] = [loss]
+    if evaluation.sample_every:
+        evaluators.insert(0, Samples(evaluation, model, tokenizer, machine))
+    if evaluation.core_metric_every:
+        dataset = text.corpus.texts.describe().get("dataset")
+        evaluators.append(FewShotScore(evaluation, model, tokenizer, dataset, machine))
     corpus = text.corpus
     mixed, needed = corpus.amounts(steps * horizon.batch_tokens // T, machine)
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
@@ -182,8 +197,8 @@ def main(cfg: BaseTrain) -> None:
         num_steps=steps,
         batch_tokens=horizon.batch_tokens,
         split=lambda batch: tokens_and_targets(batch, IGNORE),
-        evaluation=exam.evaluation,
-        identity=identity(cfg),
+        callbacks=[*evaluators, *callbacks(model)],
+        identity={**identity(cfg), **choices},
         state={
             "horizon": asdict(horizon),
             "source": text.corpus.texts.describe(),
@@ -191,30 +206,27 @@ def main(cfg: BaseTrain) -> None:
             "provenance": {"run_id": text.run_id, "seed": seed, "inputs": text.inputs},
         },
         run_id=text.run_id,
-        background=lambda: pack_in_background(corpus, needed, exam, machine),
+        background=lambda: pack_in_background(corpus, needed, loss, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
-        also_every=(cfg.exam.core_metric_every, cfg.exam.sample_every),
         max_seconds=cfg.max_wallclock_seconds,
-        forward_weights=LateQuantization(named, cfg.quant, cfg.qat_start),
-        change_model=LateRepetition(model, cfg.repeat.repeat_from),
     )
     if cfg.max_wallclock_seconds is not None:  # the clock is not to run while text is packed
         corpus.pack(needed, machine)
     outcome = carry_out(cfg.stage, stage, machine, asked(cfg, machine))
     if machine.is_main and outcome:
         with machine.working("writing the report"):
-            write_section(cfg, text, mixed, outcome, exam.core, started, at_start)
+            write_section(cfg, text, mixed, outcome, stage.callbacks, started, at_start)
     machine.close()
     if outcome is None:
         raise SystemExit(PREEMPTED)
 
 
 def pack_in_background(
-    corpus: Corpus, needed: Mapping[str, int], exam: Exam, machine: Machine
+    corpus: Corpus, needed: Mapping[str, int], loss: ValidationLoss, machine: Machine
 ) -> ExitStack:
     """Pack during training; returns when the validation rows are packed and can be scored."""
     with corpus.packing(needed, machine) as packing:
-        exam.require_rows()
+        loss.require_rows()
         return packing.pop_all()
 
 
@@ -222,7 +234,7 @@ def plan(cfg: BaseTrain, model: GPT, machine: Machine) -> Horizon:
     """Steps and batch, as if there were no clock."""
     return plan_horizon(
         model.num_used_params(),
-        cfg.repeat.flops_per_token(model),
+        model.flops_per_token(),
         cfg.max_seq_len,
         cfg.num_iterations,
         cfg.target_flops,
@@ -244,14 +256,10 @@ def most_steps(cfg: BaseTrain, model: GPT, horizon: Horizon, machine: Machine) -
 
 
 def identity(cfg: BaseTrain) -> dict[str, Any]:
-    """What decides the result of a run by the clock or for a file; nothing of an ordinary one."""
+    """Settings that decide the result of a run by the clock or with an average; else empty."""
     chosen = {
         "max_wallclock_seconds": cfg.max_wallclock_seconds,
         "ema_decay": cfg.ema_decay or None,
-        "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)}
-        if cfg.qat_start < 1
-        else None,
-        "repeat_from": cfg.repeat.repeat_from or None,
     }
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -273,7 +281,7 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
 
 def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:
     """The settings as the record has them."""
-    return {**settings(cfg), "eval_tokens": cfg.exam.tokens(machine)}
+    return {**settings(cfg), "eval_tokens": cfg.evaluation.tokens(machine)}
 
 
 def write_section(
@@ -281,7 +289,7 @@ def write_section(
     text: Text,
     mixed: Resolution | None,
     outcome: Outcome,
-    few_shot: Estimate | None,
+    callbacks: Sequence[Callback],
     started: float,
     memory_at_start: int,
 ) -> None:
@@ -302,7 +310,7 @@ def write_section(
         "DDP world size": machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **({"CORE metric estimate": records.estimate(*few_shot)} if few_shot else {}),
+        **{name: value for each in callbacks for name, value in each.values().items()},
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
@@ -319,7 +327,7 @@ def write_section(
         ),
         records.Cost.since(started, machine),
         cfg.stage.report_dir,
-        tables=mixed.tables() if mixed else (),
+        tables=[*(mixed.tables() if mixed else ()), *(t for c in callbacks for t in c.tables())],
         metrics=checkpoint.folder.parent / METRICS_FILE,
         files=[checkpoint.folder],
     )

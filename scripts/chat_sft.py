@@ -9,6 +9,7 @@ Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "C
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from nanochat.checkpoint import Checkpoint
@@ -20,6 +21,8 @@ from nanochat.finetune import (
     Talk,
     fine_tune,
 )
+from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
+from nanochat.lab.held_out import require_fair
 from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
@@ -53,6 +56,10 @@ class ChatSft:
     """Which stage's checkpoint to start from."""
     mix: MixConfig = field(default_factory=MixConfig)
     plan: Plan = field(default_factory=lambda: Plan(init_lr_frac=0.3))
+    waive_families: str = ""
+    """Data sets, with commas between them, that may be trained on although a final benchmark was
+    made of them too (scripts.lab.hold_out)."""
+    canaries: SentinelConfig = field(default_factory=SentinelConfig)
     stage: StageConfig = field(default_factory=stage_config)
 
 
@@ -62,7 +69,16 @@ def main(cfg: ChatSft) -> None:
         measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
         return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
 
-    fine_tune(Lesson(SECTION, "sft", cfg.source, talk, figures), cfg.plan, cfg.stage, settings(cfg))
+    lesson = Lesson(
+        SECTION,
+        "sft",
+        cfg.source,
+        talk,
+        figures,
+        check=lambda talk: require_fair(talk, cfg.waive_families),
+        callbacks=partial(watch_fine_tuning, cfg.canaries),
+    )
+    fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))
 
 
 def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:

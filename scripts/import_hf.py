@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.checkpoint import Checkpoints, carried, save_checkpoint, stage_folder
+from nanochat.checkpoint import Checkpoints, carried, new_model, save_checkpoint, stage_folder
 from nanochat.common import printable, require_name
 from nanochat.config import start
 from nanochat.distributed import MachineConfig, init_machine
@@ -39,7 +39,7 @@ def main(cfg: ImportHF) -> None:
         raise ValueError("name the folder of a model: --hf_path=<folder>")
     machine = init_machine(cfg.machine, steady=False)
     found = read_hf(Path(cfg.hf_path).expanduser())
-    model = found.cfg.new()
+    model = new_model(found.cfg)
     model.load_state_dict(found.weights)
     origin = found.origin or unknown(found)
     stage = cfg.stage or origin["stage"]

@@ -9,6 +9,7 @@ Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtr
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nanochat.checkpoint import Checkpoint
@@ -20,7 +21,8 @@ from nanochat.finetune import (
     Talk,
     fine_tune,
 )
-from nanochat.lab.canaries import SentinelConfig
+from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
+from nanochat.lab.held_out import require_fair
 from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
@@ -44,7 +46,11 @@ def stage_config() -> StageConfig:
 @dataclass(frozen=True)
 class MidTrain:
     mix: MixConfig = field(default_factory=MixConfig)
-    plan: Plan = field(default_factory=lambda: Plan(watch=SentinelConfig(sentinel_every=0)))
+    plan: Plan = field(default_factory=Plan)
+    waive_families: str = ""
+    """Data sets, with commas between them, that may be trained on although a final benchmark was
+    made of them too (scripts.lab.hold_out)."""
+    canaries: SentinelConfig = field(default_factory=lambda: SentinelConfig(sentinel_every=0))
     stage: StageConfig = field(default_factory=stage_config)
 
 
@@ -54,7 +60,16 @@ def main(cfg: MidTrain) -> None:
         measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
         return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
 
-    fine_tune(Lesson(SECTION, "mid", "base", talk, figures), cfg.plan, cfg.stage, settings(cfg))
+    lesson = Lesson(
+        SECTION,
+        "mid",
+        "base",
+        talk,
+        figures,
+        check=lambda talk: require_fair(talk, cfg.waive_families),
+        callbacks=partial(watch_fine_tuning, cfg.canaries),
+    )
+    fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))
 
 
 def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from nanochat import report
 from nanochat.common import MissingInput, printable
 from nanochat.config import start
+from nanochat.lab.reliability import sections
 from nanochat.records import read_records, report_folder
 
 
@@ -46,9 +47,9 @@ def main(cfg: Report) -> None:
     if not records:
         where = report_folder(cfg.report_dir)
         raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
-    print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True))
+    print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True, more=sections))
     if cfg.out:
-        print(report.export(Path(cfg.out), cfg.report_dir))
+        print(report.export(Path(cfg.out), cfg.report_dir, sections))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ stage "rows" python -m scripts.data "${row[@]}"
 files=""
 for seed in $SEEDS; do
     tag="${TAG:-golf}-$seed"
-    stage "base model, seed $seed" train scripts.base_train "${recipe[@]}" "${row[@]}" "${shape[@]}" \
+    stage "base model, seed $seed" train scripts.golf.base_train "${recipe[@]}" "${row[@]}" "${shape[@]}" \
         "${train[@]}" "${rates[@]}" --seed="$seed" --model_tag="$tag" --run="${WANDB_RUN:-dummy}" \
         --resume=auto --once --report_dir="$NANOCHAT_BASE_DIR/seeds/$seed" "$@"
     stage "artifact, seed $seed" python -m scripts.export --format=artifact --source=base \

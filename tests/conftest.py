@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanochat.checkpoint import build_model
 from nanochat.config import silence_teardown
 from nanochat.distributed import Machine
-from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.recursion.model import recursive_config
 from tests.commands import Command
 from tests.training_runs import prepare

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from nanochat import attention
+from nanochat.checkpoint import build_model
 from nanochat.common import MissingInput
 from nanochat.distributed import Machine, MachineConfig, init_machine
-from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, rules
 from nanochat.preflight import KernelConfig, set_kernels

@@ -10,6 +10,7 @@ import torch
 
 from nanochat.checkpoint import (
     CorruptCheckpoint,
+    build_model,
     find_checkpoint,
     list_steps,
     load_model,
@@ -23,7 +24,6 @@ from nanochat.common import (
     json_text,
     sealed,
 )
-from nanochat.gpt import build_model
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY

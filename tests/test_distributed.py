@@ -156,7 +156,7 @@ def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
 
 def test_one_and_two_processes_play_golf_alike(base):
     words = (
-        "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
+        "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--num_iterations=20 --eval_tokens=1024 --dtype=float32 --tie_embeddings=1 --ema_decay=0.8 "
         "--decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5 "
         "--bigram_rows=0"
@@ -172,9 +172,9 @@ def test_one_and_two_processes_play_golf_alike(base):
 
 def test_one_and_two_processes_recurse_alike(base):
     words = (
-        "-m scripts.base_train --depth=3 --d_model=64 --max_seq_len=32 --total_batch_size=512 "
-        "--num_iterations=12 --eval_tokens=1024 --dtype=float32 --recursion_preset=moderate "
-        "--supervise=sampled --bptt_loops=3"
+        "-m scripts.recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 "
+        "--total_batch_size=512 --num_iterations=12 --eval_tokens=1024 --dtype=float32 "
+        "--recursion_preset=moderate --supervise=sampled --bptt_loops=3"
     ).split()
     one, two = by_one_and_two(base, words, "base_checkpoints")
     norms = [f"grad_norm_{part}" for part in ("prelude", "core", "coda", "inject", "outside")]

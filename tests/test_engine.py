@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nanochat import engine as engine_module
+from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
 from nanochat.engine import Engine, Sampling, sample
-from nanochat.gpt import build_model, for_inference, refresh
+from nanochat.gpt import for_inference, refresh
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
@@ -27,7 +28,6 @@ OPTIONS = {
     "bigrams": {"bigram_rows": 97},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
-    "repeated": {"repeat_layers": "0-1"},
 }
 
 

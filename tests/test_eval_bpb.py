@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat import eval_bpb
+from nanochat.checkpoint import build_model
 from nanochat.common import Refused
 from nanochat.eval_bpb import (
     bits_per_byte,
@@ -18,7 +19,6 @@ from nanochat.eval_bpb import (
     row_batches,
     windows,
 )
-from nanochat.gpt import build_model
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from tasks.world import corpus

@@ -5,7 +5,7 @@ import torch
 
 from nanochat import sandbox
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import Refused, read_json
 from nanochat.distributed import Machine, MachineConfig
 from nanochat.engine import Engine, Sampling
@@ -15,7 +15,7 @@ from nanochat.eval_chat import (
     fit,
     gathered,
 )
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_eval
 from tests.conftest import lively

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanochat import records
-from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
 from nanochat.distributed import Machine, MachineConfig
 from nanochat.eval_core import (
@@ -26,7 +26,6 @@ from nanochat.eval_core import (
     read,
     subject_of,
 )
-from nanochat.gpt import build_model
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tasks.world import suite

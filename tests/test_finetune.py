@@ -16,6 +16,7 @@ from nanochat.chat_packing import (
     signed_ids,
     split_rows,
 )
+from nanochat.checkpoint import build_model
 from nanochat.common import Refused
 from nanochat.finetune import (
     AnswerLoss,
@@ -23,7 +24,7 @@ from nanochat.finetune import (
     auto_batch,
     val_rows,
 )
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import lively

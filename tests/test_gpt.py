@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
+from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
 from nanochat.gpt import (
     GPT,
     GPTConfig,
     bigram_index,
-    build_model,
     exclude_self,
     for_inference,
     preceding,
@@ -39,7 +39,6 @@ VARIANTS = {
     "golf": GOLF,
     "tied and plain": replace(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
-    "repeated": replace(TINY, repeat_layers="0-0"),
 }
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat.checkpoint import build_model
 from nanochat.eval_core import FewShotTask, examine, subject_of
 from nanochat.evaluators import samples
-from nanochat.gpt import GPTConfig, build_model, for_inference
+from nanochat.gpt import GPTConfig, for_inference
 from tests.conftest import lively
 from tests.lab.test_canaries import TOKENIZER, suite_of
 from tests.training_runs import SMALL, folder, python

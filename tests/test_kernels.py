@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.gpt import build_model, for_inference
+from nanochat.checkpoint import build_model
+from nanochat.gpt import for_inference
 from nanochat.preflight import (
     KernelConfig,
     choose_attention,

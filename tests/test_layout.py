@@ -18,12 +18,8 @@ TRACKS = "serve hf golf recursion lab bench".split()
 EDGES = {
     "nanochat/dataset.py": {"tasks.world"},
     "nanochat/eval_core.py": {"tasks.world"},
-    "nanochat/checkpoint.py": {"nanochat.recursion"},
-    "nanochat/evaluators.py": {"nanochat.recursion"},
-    "nanochat/stage.py": {"nanochat.lab", "nanochat.recursion"},
     "nanochat/finetune.py": {"nanochat.lab"},
     "nanochat/mixture.py": {"nanochat.lab"},
-    "nanochat/report.py": {"nanochat.lab"},
 }
 # An outside package, and the only modules that import it.
 OWNERS = {

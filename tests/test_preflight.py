@@ -14,6 +14,7 @@ import torch
 from nanochat import preflight
 from nanochat.common import REPOSITORY, Refused, read_json
 from nanochat.distributed import Machine
+from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import (
     KernelConfig,
@@ -180,11 +181,15 @@ def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
 
 
 def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine, monkeypatch):
+    def meta(cfg):
+        with torch.device("meta"):
+            return GPT(cfg)
+
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda device: 64e9)
     huge = replace(TINY, vocab_size=32768, n_layer=64, d_model=8192, head_dim=2048)
     with pytest.raises(Refused, match=r"parameters.* GB, but cpu has 64.00 GB free.*\n.*--depth"):
-        require_memory(huge, machine)
-    require_memory(TINY, machine)
+        require_memory(meta(huge), machine)
+    require_memory(meta(TINY), machine)
 
 
 def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(

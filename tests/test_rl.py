@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanochat.checkpoint import build_model
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.gpt import GPTConfig, build_model, for_inference
+from nanochat.gpt import GPTConfig, for_inference
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.rl import (

@@ -19,13 +19,13 @@ from nanochat.checkpoint import (
     Checkpoints,
     CorruptCheckpoint,
     SavingConfig,
+    build_model,
     checkpoint_bytes,
     open_checkpoint,
     stage_folder,
 )
 from nanochat.common import REPOSITORY, Refused, base_dir
 from nanochat.distributed import Machine
-from nanochat.gpt import build_model
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Health, NotFinite, Progress, require_resumable

@@ -17,11 +17,11 @@ import yaml
 from nanochat import eval_core, hub
 from nanochat.common import (
     REPOSITORY,
+    Interrupted,
     Refused,
     read_json,
     sha256_file,
 )
-from nanochat.eval_bpb import Interrupted
 from nanochat.eval_core import (
     CORE_TASKS,
     FewShotTask,

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import Checkpoints, SavingConfig
+from nanochat.checkpoint import Checkpoints, SavingConfig, build_model
 from nanochat.common import PREEMPTED, UNEVALUATED, Refused, StoppedWaiting
 from nanochat.dataloader import tokens_and_targets
-from nanochat.golf.quantize import LateQuantization, QuantConfig, as_stored
-from nanochat.gpt import build_model
+from nanochat.golf.qat import LateQuantization
+from nanochat.golf.quantize import QuantConfig, as_stored
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.stage import patient
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
+    Callback,
+    Evaluator,
     GuardConfig,
     LoopConfig,
     NotFinite,
@@ -43,7 +44,30 @@ def rows_of(step, masked=False):
     return tokens, targets
 
 
-def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, seed=0, guard=None, **changes):
+class Measure(Callback):
+    """Calls `evaluate` every fifth step and at the end."""
+
+    def __init__(self, evaluate):
+        self.measure = evaluate
+
+    def evaluate(self, step, stopping, last):
+        return self.measure(step, stopping, last) if last or step % 5 == 0 else {}
+
+
+def falling(step, stopping, last):
+    return {"val_bpb": 5.0 - step}
+
+
+def make_run(
+    machine,
+    num_steps=20,
+    device_rows=ROWS,
+    masked=False,
+    seed=0,
+    guard=None,
+    evaluate=falling,
+    **changes,
+):
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed)
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
@@ -58,13 +82,13 @@ def make_run(machine, num_steps=20, device_rows=ROWS, masked=False, seed=0, guar
         flops_per_token=lambda: 1.0,
         rows=lambda step: rows_of(step + 1000 * seed, masked),
         rows_name=lambda step: f"rows of {step}",
-        evaluate=lambda step, stopping, last: {"val_bpb": 5.0 - step},
+        callbacks=[Measure(evaluate)],
         save=lambda progress, final=False: saved.append(
             (progress.step, {n: p.detach().clone() for n, p in model.named_parameters()})
         ),
         log=lambda step, values: logged.append((step, values)),
         schedule=ScheduleConfig(warmup_steps=2),
-        loop=LoopConfig(eval_every=5, guard=guard or GuardConfig()),
+        loop=LoopConfig(guard=guard or GuardConfig()),
     )
     return replace(run, **changes), saved, logged
 
@@ -312,7 +336,7 @@ def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
         moved.update({name: named[name].detach().clone() for name in part.names})
 
     run.optimizer.update = update
-    train_step(replace(run, model=Watched(), forward_weights=late, device_rows=4), 0)
+    train_step(replace(run, model=Watched(), callbacks=[late], device_rows=4), 0)
     assert len(seen) == 2
     for name in named:
         assert torch.equal(seen[1][name], as_stored(start[name], late.formats[name], late.cfg))
@@ -377,13 +401,11 @@ def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(
     def evaluate(step, stopping, last):
         raise torch.OutOfMemoryError
 
-    loop = LoopConfig(eval_every=0)
     run, *_ = make_run(
         machine,
         3,
         evaluate=evaluate,
         save=lambda progress, final: saved.append(progress.step),
-        loop=loop,
     )
     with pytest.raises(SystemExit) as left:
         train(run, Progress())
@@ -394,22 +416,24 @@ def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(
 def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
     tried = []
 
-    def evaluation(rows):
-        def evaluate(step, stopping, last):
-            tried.append((rows, step))
-            if rows > 3:
+    class Greedy(Evaluator):
+        every, rows_per_pass, fits = 5, 16, 3
+
+        def measure(self, stopping):
+            tried.append(self.rows_per_pass)
+            if self.rows_per_pass > self.fits:
                 raise torch.OutOfMemoryError
             return {"val_bpb": 1.0}
 
-        return evaluate
-
-    evaluate = patient(evaluation, 16)
-    assert evaluate(5, lambda: False, False) == {"val_bpb": 1.0}
-    assert tried == [(16, 5), (8, 5), (4, 5), (2, 5)]
-    evaluate(9, lambda: False, False)
-    assert tried[4:] == [(2, 9)]  # what fits is remembered
+    evaluator = Greedy()
+    assert evaluator.evaluate(4, lambda: False, False) == {} and not tried
+    assert evaluator.evaluate(5, lambda: False, False) == {"val_bpb": 1.0}
+    assert tried == [16, 8, 4, 2]
+    evaluator.evaluate(9, lambda: False, True)
+    assert tried[4:] == [2]  # what fits is remembered
+    evaluator.fits = 0
     with pytest.raises(torch.OutOfMemoryError):
-        patient(lambda rows: evaluation(rows + 4), 2)(0, lambda: False, False)
+        evaluator.evaluate(10, lambda: False, False)
 
 
 def test_the_smallest_and_the_last_validation_value_are_remembered(machine):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanochat.common import REPOSITORY, read_json
+from nanochat.gpt import GPT
 from nanochat.scaling import shape_for_depth
 from tests.hub_server import hub_served, small_hub
 
@@ -24,7 +25,7 @@ def test_the_model_has_the_parameters_of_the_seed_report():
     depth = int(re.findall(r"depth=(\d+)", script)[0])
     assert "--arch=classic" in script
     with torch.device("meta"):
-        model = shape_for_depth(depth, vocab_size, 2048, "classic").new()
+        model = GPT(shape_for_depth(depth, vocab_size, 2048, "classic"))
     assert model.num_params() == 92_274_688
 
 

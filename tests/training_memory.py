@@ -12,8 +12,9 @@ import json
 import numpy as np
 import torch
 
+from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine, init_machine
-from nanochat.gpt import GPT, build_model
+from nanochat.gpt import GPT
 from nanochat.hardware import resident_peak
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig, prepare
@@ -38,7 +39,6 @@ def train(model: GPT, optimizer: MuonAdamW, machine: Machine, device_rows: int) 
         flops_per_token=model.flops_per_token,
         rows=lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))),
         rows_name=str,
-        evaluate=lambda *when: {},
         save=lambda progress, final=False: None,
         log=lambda step, figures: None,
         schedule=ScheduleConfig(),

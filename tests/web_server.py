@@ -13,11 +13,11 @@ import httpx
 import pytest
 import torch
 
-from nanochat.checkpoint import save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.distributed import Machine
 from nanochat.engine import Sampling
 from nanochat.engine import sample as plain
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.gpt import GPTConfig
 from nanochat.serve.handler import Desk
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.security import GateConfig

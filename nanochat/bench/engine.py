@@ -16,14 +16,10 @@ import torch
 
 from nanochat.bench.table import Findings, Rate
 from nanochat.bench.train import read_bandwidth
+from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import (
-    GPT,
-    GPTConfig,
-    build_model,
-    for_inference,
-)
+from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.hardware import peak_memory_bytes
 from nanochat.tokenizer import Tokenizer
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from nanochat.bench.table import Findings, Rate
+from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.eval_core import (
     CPU_PASS_TOKENS,
@@ -22,12 +23,7 @@ from nanochat.eval_core import (
     read_safely,
     subject_of,
 )
-from nanochat.gpt import (
-    GPT,
-    GPTConfig,
-    build_model,
-    for_inference,
-)
+from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tasks.world.suite import suite

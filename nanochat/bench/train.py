@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from nanochat.bench.table import Findings, Rate
+from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
-from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
 from nanochat.preflight import KernelConfig, set_kernels

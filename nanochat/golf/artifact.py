@@ -35,7 +35,7 @@ from nanochat.golf.quantize import (
     quantize_rows,
 )
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.recursion.model import read_config
+from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 Container = Literal["bytes", "packed"]
@@ -88,7 +88,7 @@ class Artifact:
     def build(self, machine: Machine) -> GPT:
         """The model on the machine's device."""
         with torch.device("meta"):
-            model = self.cfg.new(machine.dtype)
+            model = new_model(self.cfg, machine.dtype)
         model.to_empty(device=machine.device)
         model.load_state_dict(self.weights)
         return model
@@ -209,7 +209,7 @@ def parse_body(body: bytes, container: Container) -> Artifact:
     head = json.loads(body[4 : 4 + length])
     cfg = read_config(head["model"])
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in cfg.new().state_dict().items()}
+        shapes = {name: tuple(p.shape) for name, p in new_model(cfg).state_dict().items()}
     formats: dict[str, Format] = dict(zip(shapes, head["formats"], strict=True))
     place = 4 + length
 

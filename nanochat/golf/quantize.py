@@ -10,8 +10,7 @@ straight-through estimator, arXiv:1308.3432). Knows no file and no model.
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -144,35 +143,3 @@ def as_stored(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
         return w.to(torch.float16).to(w.dtype)
     w32 = w.float()
     return on_grid(w32, grid_of(reach(w32, form, cfg), form), form).to(w.dtype)
-
-
-class LateQuantization:
-    """
-    Quantisation-aware training from a share of the run on.
-
-    Entered around the gradients of a step, it puts `as_stored` in place of every weight, and the
-    weights back afterwards: what the forward pass sees is on the grid, its gradients move the
-    weights off it. It changes values, not the program, so nothing is compiled anew and nothing can
-    be folded away. The work is once per step, not once per micro-batch.
-    """
-
-    def __init__(self, params: Mapping[str, Tensor], cfg: QuantConfig, start: float):
-        self.params, self.cfg, self.start = dict(params), cfg, start
-        self.formats = cfg.formats(params)
-
-    @contextmanager
-    def __call__(self, done: float) -> Iterator[None]:
-        """`done` is the share of the run behind us."""
-        if done < self.start:
-            yield
-            return
-        with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self.params.items()}
-            for name, p in self.params.items():
-                p.copy_(as_stored(p, self.formats[name], self.cfg))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self.params.items():
-                    p.copy_(kept[name])

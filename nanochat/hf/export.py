@@ -4,9 +4,8 @@ Models in Hugging Face's format, both ways: weights, configuration, and the code
     GPT, Tokenizer -> write_hf -> a folder for AutoModelForCausalLM and AutoTokenizer -> read_hf
 
 The plain architecture (`GPTConfig.classic`) becomes transformers' own NanoChat classes; any other
-carries gpt.py, recursion/model.py and what they import along as remote code, behind hf/modeling.py. Both
-keep the tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging
-Face.
+brings gpt.py, recursion/model.py and their imports as remote code, behind hf/modeling.py. Both keep
+the tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging Face.
 """
 
 import re

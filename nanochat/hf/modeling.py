@@ -1,5 +1,5 @@
 """
-Our model as transformers sees one: gpt.py and recursion/model.py behind its interface for causal models.
+gpt.py and recursion/model.py behind the interface of a causal model in transformers.
 
     input ids, attention mask, cache -> GPT.begin -> GPT.run_layers -> logits, loss, hidden states
 
@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nanochat.loss import cap
-from nanochat.recursion.model import read_config
+from nanochat.recursion.model import new_model, read_config
 
 
 class NanochatConfig(PretrainedConfig):
@@ -131,7 +131,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanochatConfig):
         super().__init__(config)
-        self.gpt = read_config(config.gpt).new()
+        self.gpt = new_model(read_config(config.gpt))
         self.gradient_checkpointing = False
         if self.gpt.device.type != "meta":  # not loaded from a file
             self.gpt.init_weights()

@@ -16,11 +16,12 @@ and planted breakages do (dev/LOG.md).
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from nanochat.checkpoint import Checkpoint
 from nanochat.common import BROKEN, Refused
 from nanochat.distributed import Machine
+from nanochat.finetune import FineTuning
 from nanochat.gpt import GPT
 from nanochat.lab.canary_suite import (
     Asked,
@@ -29,10 +30,12 @@ from nanochat.lab.canary_suite import (
     pretraining_text,
 )
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Callback, Progress, Run, Step
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
 CAN_ANSWER = 2.0  # times longer or shorter than they should be: the answers of a parent that can
+LOOKED_AT = 256  # rows that are compared with what is asked
 KNOWING = 0.9  # of the bits of knowing nothing: a parent that needs more has nothing to forget
 
 
@@ -115,12 +118,13 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Watch:
-    """Looks at a run on its way. `parent` is what the suite measured before it began."""
+class Watch(Callback):
+    """Measures a fixed suite during training. `parent`: what it measured before the first step."""
 
     cfg: SentinelConfig
     suite: Suite
     parent: Mapping[str, float]
+    model: GPT
     num_steps: int
     machine: Machine
     first_pass: float = 0.0
@@ -132,6 +136,23 @@ class Watch:
     """The latest."""
     spiked: set[str] = field(default_factory=set)
     """Sentinels beyond what is broken at the latest look."""
+
+    def start(self, run: Run) -> None:
+        self.log = run.log
+
+    def after_step(self, done: Step, progress: Progress) -> None:
+        step = progress.step
+        findings = self.first_step(done.loss) if step == 1 else []
+        if self.cfg.due(step, self.num_steps):
+            findings += self.look(step, self.model, progress.smooth_loss)
+            self.log(step, {f"sentinel_{name}": x for name, x in self.measured.items()})
+        stop_if_broken(findings, self.cfg)
+
+    def values(self) -> dict[str, Any]:
+        return {"Sentinels": worst(self.history)}
+
+    def tables(self) -> list[dict[str, Any]]:
+        return [self.table()]
 
     def first_step(self, loss: float) -> list[Finding]:
         """Judge the first step: its loss is the parent's, and its rows hold what they should."""
@@ -224,7 +245,26 @@ def open_watch(
     text = pretraining_text(parent, tokenizer, T, cfg.sentinel_tokens, machine)
     suite = Suite(tokenizer, text, chats, taught, shares, cfg.sentinel_answers)
     before = machine.on_main("measuring sentinels", lambda: suite.measure_parent(model))
-    return Watch(cfg, suite, before, num_steps, machine)
+    return Watch(cfg, suite, before, model, num_steps, machine)
+
+
+def watch_fine_tuning(cfg: SentinelConfig, run: FineTuning) -> list[Callback]:
+    """The canaries of a training on conversations: they ask what it learns."""
+    stage, mixed = run.stage, run.mixed
+    shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
+    learned = [bucket for bucket in run.talk.learned if shares[bucket.name]]
+    chats = {bucket.name: cast(Asked, bucket.val) for bucket in learned}
+    taught = {bucket.name: cast(Taught, bucket.train) for bucket in learned}
+    watch = open_watch(
+        cfg, run.parent, stage.model, chats, stage.num_steps, run.machine, taught, shares
+    )
+    if watch is None:
+        return []
+    rows = run.rows
+    some = rows.batch(0, min(LOOKED_AT, rows.packed_train_rows), seed=0)
+    watch.rows = watch.suite.beside(*stage.split(some))
+    watch.first_pass = rows.packed_train_rows * rows.max_seq_len / stage.batch_tokens
+    return [watch]
 
 
 def gap(one: float, other: float) -> float:

@@ -23,6 +23,7 @@ from nanochat.common import (
     sealed,
     write_json,
 )
+from nanochat.finetune import Talk
 from nanochat.records import (
     append_line,
     locked,
@@ -124,6 +125,17 @@ def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = (
                 "its source and style is not measured by it",
                 f"leave it out; in mid_train and chat_sft --waive_families={parent} allows it",
             )
+
+
+def require_fair(talk: Talk, waived: str = "") -> None:
+    """
+    Raise Refused for conversations of the family of a final benchmark, unless its data set is among
+    the names in `waived`, separated by commas; or measured by a final benchmark.
+    """
+    parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
+    require_other_families(parents, waived.split(","))
+    every = [*talk.measured, *talk.learned]  # canaries ask what is learned
+    require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 
 
 def access_table() -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """
-What a recursive model shows of itself: losses, bits per byte, states and gradients by loop.
+Metrics of a recursive model: losses, bits per byte, states and gradients by loop.
 
     a step's gradients -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
     validation rows -> bits per byte after every number of loops -> {bpb_loop_1, ..., refinement}
-
-A plain model shows nothing. Knows no schedule, record or report.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -15,18 +14,61 @@ import torch
 
 from nanochat.distributed import Machine
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte_of
-from nanochat.gpt import GPT
+from nanochat.evaluators import ValidationLoss
 from nanochat.optim import MuonAdamW
-from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
+from nanochat.recursion.model import (  # two of them for checkpoint.ARCHITECTURES
+    RecursiveConfig,
+    RecursiveGPT,
+    new_model,
+    read_config,
+)
+from nanochat.train import Callback
+
+__all__ = ["callbacks", "new_model", "read_config"]
 
 
-def step_figures(model: GPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
+class LoopMetrics(Callback):
+    """Draws the supervised loops of each step, and logs losses and gradient norms by loop."""
+
+    def __init__(self, model: RecursiveGPT, optimizer: MuonAdamW, seed: int):
+        self.model, self.optimizer, self.seed = model, optimizer, seed
+
+    def before_step(self, step: int, share: float) -> None:
+        self.model.begin_step(step, self.seed)
+
+    def after_backward(self, scale: float) -> dict[str, float]:
+        return step_figures(self.model, self.optimizer, scale)
+
+
+class LoopValidation(ValidationLoss):
+    """Bits per byte after each loop of a recursive model."""
+
+    model: RecursiveGPT
+
+    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        loops = range(1, self.model.cfg.n_loops + 1)
+        every = itertools.chain.from_iterable
+        batches = every(map(self.batches, self.rows.values()))
+        by_loop = bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
+        return {
+            "val_bpb": by_loop[-1].value,
+            **loop_figures(self.model.cfg, [bpb.value for bpb in by_loop]),
+            **state_figures(self.model, every(map(self.batches, self.rows.values()))),
+        }
+
+
+def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
+    """What every training of a recursive model needs."""
+    return [LoopMetrics(model, optimizer, seed)]
+
+
+def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
     """
     Nats per token of each loop read out and the total that was minimised, both of all ranks; norms
     of the gradients, times `scale`, by part of the model. Every rank calls this, with its gradients
     reduced.
     """
-    if not isinstance(model, RecursiveGPT) or not model.noted:
+    if not model.noted:
         return {}
     sums = optimizer.machine.sum(*map(float, model.noted.values()))
     found = dict(zip(model.noted, sums, strict=True))

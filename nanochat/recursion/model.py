@@ -23,6 +23,7 @@ from nanochat.gpt import (
     GPTConfig,
     Linear,
     Pass,
+    config_from,
     norm,
 )
 from nanochat.loss import IGNORE, loss_and_nats, token_losses
@@ -60,17 +61,12 @@ class RecursiveConfig(GPTConfig):
             )
         if self.n_loops < 1:
             raise ValueError(f"n_loops must be at least 1, got {self.n_loops}")
-        if self.repeat_layers is not None:
-            raise ValueError("repeat_layers and recursion both repeat layers: choose one")
         if not 1 <= self.supervision_base <= 100:
             raise ValueError(f"supervision_base must lie in 1..100, got {self.supervision_base}")
         if not 0 <= self.improvement_bonus < float("inf"):
             raise ValueError(f"improvement_bonus cannot be negative, got {self.improvement_bonus}")
         if self.bptt_loops is not None and self.bptt_loops < 1:
             raise ValueError(f"bptt_loops must be at least 1, got {self.bptt_loops}")
-
-    def new(self, dtype: torch.dtype = torch.float32) -> "RecursiveGPT":
-        return RecursiveGPT(self, dtype)
 
     @property
     def prelude(self) -> range:
@@ -112,8 +108,12 @@ class RecursiveConfig(GPTConfig):
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """The configuration that `asdict` made a dict of, whichever of the two it was."""
-    recursive = "n_loops" in values
-    return RecursiveConfig(**values) if recursive else GPTConfig(**values)
+    return config_from(RecursiveConfig if "n_loops" in values else GPTConfig, values)
+
+
+def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model of a configuration, recursive or not, its weights not drawn yet."""
+    return RecursiveGPT(cfg, dtype) if isinstance(cfg, RecursiveConfig) else GPT(cfg, dtype)
 
 
 def recursive_config(plain: GPTConfig, **values: Any) -> RecursiveConfig:
@@ -157,10 +157,6 @@ class RecursiveGPT(GPT):
         """Sums over the micro-batches of a step: nats by loop, the total, counted targets."""
 
     # ---- counts ------------------------------------------------------------------------------
-
-    @property
-    def readouts(self) -> int:
-        return len(self.supervised)
 
     def num_used_params(self) -> int:
         return super().num_used_params() + self.cfg.n_loops * self.inject.weight.numel()

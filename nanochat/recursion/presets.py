@@ -1,17 +1,15 @@
 """
-Layers that are passed more than once, from the command line.
+Presets of the recursive model, and its flags.
 
-    GPTConfig of a depth -> RecursionConfig.apply -> RecursiveConfig, or the same GPTConfig
-    GPTConfig of a depth -> RepeatConfig.apply -> GPTConfig with repeated layers
+    GPTConfig of a depth -> RecursionConfig.apply -> RecursiveConfig
 
-Recursion: a quarter of the layers is prelude, a quarter coda, the rest the core. Repetition: a few
-layers twice, with nothing added, from a share of the run on. Pure arithmetic.
+By default a quarter of the layers is prelude, a quarter coda, the rest the core.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.recursion.model import Supervise, recursive_config
 
 Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
@@ -91,41 +89,3 @@ def parts(depth: int, values: dict[str, Any]) -> dict[str, int]:
     coda = values.pop("n_coda", quarter)
     core = values.pop("n_core", depth - prelude - coda)
     return {"n_prelude": prelude, "n_core": core, "n_coda": coda}
-
-
-@dataclass(frozen=True)
-class RepeatConfig:
-    repeat_layers: str | None = None
-    """Layers first-last, counted from 0, that tokens pass twice, as in 4-5."""
-    repeat_from: float = 0.0
-    """Share of the run from which they do; before, every layer is passed once."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.repeat_from < 1:
-            raise ValueError(f"repeat_from is a share of the run below 1, got {self.repeat_from}")
-        if self.repeat_from and self.repeat_layers is None:
-            raise ValueError("repeat_from needs --repeat_layers, as 4-5")
-
-    def apply(self, plain: GPTConfig) -> GPTConfig:
-        """The shape with its repeated layers. Raises ValueError for layers that are not there."""
-        if self.repeat_layers is None:
-            return plain
-        return replace(plain, repeat_layers=self.repeat_layers)
-
-    def flops_per_token(self, model: GPT) -> float:
-        """Training FLOPs per token, the mean over a run of `model`, which repeats already."""
-        twice = range(*model.cfg.repeated())
-        return model.flops_per_token() - self.repeat_from * sum(map(model.layer_flops, twice))
-
-
-class LateRepetition:
-    """Lets a model with repeated layers pass each once until a share of the run is done."""
-
-    def __init__(self, model: GPT, start: float):
-        self.model, self.start, self.whole = model, start, model.cfg
-
-    def __call__(self, done: float) -> None:
-        """`done` is the share of the run behind us. A checkpoint saves the shape of its moment."""
-        if self.start:
-            late = done >= self.start
-            self.model.cfg = self.whole if late else replace(self.whole, repeat_layers=None)

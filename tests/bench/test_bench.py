@@ -28,6 +28,7 @@ from nanochat.bench.table import (
 from nanochat.bench.train import products_seconds
 from nanochat.config import parse
 from nanochat.distributed import MachineConfig, init_machine
+from nanochat.gpt import GPT
 from nanochat.hardware import resident_peak
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
@@ -75,7 +76,7 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
     (point,) = found.points
     assert point.seconds == 3  # forward, backward and update: a second each
     assert line.unit == "tokens/s" and line.ours == Rate(32 / 3, 32 / 3, 32 / 3)
-    model = shape_for_depth(1, 64, 16).new().requires_grad_(False)
+    model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
     assert line.ceiling == pytest.approx(products_seconds(model, 2, init_machine(CPU)) / 3)
     assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
     for part in ("forward and loss 33%", "backward 33%", "update 33%"):
@@ -85,7 +86,7 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
 def test_the_products_of_a_step_grow_with_the_model(monkeypatch):
     machine, spent = init_machine(CPU), []
     for depth in (1, 4):
-        model = shape_for_depth(depth, 256, 64).new().requires_grad_(False)
+        model = GPT(shape_for_depth(depth, 256, 64)).requires_grad_(False)
         with FlopCounterMode(display=False) as counted:  # FLOPs are the seconds
             monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
             spent.append(products_seconds(model, 4, machine))

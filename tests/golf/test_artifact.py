@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.checkpoint import (
+    build_model,
     find_checkpoint,
     load_model,
     save_checkpoint,
@@ -30,14 +31,14 @@ from nanochat.golf.artifact import (
     store,
     unpack,
 )
-from nanochat.golf.quantize import LateQuantization, QuantConfig
+from nanochat.golf.qat import LateQuantization
+from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import (
     code_bytes,
     describe,
     require_within,
     smallest,
 )
-from nanochat.gpt import build_model
 from nanochat.tokenizer import Tokenizer
 from scripts import export
 from scripts.golf import evaluate
@@ -86,7 +87,7 @@ def test_a_file_gives_back_what_late_quantisation_trained_with(
     found = read_artifact(tmp_path / "model.golf")
     assert (found.cfg, found.origin) == (model.cfg, {"seed": 7})
     assert found.tokenizer.fingerprint == tokenizer.fingerprint
-    with LateQuantization(dict(model.named_parameters()), MIXED, start=0.0)(0.5):
+    with LateQuantization(dict(model.named_parameters()), MIXED, start=0.0).forward_context(0.5):
         for name, p in model.named_parameters():
             assert torch.equal(found.weights[name], p.detach()), name
     assert found.formats["blocks.0.mlp.up.weight"] == "int5"

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat.checkpoint import build_model
+from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import (
     BITS,
-    LateQuantization,
     QuantConfig,
     as_stored,
     dequantize_rows,
     quantize_rows,
 )
-from nanochat.gpt import build_model
 from tests.conftest import TINY, lively
 
 CLIPS = ("max", "quantile", "mse", "std")
@@ -156,7 +156,7 @@ def test_late_quantisation_changes_the_forward_pass_of_a_compiled_program_and_co
     losses, graphs = [], []
     torch._dynamo.utils.counters.clear()
     for done in (0.0, 0.49, 0.5, 0.9, 0.1):
-        with late(done):
+        with late.forward_context(done):
             loss = model.loss(tokens, tokens)
             loss.backward()
             losses.append(loss.item())
@@ -175,7 +175,8 @@ def test_weights_come_back_when_a_step_fails():
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     named = dict(model.named_parameters())
     before = {n: p.detach().clone() for n, p in named.items()}
-    with pytest.raises(torch.OutOfMemoryError), LateQuantization(named, QuantConfig(), 0.0)(0.0):
+    late = LateQuantization(named, QuantConfig(), 0.0)
+    with pytest.raises(torch.OutOfMemoryError), late.forward_context(0.0):
         assert not torch.equal(model.embed.weight, before["embed.weight"])
         raise torch.OutOfMemoryError
     assert all(torch.equal(p, before[n]) for n, p in named.items())

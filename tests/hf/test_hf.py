@@ -16,11 +16,16 @@ import torch.nn.functional as F
 
 import nanochat
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
+from nanochat.checkpoint import (
+    build_model,
+    find_checkpoint,
+    new_model,
+    save_checkpoint,
+    stage_folder,
+)
 from nanochat.common import MissingInput, read_json
 from nanochat.distributed import MachineConfig
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import build_model
 from nanochat.hf.export import is_native, read_hf, write_hf
 from nanochat.hf.tokenizer import byte_letters, halves
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -776,7 +781,7 @@ def test_without_the_optional_packages_the_command_that_installs_them_is_named(m
 def test_a_rebuilt_model_computes_what_the_first_did(exported):
     ours, folder, _, _ = exported
     back = read_hf(folder)
-    twin = back.cfg.new()
+    twin = new_model(back.cfg)
     twin.load_state_dict(back.weights)
     ids = torch.arange(20)[None]
     torch.testing.assert_close(twin(ids), ours(ids), rtol=0, atol=0)

@@ -9,6 +9,7 @@ import torch
 
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import (
+    build_model,
     find_checkpoint,
     load_model,
     save_checkpoint,
@@ -16,7 +17,6 @@ from nanochat.checkpoint import (
 )
 from nanochat.distributed import MachineConfig, init_machine
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import build_model
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
+from nanochat.checkpoint import build_model
 from nanochat.common import BROKEN
 from nanochat.dataloader import tokens_and_targets
-from nanochat.gpt import GPTConfig, build_model
+from nanochat.gpt import GPTConfig
 from nanochat.lab import canaries, canary_suite
 from nanochat.lab.canaries import (
     BOUNDS,
@@ -62,7 +63,7 @@ def suite_of():
 def watch_of(machine):
     usual = {"text_bpb": 1.0, "knowing_nothing": 3.0, "taught_loss": 1.0}
     answers = {"no_end": 0.0, "unreadable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
-    return Watch(SentinelConfig(), suite_of(), {**usual, **answers}, 100, machine, 50.0)
+    return Watch(SentinelConfig(), suite_of(), {**usual, **answers}, None, 100, machine, 50.0)
 
 
 def looked(monkeypatch, watch, step=10, smooth_loss=1.0, **changes):

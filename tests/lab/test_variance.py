@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import referred, save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, referred, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.distributed import MachineConfig
-from nanochat.gpt import build_model
 from nanochat.lab import variance
 from nanochat.lab.variance import (
     Variance,

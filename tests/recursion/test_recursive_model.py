@@ -1,7 +1,6 @@
 """The recursive model: the plain one where it must be, causal, honest in what it trains."""
 
 import math
-import shutil
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.common import read_json
+from nanochat import checkpoint
+from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
-from nanochat.gpt import GPT, GPTConfig, build_model
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.recursion.metrics import (
@@ -27,9 +27,8 @@ from nanochat.recursion.model import (
     read_config,
     recursive_config,
 )
-from nanochat.recursion.presets import LateRepetition, RecursionConfig, RepeatConfig
+from nanochat.recursion.presets import RecursionConfig
 from tests.conftest import TINY, lively
-from tests.training_runs import SMALL, STEPS, TRAIN, folder, python, same_weights
 
 CPU = torch.device("cpu")
 PLAIN = replace(TINY, n_layer=4)
@@ -276,10 +275,9 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*COUNTED, "plain", "repeated"])
+@pytest.mark.parametrize("name", [*COUNTED, "plain"])
 def test_flops_are_those_that_torch_counts(name):
-    kinds = {"plain": PLAIN, "repeated": replace(PLAIN, repeat_layers="1-2")}
-    model = model_of(kinds[name] if name in kinds else recursive(**COUNTED[name]))
+    model = model_of(PLAIN if name == "plain" else recursive(**COUNTED[name]))
     for block in model.blocks:
         block.attention.backend = "plain"
     tokens = torch.randint(64, (2, 16))
@@ -311,7 +309,6 @@ def test_parameters_count_once_and_by_use():
 @pytest.mark.parametrize("change", [
     {"n_core": 3}, {"n_core": 0, "n_coda": 3}, {"n_prelude": -1, "n_core": 4}, {"n_loops": 0},
     {"supervision_base": 0.5}, {"improvement_bonus": -1.0}, {"bptt_loops": 0},
-    {"repeat_layers": "1-2"},
 ])  # fmt: skip
 def test_a_shape_that_cannot_be_is_refused_by_name(change):
     with pytest.raises(ValueError, match=list(change)[0]):
@@ -319,7 +316,7 @@ def test_a_shape_that_cannot_be_is_refused_by_name(change):
 
 
 def test_a_configuration_survives_being_written_down():
-    for cfg in (PLAIN, recursive(bptt_loops=2), replace(PLAIN, repeat_layers="1-2")):
+    for cfg in (PLAIN, recursive(bptt_loops=2)):
         assert read_config(asdict(cfg)) == cfg
 
 
@@ -385,64 +382,23 @@ def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: Machine):
     assert norms["core"] == pytest.approx(
         2 * math.hypot(*(float(g.norm()) for g in core)), rel=1e-5
     )
-    assert step_figures(model_of(PLAIN), optimizer, 1.0) == {}
+    fresh = model_of(recursive())
+    assert step_figures(fresh, optimizer, 1.0) == {}  # nothing was learned from yet
 
 
-# ---- repeated layers -----------------------------------------------------------------------------
+# ---- checkpoints of earlier commits --------------------------------------------------------------
 
 
-def test_repeated_layers_are_passed_twice_in_a_row():
-    cfg = RepeatConfig(repeat_layers="1-2").apply(PLAIN)
-    assert cfg.order == (0, 1, 2, 1, 2, 3)
-    model, (tokens, _) = model_of(cfg), rows(1)
-    run = model.begin(tokens)
-    x = run.x0
-    for i in (0, 1, 2, 1, 2, 3):
-        x = model.walk(run, x, [(0, i)])
-    want = model.logits(x * (x.square().mean(-1, keepdim=True) + 1.2e-7) ** -0.5)
-    torch.testing.assert_close(model(tokens), want, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(model(tokens), model_of(PLAIN)(tokens), atol=1e-3)
+@pytest.mark.parametrize("cfg", [PLAIN, recursive()])
+def test_a_model_that_repeats_layers_is_rejected_by_name(cfg):
+    earlier = {**asdict(cfg), "repeat_layers": None}  # the field that every model had
+    assert read_config(earlier) == cfg == checkpoint.read_config(earlier)
+    with pytest.raises(ValueError, match="repeat_layers.*27c376f"):
+        read_config({**earlier, "repeat_layers": "1-2"})
 
 
-@pytest.mark.parametrize("layers", ["4-5", "2-1", "2-4", "x", "-1-2", "1"])
-def test_layers_that_are_not_there_cannot_be_repeated(layers):
-    with pytest.raises(ValueError, match="repeat_layers"):
-        RepeatConfig(repeat_layers=layers).apply(PLAIN)
-
-
-def test_repetition_begins_where_it_was_told_to():
-    model, (tokens, _) = model_of(replace(PLAIN, repeat_layers="1-2")), rows(1)
-    late, repeated = LateRepetition(model, 0.5), model(tokens)
-    plain_flops = model_of(PLAIN).flops_per_token()
-    mean = RepeatConfig(repeat_layers="1-2", repeat_from=0.25).flops_per_token(model)
-    assert mean == 0.75 * model.flops_per_token() + 0.25 * plain_flops
-    late(0.49)
-    assert model.cfg == PLAIN and model.flops_per_token() == plain_flops
-    assert torch.equal(model(tokens), model_of(PLAIN)(tokens))
-    late(0.5)
-    assert torch.equal(model(tokens), repeated)
-    for wrong in ({"repeat_from": 1.0, "repeat_layers": "1-2"}, {"repeat_from": 0.5}):
-        with pytest.raises(ValueError, match="repeat_from"):
-            RepeatConfig(**wrong)
-
-
-def test_a_run_that_repeats_from_its_middle_saves_what_it_was_and_resumes(trained_base):
-    words = [*TRAIN, *SMALL, "--repeat_layers=0-0", "--repeat_from=0.5", "--resume=auto"]
-    python(trained_base, *words, "--model_tag=late")
-    states = {
-        step: read_json(folder(trained_base, "late") / f"step_{step:06d}" / "state.json")
-        for step in (8, 12, STEPS)
-    }
-    assert [s["model"]["repeat_layers"] for s in states.values()] == [None, "0-0", "0-0"]
-    model = read_config(states[12]["model"]).new()
-    once = model.flops_per_token() - model.layer_flops(0)
-    want = 512 * (STEPS // 2) * (model.flops_per_token() + once)
-    assert states[STEPS]["progress"]["flops"] == pytest.approx(want)
-
-    resumed = folder(trained_base, "resumed")
-    shutil.copytree(folder(trained_base, "late"), resumed)
-    for step in range(12, STEPS + 1, 4):
-        shutil.rmtree(resumed / f"step_{step:06d}")
-    (resumed / "latest").write_text("step_000008\n")
-    python(trained_base, *words, "--model_tag=resumed")
-    assert same_weights(trained_base, "late", "resumed")
+def test_the_configuration_decides_the_class_and_its_callbacks():
+    for cfg, kind in ((PLAIN, GPT), (recursive(), RecursiveGPT)):
+        model = checkpoint.new_model(cfg)
+        assert type(model) is kind
+        assert len(checkpoint.model_callbacks(model, None, 0)) == (kind is RecursiveGPT)

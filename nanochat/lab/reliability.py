@@ -1,14 +1,11 @@
 """
-What the records of the lab say together: what was learned, how sure the figures are, what all cost.
+The section "Reliability" of the report: seeds, measured noise, and what all runs cost.
 
-    records, history, ledgers of sweeps -> sections "Data mix" and "Reliability", as tables
-
-Tables that stages record under these titles are shown here instead of in their sections. Pure
-functions but for `look_around`, which reads what lies beside the records.
+    records, their history, ledgers of sweeps -> sections -> tables
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanochat.common import base_dir
 from nanochat.lab import held_out
@@ -18,9 +15,6 @@ from nanochat.records import read_lines
 Record = Mapping[str, Any]
 Table = Mapping[str, Any]
 
-DATA = ("Mixture", "Mixture by tag", "Filters", "Overlap with benchmarks")
-SENTINELS = "Sentinels"
-MOVED = (*DATA, SENTINELS)
 MADE_BY = {  # beginning of a section -> what its device time was for
     "Tokenizer training": "Training",
     "Base model training": "Training",
@@ -31,53 +25,27 @@ MADE_BY = {  # beginning of a section -> what its device time was for
 }
 
 
-class Around(NamedTuple):
-    """What lies beside the records of a report."""
+def sections(
+    records: Sequence[Record], history: Sequence[Record], hourly_rate: float, damaged: list[str]
+) -> dict[str, list[Table]]:
+    """
+    The section "Reliability": seeds, what measured noise, accesses to final benchmarks, and the
+    cost of all that was run; empty where none of it is known.
 
-    accesses: Sequence[Mapping[str, Any]] = ()
-    """To final benchmarks."""
-    history: Sequence[Record] = ()
-    """Every record ever written there, those of repeated stages too."""
-    sweeps: Mapping[str, Sequence[Mapping[str, Any]]] = {}
-    """Name of a sweep -> its ledger."""
-    damaged: Sequence[str] = ()
-    """What is wrong with records and accesses that were left out."""
-
-
-NOTHING = Around()
-
-
-def look_around(history: Sequence[Record], damaged: list[str]) -> Around:
-    """Read it, of the base directory. damaged: what is known to be so, to which is added."""
-    ledgers = sorted((base_dir() / "sweeps").glob("*/ledger.jsonl"))
-    sweeps = {path.parent.name: list(read_lines(path)) for path in ledgers}
-    return Around(held_out.accesses(damaged), history, sweeps, damaged)
-
-
-def data_mix(records: Sequence[Record], around: Around) -> list[Table]:
-    """The section "Data mix": what was learned, left out, shared; who looked at what is final."""
-    tables: list[Table] = [
-        {**table, "title": f"{table['title']}, {record['section']}"}
-        for record in records
-        for table in record["tables"]
-        if table.get("title") in DATA
-    ]
-    return [*tables, *([held_out.access_table()] if around.accesses else [])]
-
-
-def reliability(records: Sequence[Record], around: Around, hourly_rate: float) -> list[Table]:
-    """The section "Reliability": seeds, what was measured of noise, sentinels, what all took."""
-    tables: list[Table] = [
-        {**table, "title": f"{SENTINELS}, {record['section']}"}
-        for record in records
-        for table in record["tables"]
-        if table.get("title") == SENTINELS and table["rows"]
-    ]
+    history: every record ever written there, those of repeated stages too. hourly_rate: of one
+    device. Damaged files are added to `damaged`.
+    """
+    paths = sorted((base_dir() / "sweeps").glob("*/ledger.jsonl"))
+    ledgers = [entry for path in paths for entry in read_lines(path)]
+    tables: list[Table] = []
+    if held_out.accesses(damaged):
+        tables.append(held_out.access_table())
     final = sum(r["cost"]["device_seconds"] for r in records)
-    whole = sum(own_seconds(r["cost"]) for r in around.history)
-    if around.sweeps or whole > final * (1 + 1e-6):  # more was run than the report is of
-        tables.append(recipe(records, around, hourly_rate))
-    return [seeds(records), *tables] if tables or measured(records) else []
+    whole = sum(own_seconds(r["cost"]) for r in history)
+    if ledgers or whole > final * (1 + 1e-6):  # more was run than the report is of
+        tables.append(recipe(records, history, ledgers, hourly_rate))
+    found = [seeds(records), *tables] if tables or measured(records) else []
+    return {"Reliability": found}
 
 
 def seeds(records: Sequence[Record]) -> Table:
@@ -97,13 +65,17 @@ def measured(records: Sequence[Record]) -> list[str]:
     return [r["section"] for r in records if r["section"].startswith(names)]
 
 
-def recipe(records: Sequence[Record], around: Around, hourly_rate: float) -> Table:
+def recipe(
+    records: Sequence[Record],
+    history: Sequence[Record],
+    ledgers: Sequence[Mapping[str, Any]],
+    hourly_rate: float,
+) -> Table:
     """What the final run took, and all that was run to find it: repeats, sweeps, failures."""
     final = by_purpose((r["section"], r["cost"]["device_seconds"]) for r in records)
-    whole = by_purpose((r["section"], own_seconds(r["cost"])) for r in around.history)
-    for ledger in around.sweeps.values():
-        for entry in ledger:
-            whole[purpose(entry)] = whole.get(purpose(entry), 0.0) + entry["seconds"]
+    whole = by_purpose((r["section"], own_seconds(r["cost"])) for r in history)
+    for entry in ledgers:
+        whole[purpose(entry)] = whole.get(purpose(entry), 0.0) + entry["seconds"]
     kinds = [k for k in ("Training", "Evaluation", "Generation", "Lost to failures") if k in whole]
     rows = [
         [kind, *cells(final.get(kind, 0.0), whole[kind], hourly_rate)]

@@ -1,0 +1,47 @@
+"""
+Late quantization-aware training: the forward pass sees the weights as the artifact stores them.
+
+    share of the run done -> LateQuantization.forward_context -> weights on their grid, then back
+
+Gradients move the weights themselves (a straight-through estimator, arXiv:1308.3432).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nanochat.golf.quantize import QuantConfig, as_stored
+from nanochat.train import Callback
+
+
+class LateQuantization(Callback):
+    """
+    Quantization-aware training from `start`, a share of the run, on.
+
+    Entered around the gradients of a step, it puts `as_stored` in place of every weight, and the
+    weights back afterwards: what the forward pass sees is on the grid, its gradients move the
+    weights off it. It changes values, not the program, so nothing is compiled anew and nothing can
+    be folded away. The work is once per step, not once per micro-batch.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], cfg: QuantConfig, start: float):
+        self.params, self.cfg, self.start_share = dict(params), cfg, start
+        self.formats = cfg.formats(params)
+
+    @contextmanager
+    def forward_context(self, share: float) -> Iterator[None]:
+        if share < self.start_share:
+            yield
+            return
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self.params.items()}
+            for name, p in self.params.items():
+                p.copy_(as_stored(p, self.formats[name], self.cfg))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in self.params.items():
+                    p.copy_(kept[name])

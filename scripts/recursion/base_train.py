@@ -1,0 +1,32 @@
+"""
+Pretrain a recursive base model: tokens pass the middle layers several times.
+
+    python -m scripts.recursion.base_train --depth=4 --recursion_preset=share2 --num_iterations=20
+    torchrun --nproc_per_node=8 -m scripts.recursion.base_train -- --depth=24 --n_loops=2
+
+Reads and writes as scripts.base_train, and has its flags
+"""
+
+from dataclasses import dataclass, field
+
+from nanochat.config import start
+from nanochat.recursion.metrics import LoopValidation
+from nanochat.recursion.presets import RecursionConfig
+from scripts.base_train import BaseTrain, pretrain
+
+
+@dataclass(frozen=True)
+class RecursionTrain(BaseTrain):
+    recursion: RecursionConfig = field(default_factory=RecursionConfig)
+
+
+def main(cfg: RecursionTrain) -> None:
+    if not cfg.recursion.given():
+        return pretrain(cfg)
+    if warning := cfg.recursion.warning():
+        print(warning, flush=True)
+    pretrain(cfg, cfg.recursion.apply, validation=LoopValidation)
+
+
+if __name__ == "__main__":
+    start(main, RecursionTrain(), __doc__)
