@@ -15,12 +15,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -55,6 +54,8 @@ BATCH = 256  # conversations encoded, or handed to the packer, at a time
 POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
 
 Conversations = Iterable[Sequence[Message]]
+X = TypeVar("X")
+read_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def encode(
         counts = read_sealed(folder / "encoded.json")
     if not counts["conversations"]:
         raise ValueError(f"there is no conversation to train on in {dict(about)}")
-    ids, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "ends"))
+    ids = np.memmap(folder / "ids.bin", np.int32, "r")
+    ends = np.load(folder / "ends.npy", mmap_mode="r")
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
 
 
@@ -125,9 +127,8 @@ def encoded_damage(folder: Path, verify: bool) -> str | None:
     except ValueError as error:
         return str(error)
     for name, digest in counts["sha256"].items() if verify else ():
-        path = folder / f"{name}.npy"
-        if not path.exists() or sha256_file(path) != digest:
-            return f"{path} is damaged: its SHA-256 is not the recorded one"
+        if not (folder / name).exists() or sha256_file(folder / name) != digest:
+            return f"{folder / name} is damaged: its SHA-256 is not the recorded one"
     return None
 
 
@@ -136,7 +137,7 @@ def write_encoded(
     conversations: Conversations,
     tokenizer: Tokenizer,
     row_length: int,
-    report: Callable[[str], None] = lambda progress: None,
+    report: Callable[[str], None],
 ) -> None:
     """
     Encode to files; the record comes last, so that half of them is none. Memory holds some batches
@@ -146,9 +147,9 @@ def write_encoded(
     total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
     lengths: list[np.ndarray] = []
     done = trained = skipped = 0
-    with growing_npy(folder / "ids.npy", np.int32) as append:
+    with (folder / "ids.bin").open("wb") as stream:
         for batch in encode_batches(conversations, folder / TOKENIZER_FILE, row_length):
-            append(batch.ids)
+            stream.write(batch.ids.tobytes())
             lengths.append(batch.lengths)
             trained, skipped = trained + batch.trained, skipped + batch.skipped
             done += len(batch.lengths) + batch.skipped
@@ -156,7 +157,7 @@ def write_encoded(
     ends = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     np.save(folder / "ends.npy", ends)
     counts = {"conversations": len(ends) - 1, "trained": trained, "skipped": skipped}
-    digests = {name: sha256_file(folder / f"{name}.npy") for name in ("ids", "ends")}
+    digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
 
 
@@ -207,7 +208,7 @@ def encode_batch(
     tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
 ) -> EncodedBatch:
     """Encode some conversations; those in which nothing counts are only counted."""
-    tokenizer = read_tokenizer(tokenizer_path)
+    tokenizer = read_tokenizer(tokenizer_path)  # once in each process
     every = [signed_ids(*render(tokenizer, each, row_length)) for each in conversations]
     counted = [int((signed >= 0).sum()) for signed in every]
     kept = [signed[1:] for signed, count in zip(every, counted, strict=True) if count]  # no BOS
@@ -215,41 +216,11 @@ def encode_batch(
     return EncodedBatch(flatten(kept)[0], lengths, sum(counted), len(every) - len(kept))
 
 
-@lru_cache(maxsize=1)
-def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer, read once in each process."""
-    return Tokenizer.read(path)
-
-
-def batched(conversations: Conversations) -> Iterator[list[Sequence[Message]]]:
-    """BATCH conversations at a time."""
-    source = iter(conversations)
+def batched(items: Iterable[X]) -> Iterator[list[X]]:
+    """BATCH items at a time."""
+    source = iter(items)
     while batch := list(islice(source, BATCH)):
         yield batch
-
-
-@contextmanager
-def growing_npy(path: Path, dtype: type) -> Iterator[Callable[[np.ndarray], None]]:
-    """
-    Write a flat array to a .npy file piece by piece; yields what appends a piece. The file is what
-    `np.save` would write: numpy pads the header so that the length can be filled in at the end.
-    """
-    size = 0
-
-    def header() -> dict[str, Any]:
-        described = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        return {"descr": described, "fortran_order": False, "shape": (size,)}
-
-    def append(piece: np.ndarray) -> None:
-        nonlocal size
-        stream.write(piece.astype(dtype, copy=False).tobytes())
-        size += len(piece)
-
-    with path.open("wb") as stream:
-        np.lib.format.write_array_header_1_0(stream, header())
-        yield append
-        stream.seek(0)
-        np.lib.format.write_array_header_1_0(stream, header())
 
 
 def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
@@ -295,22 +266,10 @@ def pack_encoded(
             return rows.counts(shard)
         warn_of_damage(rows, shard)
         packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
-        digest = write_rows(rows, shard, pack(in_batches(pieces), packer))
+        digest = write_rows(rows, shard, pack(map(flatten, batched(pieces)), packer))
         counts = {**asdict(packer.counts), "skipped": 0, "text_bytes": 0, "sha256": digest}
         write_json(rows.counts_path(shard), sealed(counts))
     return counts
-
-
-def in_batches(pieces: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pieces as the packer takes them, some at a time."""
-    batch: list[np.ndarray] = []
-    for piece in pieces:
-        batch.append(piece)
-        if len(batch) == BATCH:
-            yield flatten(batch)
-            batch = []
-    if batch:
-        yield flatten(batch)
 
 
 def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
@@ -360,24 +319,28 @@ def mixed_chat_rows(
     rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0, verifies)
     machine.on_node(
         "packing conversations",
-        lambda: pack_encoded(rows, "train", mixed(list(buckets.values()), tokens, seed), tokenizer),
+        lambda: pack_encoded(
+            rows, "train", mix_conversations(list(buckets.values()), tokens, seed), tokenizer
+        ),
     )
     return rows
 
 
-def mixed(buckets: Sequence[Encoded], tokens: Sequence[int], seed: int) -> Iterator[np.ndarray]:
+def mix_conversations(
+    buckets: Sequence[Encoded], tokens: Sequence[int], seed: int
+) -> Iterator[np.ndarray]:
     """The conversations of a pass, in order."""
     taken = [
-        chosen(bucket.lengths, count, seed, number)
+        choose_conversations(bucket.lengths, count, seed, number)
         for number, (bucket, count) in enumerate(zip(buckets, tokens, strict=True))
     ]
     sizes = [bucket.lengths[which] for bucket, which in zip(buckets, taken, strict=True)]
-    places = interleave(sizes, seed)
-    for bucket, number in zip(places.bucket.tolist(), places.number.tolist(), strict=True):
+    order = interleave(sizes, seed)
+    for bucket, number in zip(order.bucket.tolist(), order.number.tolist(), strict=True):
         yield buckets[bucket][taken[bucket][number]]
 
 
-def chosen(lengths: np.ndarray, tokens: int, seed: int, bucket: int) -> np.ndarray:
+def choose_conversations(lengths: np.ndarray, tokens: int, seed: int, bucket: int) -> np.ndarray:
     """
     Which conversations make up about `tokens` tokens: all of them as often as they fit whole, then
     some more. Every time in another order.

@@ -89,7 +89,8 @@ def user_message(error: BaseException) -> str | None:
     if not isinstance(error, ValueError | RuntimeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
-    own = Path(last.filename).parent.parent == REPOSITORY
+    file = Path(last.filename)
+    own = any(file.is_relative_to(REPOSITORY / name) for name in ("nanochat", "scripts", "tasks"))
     return str(error) if own and (last.line or "").startswith("raise ") else None
 
 

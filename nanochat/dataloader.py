@@ -15,6 +15,7 @@ record once per run, before its first row is returned.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -37,18 +38,18 @@ from nanochat.common import (
 # spread out evenly.
 
 
-class Places(NamedTuple):
-    """Where the items of a sequence come from, by their place in it."""
+class Order(NamedTuple):
+    """The source of each item of a sequence."""
 
     bucket: np.ndarray  # (n,) its index
     number: np.ndarray  # (n,) which item of the bucket, in their order
 
 
-def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Places:
+def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Order:
     """
     The order of all items; `part` gives another one of the same seed.
 
-    Raw words of PCG64, as in `rows.permutation`: their stream never changes with numpy.
+    Raw words of PCG64, as in `permutation`: their stream never changes with numpy.
     """
     raw = np.random.PCG64([seed, part, len(sizes)]).random_raw(sum(map(len, sizes)))
     jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
@@ -61,7 +62,7 @@ def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Places:
     order = np.argsort(np.concatenate(when), kind="stable")
     bucket = np.repeat(np.arange(len(sizes)), [len(each) for each in sizes])
     number = np.concatenate([np.arange(len(each)) for each in sizes])
-    return Places(bucket[order], number[order])
+    return Order(bucket[order], number[order])
 
 
 # ---- Packed rows on disk -------------------------------------------------------------------------
@@ -73,13 +74,46 @@ PACK_AGAIN = "run the same command again: it packs these rows anew"
 OPEN_SHARDS = 8  # memory maps kept open: each holds a file handle
 
 
-class Rows:
+class RowSequence(ABC):
+    """An endless sequence of packed rows; every step of a run takes the next ones of it."""
+
+    recipe: Mapping[str, Any]
+    """What decides the rows, JSON-ready; it belongs into every checkpoint."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the rows: text, shards and their order, tokenizer, length, rule, proportions."""
+        return self.recipe["fingerprint"]
+
+    @abstractmethod
+    def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """
+        Where rows are, by their numbers in the sequence: (n, columns), first how often all rows
+        came before, then what `row_ids` returns.
+        """
+
+    def row_ids(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """
+        Which rows a batch holds: (n, 2), index of the shard and of the row in its file; of a
+        mixture (n, 3), with the index of the bucket in front.
+        """
+        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)[:, 1:]
+
+    def times_seen(
+        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> np.ndarray:
+        """How often each row of a batch came before in the run, (n,)."""
+        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)[:, 0]
+
+
+class Rows(RowSequence):
     """
     The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length.
 
-    recipe: what decides the rows, JSON-ready (`row_writer.open_rows`); it belongs into every
-    checkpoint. say: told what is waited for. files: those of the source that are packed into each
-    shard, in order. `folder` may hold more shards than this run reads. verifies: False where
+    say: called with what is waited for. files: those of the source that are packed into each shard,
+    in order. `folder` may hold more shards than this run reads. verifies: False where
     another rank of the same node verifies the same shards; only the token ids of the rows that are
     returned are then checked.
     """
@@ -109,23 +143,16 @@ class Rows:
         self.verifies = verifies
         self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
         self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
-        self._starts = [0]  # place in the epoch of each shard's first row, as far as known
+        self._starts = [0]  # index in the epoch of each shard's first row, as far as known
         self._maps: dict[str, np.ndarray] = {}
         self._checks: dict[str, Future[str | None]] = {}
         self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
-        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
-            self._learn_next()
 
     @property
     def row_length(self) -> int:
         """Tokens in a row: max_seq_len inputs and one more, the last target."""
         return self.max_seq_len + 1
-
-    @property
-    def fingerprint(self) -> str:
-        """Names what these rows are: text, shards and their order, tokenizer, length, rule."""
-        return self.recipe["fingerprint"]
 
     @property
     def shards(self) -> list[str]:
@@ -150,28 +177,10 @@ class Rows:
             self.verify_train(self.row_ids(step, rows_per_step, seed)[:, 0])
         return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
 
-    def row_ids(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """Which rows `batch` returns: (n, 2), index of the shard and of the row in its file."""
-        numbers = numbers_of(step, rows_per_step, rank, world_size)
-        return self.places(numbers, seed)[:, 1:]
-
-    def times_seen(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """How often each row of `batch` came before in the run, (n,)."""
-        return self.places(numbers_of(step, rows_per_step, rank, world_size), seed)[:, 0]
-
-    def places(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """
-        Where rows are, by their numbers in the endless sequence: (n, 3), how often all rows were
-        gone through before, index of the shard, of the row in its file.
-        """
-        while self._starts[-1] <= numbers.max() and self._next_shard() is not None:
-            self._learn_next()
+    def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """(n, 3): epoch, index of the shard, of the row in its file."""
         epochs = np.zeros_like(numbers)
-        if self._next_shard() is None:  # the length of an epoch is known
+        if self._count_rows(until=int(numbers.max())):
             assert self._starts[-1], f"{self.folder} holds no training row"
             epochs, numbers = np.divmod(numbers, self._starts[-1])
         starts = np.array(self._starts)
@@ -183,32 +192,35 @@ class Rows:
             rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
         return np.stack([epochs, shards, rows], axis=1)
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """The training rows that `row_ids` names, whether verified or not."""
-        return self._read(self.train_shards, ids)
-
     def epochs_for(self, rows_needed: int) -> float | None:
         """
-        How many times the training rows are gone through; None while not all shards are packed
-        and those that are do not suffice.
+        The number of epochs; None while not all shards are packed and those that are do not
+        suffice.
         """
-        if self._next_shard() is not None and self._starts[-1] < rows_needed:
+        if not self._count_rows() and self._starts[-1] < rows_needed:
             return None
         return rows_needed / max(1, self._starts[-1])
 
     @property
     def packed_train_rows(self) -> int:
         """Training rows there are by now, without a gap from the first shard on."""
-        while self._next_shard() is not None and self.is_packed(self.train_shards[self._known]):
-            self._learn_next()
+        self._count_rows()
         return self._starts[-1]
+
+    def _count_rows(self, until: int = -1) -> bool:
+        """
+        Count the rows of packed shards, in order, and wait for more up to row number `until`.
+
+        Returns whether all shards are counted: then the length of an epoch is known.
+        """
+        for shard in self.train_shards[len(self._starts) - 1 :]:
+            if self._starts[-1] > until and not self.is_packed(shard):
+                return False
+            self._starts.append(self._starts[-1] + self.wait(shard)["rows"])
+        return True
 
     # -----------------------------------------------------------------------------------------
     # Validation
-
-    def num_val_rows(self) -> int:
-        """Rows of the validation shard; waits for it."""
-        return self.wait(self.val_shard)["rows"]
 
     def val_batches(
         self,
@@ -237,11 +249,11 @@ class Rows:
         mine = order[slice(*bounds)]
         for i in range(0, len(mine), rows_per_batch):
             rows = mine[i : i + rows_per_batch]
-            yield self._read([self.val_shard], np.stack([np.zeros_like(rows), rows], axis=1))
+            yield self.read(np.stack([np.zeros_like(rows), rows], axis=1), [self.val_shard])
 
     def require_val_rows(self, half: int = 0) -> int:
         """How many validation rows there are. Waits for them; raises Refused for an empty half."""
-        total = self.num_val_rows()
+        total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
             raise Refused(
                 f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
@@ -271,10 +283,7 @@ class Rows:
         for shard, check in zip(shards, checks, strict=True):
             if damage := check.result():
                 self.discard(shard)
-                raise Refused(
-                    f"{damage}; nothing was trained on it",
-                    PACK_AGAIN,
-                )
+                raise Refused(f"{damage}; nothing was trained on it", PACK_AGAIN)
 
     def _check(self, shard: str) -> "Future[str | None]":
         """Start the comparison of a shard with its record, unless that was done."""
@@ -380,23 +389,15 @@ class Rows:
             time.sleep(POLL_SECONDS)
         return self.counts(shard)
 
-    # -----------------------------------------------------------------------------------------
+    def read(self, ids: np.ndarray, shards: list[str] | None = None) -> np.ndarray:
+        """
+        The rows of `row_ids`, by default of training shards, whether verified or not.
 
-    @property
-    def _known(self) -> int:
-        return len(self._starts) - 1
-
-    def _next_shard(self) -> str | None:
-        """The first training shard whose number of rows is not known yet."""
-        return self.train_shards[self._known] if self._known < len(self.train_shards) else None
-
-    def _learn_next(self) -> None:
-        shard = self.train_shards[self._known]
-        self._starts.append(self._starts[-1] + self.wait(shard)["rows"])
-
-    def _read(self, shards: list[str], ids: np.ndarray) -> np.ndarray:
+        Raises Refused for foreign token ids where another rank verifies.
+        """
+        shards = self.train_shards if shards is None else shards
         out = np.empty((len(ids), self.row_length), self.dtype)
-        for index in np.unique(ids[:, 0]):
+        for index in np.unique(ids[:, 0]).tolist():
             here = ids[:, 0] == index
             out[here] = self._map(shards[index])[ids[here, 1]]
             # the rank that verifies may not be done: a foreign id would end in a device assert
@@ -415,7 +416,7 @@ class Rows:
         return self._maps[shard]
 
 
-def numbers_of(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
+def global_row_ids(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
     """A rank's rows of a step by their numbers in a sequence. Raises ValueError as `batch` does."""
     share, rest = divmod(rows_per_step, world_size)
     if rest or share < 1:
@@ -496,11 +497,10 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
 # ---- Rows of several sources ---------------------------------------------------------------------
 
 
-class MixedRows:
+class MixedRows(RowSequence):
     """The rows of a mixture: `buckets` in order, each with its rows and how many a pass takes."""
 
     def __init__(self, buckets: Mapping[str, tuple[Rows, int]]):
-        self.names = list(buckets)
         self.parts = [rows for rows, _ in buckets.values()]
         self.counts = tuple(count for _, count in buckets.values())
         self.max_seq_len = self.parts[0].max_seq_len
@@ -511,15 +511,10 @@ class MixedRows:
             name: {"count": count, "fingerprint": rows.fingerprint}
             for name, (rows, count) in buckets.items()
         }
-        self.recipe: dict[str, Any] = {
+        self.recipe = {
             "fingerprint": fingerprint({"mixture": list(described.items())}),
             "buckets": described,
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the rows of all buckets and their proportions."""
-        return self.recipe["fingerprint"]
 
     @property
     def rows_per_pass(self) -> int:
@@ -543,48 +538,28 @@ class MixedRows:
                 out[here] = rows.read(ids[here, 1:])
         return out
 
-    def row_ids(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """Which rows `batch` returns: (n, 3), index of the bucket, of its shard, of the row."""
-        return np.delete(self.locate(step, rows_per_step, seed, rank, world_size), 1, axis=1)
-
-    def times_seen(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """How often each row of `batch` came before in the run, (n,)."""
-        return self.locate(step, rows_per_step, seed, rank, world_size)[:, 1]
-
-    def locate(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """The rows of a step: (n, 4), bucket, how often it was gone through before, shard, row."""
-        numbers = numbers_of(step, rows_per_step, rank, world_size)
-        passes, places = np.divmod(numbers, self.rows_per_pass)
+    def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """(n, 4): epoch of the bucket, index of the bucket, of its shard, of the row."""
+        passes, indices = np.divmod(numbers, self.rows_per_pass)
+        buckets, own = np.empty_like(numbers), np.empty_like(numbers)
+        for number in np.unique(passes).tolist():
+            now = passes == number
+            order = order_of_pass(self.counts, seed, number)
+            buckets[now], own[now] = order.bucket[indices[now]], order.number[indices[now]]
+        own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
         out = np.empty((len(numbers), 4), np.int64)
-        for gone in np.unique(passes).tolist():
-            now = passes == gone
-            order = interleaved(self.counts, seed, gone)
-            out[now, 0] = order.bucket[places[now]]
-            out[now, 1] = order.number[places[now]]  # for the moment
-        counts = np.array(self.counts)
-        mine = passes * counts[out[:, 0]] + out[:, 1]  # numbers within each bucket's own sequence
+        out[:, 1] = buckets
         for bucket, rows in enumerate(self.parts):
-            if (here := out[:, 0] == bucket).any():
-                out[here, 1:] = rows.places(mine[here], seed)
+            if (here := buckets == bucket).any():
+                out[np.ix_(here, [0, 2, 3])] = rows.locate(own[here], seed)
         return out
 
     def epochs_for(self, rows_needed: int) -> float | None:
-        """How many times the mixture is gone through."""
+        """The number of passes through the mixture."""
         return rows_needed / self.rows_per_pass
-
-    @property
-    def bucket_rows(self) -> dict[str, Rows]:
-        """Name -> rows of each bucket."""
-        return dict(zip(self.names, self.parts, strict=True))
 
 
 @lru_cache(maxsize=2)
-def interleaved(counts: tuple[int, ...], seed: int, gone: int) -> Places:
-    """The order of pass number `gone` through `counts` rows of each bucket."""
-    return interleave([np.ones(count, np.int64) for count in counts], seed, gone)
+def order_of_pass(counts: tuple[int, ...], seed: int, number: int) -> Order:
+    """The order of a pass through `counts` rows of each bucket."""
+    return interleave([np.ones(count, np.int64) for count in counts], seed, number)

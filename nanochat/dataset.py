@@ -27,7 +27,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.hub import HubRepo, open_repo
-from nanochat.text_files import SUFFIXES, check_file, check_texts, file_texts, in_batches
+from nanochat.text_files import SUFFIXES, check_file, file_texts, in_batches
 from tasks.world import corpus
 
 # ---- Sources of text: ordered, frozen shards with a fingerprint ----------------------------------
@@ -145,6 +145,20 @@ class FileSource(Source):
         """What `identity` and `describe` say of a single file."""
         return {} if self.tail_start is None else {"tail_start": self.tail_start}
 
+    @property
+    @abstractmethod
+    def origin(self) -> dict[str, str]:
+        """The settings that open the source again."""
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **self.origin,
+            "val_shard": self.val_shard,
+            "num_shards": len(self.train_shards),
+            "fingerprint": self.fingerprint,
+            **self.tail,
+        }
+
     @abstractmethod
     def fetch(self, shard: str) -> Path: ...
 
@@ -165,18 +179,17 @@ class FileSource(Source):
             skips.clear()  # counted with the training part
         else:
             texts = itertools.islice(texts, self.tail_start)
-        some = False
+        batch = None
         for batch in in_batches(texts):
-            some = True
             yield batch
         if skipped is not None:
             skipped.update(skips)
-        if not some:
-            raise ValueError(f"{path} holds no text; {self.without_it}")
+        if batch is None:
+            raise ValueError(f"{path} holds no text; {self.fix}")
 
     @property
     @abstractmethod
-    def without_it(self) -> str:
+    def fix(self) -> str:
         """How to go on without a file that cannot be used."""
 
 
@@ -249,16 +262,11 @@ def choose_val_shard(cfg: DataConfig, where: str, names: Sequence[str]) -> str:
     options = names if len(names) > 1 else [TAIL + names[0]]
     if cfg.val_shard in (None, *options):
         return cfg.val_shard or options[-1]
-    if cfg.val_shard in names:
-        raise ValueError(
-            f"--val_shard={cfg.val_shard} is the only file of {where}, so none would be left for "
-            "training; leave --val_shard out to hold out its last documents, or add a file"
-        )
-    raise ValueError(
-        f"--val_shard={cfg.val_shard}: {where} has no such file; "
-        + (f"its {len(names)} files are {names[0]} to {names[-1]}" if names[1:] else "")
-        + (f"it has only {names[0]}: leave --val_shard out" if not names[1:] else "")
-    )
+    what = "needs it for training" if cfg.val_shard in names else "has no such file"
+    fix = "leave --val_shard out to hold out the last documents of its only file"
+    if len(names) > 1:
+        fix = f"its {len(names)} files are {names[0]} to {names[-1]}"
+    raise ValueError(f"--val_shard={cfg.val_shard}: {where} {what}; {fix}")
 
 
 def check_val_shard(cfg: DataConfig, manifest: dict[str, Any], path: Path, delete: Path) -> None:
@@ -324,14 +332,9 @@ class LocalSource(FileSource):
     def identity(self) -> dict[str, Any]:
         return {"kind": "local", "files": self.digests, **self.tail}
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "data_dir": str(self.data_dir),
-            "val_shard": self.val_shard,
-            "num_shards": len(self.train_shards),
-            "fingerprint": self.fingerprint,
-            **self.tail,
-        }
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"data_dir": str(self.data_dir)}
 
     def fetch(self, shard: str) -> Path:
         path = self.data_dir / file_of(shard)
@@ -340,7 +343,7 @@ class LocalSource(FileSource):
         return path
 
     @property
-    def without_it(self) -> str:
+    def fix(self) -> str:
         return f"remove it, and delete {self.manifest} to start over"
 
 
@@ -423,7 +426,8 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
         print(printable(f"reading {file} ({stat.st_size / 1e9:.1f} GB)"), flush=True)
     if not known:
         check_file(file)
-        check_texts(file)
+        if not deque(file_texts(file, Counter()), maxlen=1):  # read to the end
+            raise ValueError(f"{file} holds no text; remove it or leave it out")
     entry["sha256"] = sha256_file(file)
     if known and entry["sha256"] != known["sha256"]:
         raise ValueError(changed_file(file, manifest))
@@ -474,15 +478,9 @@ class HubSource(FileSource):
     def identity(self) -> dict[str, Any]:
         return {"kind": "hub", "dataset": self.name, "commit": self.commit, **self.tail}
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": self.name,
-            "revision": self.commit,
-            "val_shard": self.val_shard,
-            "num_shards": len(self.train_shards),
-            "fingerprint": self.fingerprint,
-            **self.tail,
-        }
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"dataset": self.name, "revision": self.commit}
 
     def missing_bytes(self, shards: Iterable[str]) -> int:
         files = self.repo.files()
@@ -493,7 +491,7 @@ class HubSource(FileSource):
         return self.repo.fetch(file_of(shard), check_file)
 
     @property
-    def without_it(self) -> str:
+    def fix(self) -> str:
         return f"use fewer --num_shards, or delete {self.folder} and name another --revision"
 
 
@@ -598,12 +596,12 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
     return source
 
 
-def remember(described: Mapping[str, Any], tokenizer_tag: str) -> None:
+def save_last_source(described: Mapping[str, Any], tokenizer_tag: str) -> None:
     """Record the text a stage used, for later stages with the same tokenizer that name none."""
     write_json(base_dir() / "data" / f"used_with_{tokenizer_tag}.json", dict(described))
 
 
-def remembered(tokenizer_tag: str) -> dict[str, Any] | None:
-    """What `remember` recorded last, for `open_source`."""
+def load_last_source(tokenizer_tag: str) -> dict[str, Any] | None:
+    """What `save_last_source` recorded last, for `open_source`."""
     path = base_dir() / "data" / f"used_with_{tokenizer_tag}.json"
     return read_json(path) if path.exists() else None

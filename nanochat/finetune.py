@@ -43,7 +43,6 @@ from nanochat.eval_bpb import (
 )
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes
-from nanochat.lab.ablation import taken
 from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
 from nanochat.mixture import (
@@ -54,7 +53,6 @@ from nanochat.mixture import (
     Resolved,
     Tags,
     parse_mixture,
-    resolution,
     resolve,
 )
 from nanochat.optim import MuonAdamW, rules
@@ -434,13 +432,12 @@ def train_rows(
     available = [int(each.lengths.sum()) for each in encoded.values()]
     counts = resolve(talk.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
     tags = {bucket.name: bucket.tags for bucket in talk.learned}
-    counts = taken(mix, list(encoded), tags, counts)
     found = [
         Resolved(name, tags[name], size, count, len(each), each.trained)
         for (name, each), size, count in zip(encoded.items(), available, counts, strict=True)
     ]
     rows = mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
-    return resolution(mix, found), rows
+    return Resolution(mix.mixture, found), rows
 
 
 def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

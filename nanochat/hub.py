@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import (
     HfApi,
@@ -81,54 +81,43 @@ class NotTheHub(ValueError):
     """The answer is no answer of the hub, such as the login page of a network."""
 
 
-class Listing(NamedTuple):
-    """A repository at one commit: the size of each file in bytes, by name, in order of names."""
+def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
+    """
+    The commit of a branch or tag, and the size in bytes of each of its files, in order of names.
 
-    commit: str
-    sizes: dict[str, int]
-
-
-class RemoteFile(NamedTuple):
-    """What the hub says about a file; of small text files it keeps no SHA-256."""
-
-    size: int
-    sha256: str | None
-
-
-def listing(repo: str, revision: str) -> Listing:
-    """Resolve a branch, tag or commit. Raises Refused where there is no such thing."""
+    Raises Refused where there is no such revision.
+    """
     api = HfApi()
 
-    def resolve() -> Listing:
+    def resolve() -> tuple[str, dict[str, int]]:
         try:
             commit = api.dataset_info(repo, revision=revision).sha
             tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
             files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
-            return Listing(commit or revision, {file.path: file.size for file in files})
+            return commit or revision, {file.path: file.size for file in files}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, HFValidationError) or getattr(error, "response", None) is not None:
                 raise
             raise NotTheHub(f"unexpected content: {error!r}") from error
 
-    found = request(repo, revision, None, resolve)
-    outside = [name for name in found.sizes if not is_inside(name)]
-    if outside:
+    commit, sizes = request(repo, revision, None, resolve)
+    if outside := [name for name in sizes if not is_inside(name)]:
         raise Refused(
             f"{repo} lists {outside[0]!r}, which is outside of its folder",
             "use another repository, or tell its owner",
         )
-    return found
+    return commit, sizes
 
 
-def remote_file(repo: str, commit: str, name: str) -> RemoteFile:
-    """Ask for the size and digest of a file."""
+def remote_file(repo: str, commit: str, name: str) -> tuple[int, str | None]:
+    """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
     url = hf_hub_url(repo, name, repo_type="dataset", revision=commit)
 
-    def ask() -> RemoteFile:
+    def ask() -> tuple[int, str | None]:
         about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if about.etag is None or about.commit_hash is None:
             raise NotTheHub("no ETag or no commit")
-        return RemoteFile(about.size or 0, about.etag if len(about.etag) == 64 else None)
+        return about.size or 0, about.etag if len(about.etag) == 64 else None
 
     return request(repo, commit, name, ask)
 
@@ -151,16 +140,13 @@ def request(repo: str, revision: str, file: str | None, action: Callable[[], X])
     install_client()
     try:
         return with_retries(file or repo, action)
-    except Refused:
-        raise
     except Exception as error:
-        refusal = refused(error, repo, revision, file)
-        if refusal is None:
-            raise
-        raise refusal from error
+        if refusal := explain(error, repo, revision, file):
+            raise refusal from error
+        raise
 
 
-def refused(error: BaseException, repo: str, revision: str, file: str | None) -> Refused | None:
+def explain(error: BaseException, repo: str, revision: str, file: str | None) -> Refused | None:
     """The sentence and the fix for an error that another attempt cannot mend, where known."""
     error = root(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
@@ -392,31 +378,32 @@ class HubRepo:
         path = self.folder / file
         recorded = promised = self.files()[file].get("sha256")
         if recorded is None or not path.exists():
-            remote = remote_file(self.name, self.commit, file)
-            promised = recorded or remote.sha256
+            remote_size, remote_digest = remote_file(self.name, self.commit, file)
+            promised = recorded or remote_digest
             if not path.exists():
-                download(self.name, self.commit, file, remote.size, self.folder)
+                download(self.name, self.commit, file, remote_size, self.folder)
         digest = sha256_file(path)
         if promised is not None and promised != digest:
             by = "the manifest" if recorded else "the hub"
             return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
+        if recorded is not None:
+            return None
         size, listed = path.stat().st_size, self.files()[file].get("bytes")
-        if recorded is None and listed is not None and size != listed:
+        if listed not in (None, size):
             return f"it has {size} bytes, the listing says {listed}"
-        if recorded is None:
-            if problem := damage(path, whole=promised is None):
-                return problem
-            try:
-                check(path)
-            except ValueError:
-                if not any("sha256" in each for each in self.files().values()):
-                    self.manifest.unlink()  # nothing of a repository that is of no use is recorded
-                    path.unlink()
-                raise
-            with locked(self.folder / ".lock", "writing the manifest"):
-                manifest = read_json(self.manifest)
-                manifest["files"][file] = {"bytes": path.stat().st_size, "sha256": digest}
-                write_json(self.manifest, manifest)
+        if problem := damage(path, whole=promised is None):
+            return problem
+        try:
+            check(path)
+        except ValueError:
+            if not any("sha256" in each for each in self.files().values()):
+                self.manifest.unlink()  # nothing of a repository that is of no use is recorded
+                path.unlink()
+            raise
+        with locked(self.folder / ".lock", "writing the manifest"):
+            manifest = read_json(self.manifest)
+            manifest["files"][file] = {"bytes": size, "sha256": digest}
+            write_json(self.manifest, manifest)
         return None
 
 
@@ -438,7 +425,7 @@ def open_repo(
     with locked(folder / ".lock", f"resolving {name}"):
         if not path.exists():
             branch = revision or "main"
-            commit, sizes = listing(name, branch)
+            commit, sizes = list_files(name, branch)
             files = {file: {"bytes": n} for file, n in sizes.items() if file.endswith(suffixes)}
             about = {"dataset": name, "revision": branch, "commit": commit, "files": files}
             write_json(path, about | choose(list(files)))

@@ -2,7 +2,7 @@
 Mixtures of data: their words, what they amount to, and the text of a base model.
 
     "fineweb=0.7,code=0.3" -> parse_mixture -> Part, ... -> resolve -> counts of each bucket
-    DataConfig, MixConfig -> open_texts -> Texts: sources by name -> Corpus: packed rows of each
+    DataConfig, MixConfig -> open_texts -> TextMixture: sources by name -> Corpus: rows
 
 Text is counted in tokens, conversations in items: by shares, counts or repeats.
 """
@@ -33,8 +33,11 @@ from nanochat.tokenizer import Tokenizer
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
 OPTIONS_CAP = 0.05  # share of questions with added options from which on they are warned of
 MIXTURE_FILE = "mixture.json"  # what a mixture came to, beside the checkpoints
-PART = re.compile(r"([\w./-]+)(?::([^,=*]+))?(?:=([\d.]+)(t|%)?)?(?:\*([\d.]+))?")
-FORM = "name[:source], then =rows, *repeats, =tokens as in =500000t, or a share as in =20%"
+PART = re.compile(r"([\w./-]+)(?::([^,=*]+))?(?:=([\d.]+)(t|%)?)?(?:\*([\d.]+)(t)?)?")
+FORM = (
+    "name[:source], then =rows, *repeats, =tokens as in =500000t, rows and tokens as in "
+    "=10000*500000t, or a share as in =20%"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class MixConfig:
     mixture: str = ""
     """What is learned: buckets, each with as many conversations (=10000), repeats (*1.5), tokens
     (=500000t) or as large a share (=20%) as wanted, as in smoltalk=10000,gsm8k*4,aqua=10%. A
-    bucket without an amount is taken whole, or fills the budget with the others of that sort.
+    bucket without an amount is taken whole, or fills the budget with the others of that sort; of
+    one with =0% nothing is taken; =10000*500000t takes so many tokens of so many conversations.
     Default: by what the base model was trained on; of text, the one of --dataset."""
     buckets: str | None = None
     """A JSON file that names own buckets: {"wiki": {"dataset": "owner/name", "language": "ko"}}."""
@@ -51,13 +55,6 @@ class MixConfig:
     mixture_alpha: float = 1.0
     """Buckets without an amount share what is left in proportion to their size to this power: 1 as
     they are, 0 all alike."""
-    arm: str = ""
-    """The same tokens of another mixture, for ablations: copy:name, only:x, drop:x, swap:a->b,
-    scale:x*2, ratio:language ko:en=1:4. Buckets that only an arm takes stand in the mixture as
-    =0%."""
-    arm_floor: str = ""
-    """Shares that every arm `only` leaves other buckets, as in arc_easy=5%: without any, answers
-    would lose the form that evaluations read."""
 
     def __post_init__(self) -> None:
         if self.mixture_tokens is not None and self.mixture_tokens < 1:
@@ -68,8 +65,7 @@ class MixConfig:
     @property
     def chosen(self) -> dict[str, Any]:
         """What beside the words decides the proportions; JSON-ready."""
-        values = {name: getattr(self, name) for name in vars(MixConfig())}
-        return {n: v for n, v in values.items() if n not in ("mixture", "buckets") and v != ""}
+        return {"mixture_tokens": self.mixture_tokens, "mixture_alpha": self.mixture_alpha}
 
     def otherwise(self, mixture: str) -> "MixConfig":
         """The same with a mixture where none was asked for."""
@@ -78,7 +74,7 @@ class MixConfig:
 
 @dataclass(frozen=True)
 class Tags:
-    """What a bucket is, in words that arms and rules can go by; empty where nobody said."""
+    """Properties of a bucket; empty where none is declared."""
 
     domain: str = ""
     language: str = ""
@@ -96,7 +92,7 @@ class Tags:
 
 
 class Part(NamedTuple):
-    """A bucket of a mixture and how much of it: tokens, a share, or conversations and repeats."""
+    """A bucket of a mixture and its amount: tokens, a share, or conversations and repeats."""
 
     name: str
     source: str | None = None
@@ -111,6 +107,11 @@ class Part(NamedTuple):
     def label(self) -> str:
         """What tells it from the other buckets."""
         return self.name if self.source is None else f"{self.name}:{self.source}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of it is taken."""
+        return self.share == 0 or self.tokens == 0
 
     @property
     def is_open(self) -> bool:
@@ -134,18 +135,31 @@ def parse_mixture(spec: str) -> list[Part]:
 
 
 def read_part(
-    name: str, source: str | None, amount: str | None, unit: str | None, repeats: str | None
+    name: str,
+    source: str | None,
+    amount: str | None,
+    unit: str | None,
+    factor: str | None,
+    factor_unit: str | None,
 ) -> Part | None:
-    """A part from its words; None for an amount that is none. Raises ValueError for no number."""
-    times = float(repeats) if repeats else None
-    nothing = amount and float(amount) == 0 and unit != "%"  # 0% is there for arms to take
-    if (unit and times) or times == 0 or nothing:
+    """
+    A part from the groups of PART; None for an amount of 0 or a contradictory one.
+
+    Raises ValueError for a number that is none, such as 1.5 rows.
+    """
+    if amount and float(amount) == 0 and unit != "%":
+        return None
+    if factor_unit:  # tokens of the first `amount` rows
+        rows = int(amount) if amount and not unit else None
+        return Part(name, source, rows, tokens=int(factor or 0)) if rows else None
+    repeats = float(factor) if factor else None
+    if repeats == 0 or (unit and repeats):
         return None
     if unit == "%":
         return Part(name, source, share=float(amount or 0) / 100)
     if unit == "t":
         return Part(name, source, tokens=int(amount or 0))
-    return Part(name, source, int(amount) if amount else None, times)
+    return Part(name, source, int(amount) if amount else None, repeats)
 
 
 def write_mixture(parts: Sequence[Part]) -> str:
@@ -154,7 +168,8 @@ def write_mixture(parts: Sequence[Part]) -> str:
     def words(part: Part) -> str:
         amount = f"={part.rows}" if part.rows is not None else ""
         amount += f"*{part.repeats:g}" if part.repeats is not None else ""
-        amount += f"={part.tokens}t" if part.tokens is not None else ""
+        if part.tokens is not None:
+            amount += f"{'*' if amount else '='}{part.tokens}t"
         amount += f"={100 * part.share:.10g}%" if part.share is not None else ""
         return part.label + amount
 
@@ -202,9 +217,9 @@ def resolve(
         fix + total * (part.share or 0) + filled * weight
         for part, fix, weight in zip(parts, fixed, opens, strict=True)
     ]
-    counts = whole(wanted)
+    counts = round_to_total(wanted)
     for name, part, count, n in zip(named, parts, counts, available, strict=True):
-        if part.share != 0 and not (count and n):
+        if not part.is_empty and not (count and n):
             raise ValueError(f"{name} comes to less than {row_tokens} tokens")
     return counts
 
@@ -218,7 +233,7 @@ def fixed_rows(part: Part, available: int, row_tokens: int) -> float:
     return available * (part.repeats or 1)
 
 
-def whole(wanted: Sequence[float]) -> list[int]:
+def round_to_total(wanted: Sequence[float]) -> list[int]:
     """Whole numbers with the sum of `wanted`, rounded: the largest remainders are rounded up."""
     counts = [math.floor(x) for x in wanted]
     order = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
@@ -265,7 +280,22 @@ class Resolution:
 
     spec: str
     buckets: Sequence[Resolved]
-    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for every bucket that is repeated too often, and for too many added options."""
+        warnings = [
+            f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
+            "repeating teaches little"
+            for bucket in self.buckets
+            if (bucket.repeats or 0) > MOST_REPEATS
+        ]
+        if self.shares_by("augmented").get("options", 0.0) > OPTIONS_CAP:
+            warnings.append(
+                f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options "
+                "added by retrieval, which lowered most benchmarks of those who tried it"
+            )
+        return warnings
 
     @property
     def tokens(self) -> int:
@@ -295,7 +325,7 @@ class Resolution:
             {**asdict(bucket), "repeats": bucket.repeats, "share": self.share(bucket)}
             for bucket in self.buckets
         ]
-        return {"spec": self.spec, "buckets": buckets, "warnings": list(self.warnings)}
+        return {"spec": self.spec, "buckets": buckets, "warnings": self.warnings}
 
     def tables(self) -> list[dict[str, Any]]:
         """As a record holds them: by bucket, and by every tag that tells buckets apart."""
@@ -334,23 +364,6 @@ class Resolution:
             for bucket in self.buckets
         ]
         return [f"mixture {self.spec}", *lines, *self.warnings]
-
-
-def resolution(mix: MixConfig, buckets: Sequence[Resolved]) -> Resolution:
-    """With a warning for every bucket that comes too often."""
-    warnings = [
-        f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
-        "repeating teaches little"
-        for bucket in buckets
-        if (bucket.repeats or 0) > MOST_REPEATS
-    ]
-    more = sum(bucket.tokens for bucket in buckets if bucket.tags.augmented == "options")
-    if more > OPTIONS_CAP * sum(bucket.tokens for bucket in buckets):
-        warnings.append(
-            f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options added "
-            "by retrieval, which lowered most benchmarks of those who tried it"
-        )
-    return Resolution(f"{mix.mixture} ({mix.arm})" if mix.arm else mix.mixture, buckets, warnings)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -399,7 +412,7 @@ def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextMixture:
     """Sources by the name of their bucket, in order; `mix` says how much of each."""
 
     sources: dict[str, Source]
@@ -446,9 +459,9 @@ class Texts:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts as packed rows of one length, by the name of their bucket."""
+    """TextMixture as packed rows of one length, by the name of their bucket."""
 
-    texts: Texts
+    texts: TextMixture
     tokenizer: Tokenizer
     rows: dict[str, Rows]
 
@@ -458,11 +471,11 @@ class Corpus:
         prints = {name: rows.fingerprint for name, rows in self.rows.items()}
         return fingerprint(prints) if self.texts.spec else next(iter(prints.values()))
 
-    def amounts(
+    def resolve_amounts(
         self, rows_needed: int, machine: Machine
     ) -> tuple[Resolution | None, dict[str, int]]:
         """
-        What a run over `rows_needed` rows takes of a mixture, told on the screen, and how many rows
+        What a run over `rows_needed` rows takes of a mixture, which is printed, and how many rows
         of every bucket. Packs buckets first whose share depends on their size.
         """
         texts = self.texts
@@ -471,33 +484,28 @@ class Corpus:
         if sized := [p.label for p in texts.parts if p.tokens is None and p.share is None]:
             machine.print0(f"packing all of {', '.join(sized)}: it counts how much there is")
             self.pack(dict.fromkeys(sized), machine)
-        mixed, needed = self.resolve(rows_needed)
-        for line in mixed.lines():
-            machine.print0(line)
-        return mixed, needed
-
-    def resolve(self, rows_needed: int) -> tuple[Resolution, dict[str, int]]:
-        """The mixture in whole rows, what it counts being packed."""
-        T, mix = next(iter(self.rows.values())).max_seq_len, self.texts.mix
-        known = {name: known_size(rows) for name, rows in self.rows.items()}
-        sizes = [known[part.label] or rows_needed for part in self.texts.parts]
-        counts = resolve(self.texts.parts, sizes, T, rows_needed * T, mix.mixture_alpha)
-        tags = {name: self.texts.tags.get(name, Tags()) for name in self.rows}
-        from nanochat.lab.ablation import taken
-
-        counts = taken(mix, list(self.rows), tags, counts)
+        T, alpha = next(iter(self.rows.values())).max_seq_len, texts.mix.mixture_alpha
+        sizes = {  # None while not all of a text is packed
+            name: rows.packed_train_rows if all(map(rows.is_packed, rows.train_shards)) else None
+            for name, rows in self.rows.items()
+        }
+        available = [sizes[part.label] or rows_needed for part in texts.parts]
+        counts = resolve(texts.parts, available, T, rows_needed * T, alpha)
         needed = dict(zip(self.rows, counts, strict=True))
         found = [
             Resolved(
                 name,
-                tags[name],
-                None if (size := known[name]) is None else size * T,
+                texts.tags.get(name, Tags()),
+                None if (size := sizes[name]) is None else size * T,
                 needed[name] * T,
                 rows.totals()["documents"],
             )
             for name, rows in self.rows.items()
         ]
-        return resolution(mix, found), needed
+        mixed = Resolution(texts.spec, found)
+        for line in mixed.lines():
+            machine.print0(line)
+        return mixed, needed
 
     def mixed(self, needed: Mapping[str, int]) -> Rows | MixedRows:
         """What a run reads: the rows of a single text as they come, or mixed by their counts."""
@@ -529,14 +537,8 @@ class Corpus:
         return stack
 
 
-def known_size(rows: Rows) -> int | None:
-    """Training rows there are; None while some are not packed."""
-    whole = all(rows.is_packed(shard) for shard in rows.train_shards)
-    return rows.packed_train_rows if whole else None
-
-
 def open_corpus(
-    texts: Texts,
+    texts: TextMixture,
     tokenizer: Tokenizer,
     max_seq_len: int,
     run_id: str | None = None,
@@ -552,10 +554,10 @@ def open_corpus(
 
 def open_texts(
     cfg: DataConfig, mix: MixConfig | None = None, recorded: dict[str, Any] | None = None
-) -> Texts:
+) -> TextMixture:
     """
     The text that `cfg` or `mix` name; or, where they name none, the one an earlier stage `recorded`
-    (`Texts.describe()` of then).
+    (`TextMixture.describe()` of then).
 
     Raises ValueError, naming the way out, for amounts that text is not counted in, and as
     `open_source` does.
@@ -571,12 +573,12 @@ def open_texts(
         assert recorded is not None
         sources = {name: open_source(cfg, was) for name, was in recorded["sources"].items()}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
-        return Texts(sources, MixConfig(recorded["mixture"], **recorded["chosen"]), tags)
+        return TextMixture(sources, MixConfig(recorded["mixture"], **recorded["chosen"]), tags)
     source = open_source(cfg, recorded)
-    return Texts({source.name: source})
+    return TextMixture({source.name: source})
 
 
-def open_mixture(cfg: DataConfig, mix: MixConfig) -> Texts:
+def open_mixture(cfg: DataConfig, mix: MixConfig) -> TextMixture:
     """The sources of a mixture of text; none is opened before all parts are checked."""
     if mix.mixture_tokens is not None:
         raise ValueError(
@@ -604,4 +606,4 @@ def open_mixture(cfg: DataConfig, mix: MixConfig) -> Texts:
         )
     sources = {name: open_source(place) for name, place in configs.items()}
     tags = {name: tags_of(declared.get(name, {})) for name in sources}
-    return Texts(sources, replace(mix, buckets=None), tags)
+    return TextMixture(sources, replace(mix, buckets=None), tags)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,9 +53,7 @@ PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same in
 # (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
 POOL_PIECES = 8192
 POOL_TOKENS = 1 << 24  # bounds the memory of the pool where rows are very long
-SPARE_TOKENS = 1 << 20  # used-up tokens that may stay in the store before it is compacted
 MAX_DROPPED = 0.005  # share of a stream's tokens that may be dropped at its end
-BLOCK_TOKENS = 1 << 20  # tokens laid out at a time: bounds the index arrays
 
 
 @dataclass
@@ -76,13 +74,21 @@ class PackCounts:
     """Tokens of documents that lie in no row."""
 
 
+class Piece(NamedTuple):
+    """Tokens of one document that lie side by side in a row, without the BOS in front."""
+
+    tokens: np.ndarray
+    is_rest: bool
+    """Whether the document began in another piece."""
+
+
 class Packer:
     """
     Packs one stream of documents into rows of `row_length` tokens. With `cut`, documents are cut
     so that only the last row may be padded with BOS; without it they stay whole.
 
-    Memory: the pool (at most POOL_TOKENS tokens), as much again, and the batch at hand.
-    Raises ValueError for a row shorter than two tokens.
+    Memory: the pool (at most POOL_TOKENS tokens) and the batch at hand. Raises ValueError for a
+    row shorter than two tokens.
     """
 
     def __init__(
@@ -97,17 +103,16 @@ class Packer:
             raise ValueError(f"a row holds a BOS and at least one token, not {row_length} in all")
         self.row_length = row_length
         self.bos_id = bos_id
+        self.dtype = dtype
         self.cut = cut
         self.pool_pieces = max(1, min(pool_pieces, POOL_TOKENS // row_length))
         self.counts = PackCounts()
-        self.store = np.empty(0, dtype)  # tokens of the pooled pieces, and used-up ones between
-        # The pool: by length (BOS included), oldest first, 2 * start in store + (1: a rest)
-        self.buckets: dict[int, deque[int]] = defaultdict(deque)
+        # The pool: by length (BOS included), oldest first
+        self.buckets: dict[int, deque[Piece]] = defaultdict(deque)
         self.lengths = 0  # bit n is set: there is a piece of length n
         self.pooled_pieces = 0
         self.pooled_tokens = 0  # without BOS
-        # The plan: pieces in the order in which they lie in rows
-        self.plan: list[tuple[int, int, int]] = []  # start in store, length, (1: opens no document)
+        self.rows: list[np.ndarray] = []  # full, not yet returned
 
     def add(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """
@@ -115,145 +120,98 @@ class Packer:
 
         ids: token ids without BOS; offsets: (documents + 1,). Returns (n, row_length), n >= 0.
         """
-        base = self.store.size
-        self.store = np.concatenate([self.store, ids.astype(self.store.dtype)])
-        bounds = (offsets + base).tolist()
+        ids, bounds = ids.astype(self.dtype), offsets.tolist()
         for start, end in zip(bounds, bounds[1:], strict=False):
-            self._take(start, end)
+            if start < end:
+                self._take(ids[start:end])
             while self.pooled_pieces > self.pool_pieces and self._can_fill():
                 self._fill_row()
-        rows = self._lay_out()
-        if self.store.size > 2 * self.pooled_tokens + SPARE_TOKENS:
-            self._compact()
-        return rows
+        return self._pop_rows()
 
     def finish(self) -> np.ndarray:
         """Empty the pool: the last rows, (n, row_length)."""
         while self.pooled_pieces:
             self._fill_row()
-        return self._lay_out()
+        return self._pop_rows()
 
-    def _take(self, start: int, end: int) -> None:
-        """Pool the document store[start:end], after the whole rows it gives off by itself."""
-        if start == end:
-            return
+    def _take(self, tokens: np.ndarray) -> None:
+        """Pool a document, after the rows that it fills by itself."""
         self.counts.documents += 1
-        whole = self.row_length - 1
-        rest = 0
-        if not self.cut and end - start > whole:
-            self.counts.documents_cut += 1
-            self.counts.dropped += end - start - whole
-            end = start + whole
-        while end - start > whole:
-            self.plan.append((start, self.row_length, rest))
-            start += whole
-            rest = 1
-        self.counts.documents_cut += rest
-        self._put(start, end - start + 1, rest)
+        limit = self.row_length - 1
+        self.counts.documents_cut += len(tokens) > limit
+        if not self.cut:
+            self.counts.dropped += max(0, len(tokens) - limit)
+            tokens = tokens[:limit]
+        is_rest = False
+        while len(tokens) > limit:
+            self._add_row([Piece(tokens[:limit], is_rest)])
+            tokens, is_rest = tokens[limit:], True
+        self._put(Piece(tokens.copy(), is_rest))  # a view would keep the batch in memory
 
-    def _put(self, start: int, length: int, rest: int) -> None:
-        self.buckets[length].append(2 * start + rest)
+    def _put(self, piece: Piece) -> None:
+        length = len(piece.tokens) + 1
+        self.buckets[length].append(piece)
         self.lengths |= 1 << length
         self.pooled_pieces += 1
         self.pooled_tokens += length - 1
 
-    def _pop(self, length: int) -> tuple[int, int]:
-        """Take the oldest piece of a length out of the pool: its start, and 1 if it is a rest."""
+    def _pop(self, length: int) -> Piece:
+        """Take the oldest piece of a length out of the pool."""
         bucket = self.buckets[length]
         piece = bucket.popleft()
         if not bucket:
             self.lengths ^= 1 << length
         self.pooled_pieces -= 1
         self.pooled_tokens -= length - 1
-        return piece >> 1, piece & 1
+        return piece
 
     def _can_fill(self) -> bool:
         """True when the pool holds a row's worth of tokens."""
         return self.pooled_tokens + self.pooled_pieces >= self.row_length
 
     def _fill_row(self) -> None:
-        """Plan one row. One that the whole pool cannot fill is padded, or dropped."""
-        first = len(self.plan)
-        gap = self.row_length
+        """Fill one row from the pool. One that the whole pool cannot fill is padded, or dropped."""
+        pieces, gap = [], self.row_length
         while gap and self.pooled_pieces:
             fitting = self.lengths & ((2 << gap) - 1)
             if fitting:
                 length = fitting.bit_length() - 1  # the longest that fits
-                start, rest = self._pop(length)
-                self.plan.append((start, length, rest))
+                pieces.append(self._pop(length))
                 gap -= length
             elif gap == 1 or not self.cut:
                 break
             else:
-                length = (self.lengths & -self.lengths).bit_length() - 1  # the shortest there is
-                start, rest = self._pop(length)
-                self.plan.append((start, gap, rest))
-                self._put(start + gap - 1, length - gap + 1, rest=1)
-                self.counts.documents_cut += 1 - rest
+                shortest = (self.lengths & -self.lengths).bit_length() - 1
+                tokens, is_rest = self._pop(shortest)
+                pieces.append(Piece(tokens[: gap - 1], is_rest))
+                self._put(Piece(tokens[gap - 1 :], is_rest=True))
+                self.counts.documents_cut += not is_rest
                 gap = 0
-        if gap > 1 and self.cut and self._may_drop(first):
-            self.counts.dropped += planned_tokens(self.plan[first:])
-            del self.plan[first:]
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        total = self.counts.tokens + self.counts.dropped + tokens
+        if gap > 1 and self.cut and tokens <= MAX_DROPPED * total:
+            self.counts.dropped += tokens
         else:
-            self.plan += [(0, 1, 1)] * gap
+            self._add_row(pieces)
 
-    def _may_drop(self, first: int) -> bool:
-        """Whether the tokens planned from place `first` on are at most MAX_DROPPED of all."""
-        total = self.counts.tokens + self.counts.dropped + planned_tokens(self.plan)
-        return planned_tokens(self.plan[first:]) <= MAX_DROPPED * total
+    def _add_row(self, pieces: list[Piece]) -> None:
+        """Lay pieces out, a BOS in front of each; what is left of the row is padded with BOS."""
+        row = np.full(self.row_length, self.bos_id, self.dtype)
+        end = 0
+        for tokens, _ in pieces:
+            row[end + 1 : end + 1 + len(tokens)] = tokens
+            end += 1 + len(tokens)
+        self.rows.append(row)
+        padding, counts = self.row_length - end, self.counts
+        counts.rows += 1
+        counts.tokens += end - len(pieces)
+        counts.bos += len(pieces) + padding
+        counts.extra_bos += sum(piece.is_rest for piece in pieces) + padding
 
-    def _lay_out(self) -> np.ndarray:
-        """Turn the plan into rows and forget it."""
-        plan = np.array(self.plan, dtype=np.int64).reshape(-1, 3)
-        self.plan.clear()
-        starts, lengths, rests = plan.T
-        rows = np.empty((int(lengths.sum()) // self.row_length, self.row_length), self.store.dtype)
-        step = max(1, BLOCK_TOKENS // self.row_length)  # pieces at a time
-        done = 0
-        for i in range(0, len(plan), step):
-            part = gather(self.store, starts[i : i + step], lengths[i : i + step], self.bos_id)
-            rows.reshape(-1)[done : done + part.size] = part
-            done += part.size
-        counts = self.counts
-        counts.rows += len(rows)
-        counts.bos += len(plan)
-        counts.extra_bos += int(rests.sum())
-        counts.tokens += rows.size - len(plan)
-        return rows
-
-    def _compact(self) -> None:
-        """Move the pooled pieces to the front of a store that holds nothing else."""
-        buckets = {length: bucket for length, bucket in self.buckets.items() if bucket}
-        pieces = np.array([p for bucket in buckets.values() for p in bucket], dtype=np.int64)
-        sizes = [len(bucket) for bucket in buckets.values()]
-        lengths = np.repeat(np.array(list(buckets), dtype=np.int64), sizes) - 1  # without BOS
-        moved = np.cumsum(lengths) - lengths
-        index = np.arange(lengths.sum()) + np.repeat((pieces >> 1) - moved, lengths)
-        self.store = self.store[index]
-        fresh = iter((2 * moved + (pieces & 1)).tolist())
-        for bucket in buckets.values():
-            for i in range(len(bucket)):
-                bucket[i] = next(fresh)
-
-
-def planned_tokens(plan: list[tuple[int, int, int]]) -> int:
-    """Tokens of documents in a plan, BOS not counted."""
-    return sum(length - 1 for _, length, _ in plan)
-
-
-def gather(store: np.ndarray, starts: np.ndarray, lengths: np.ndarray, bos_id: int) -> np.ndarray:
-    """
-    Concatenate pieces: a BOS, then `lengths[i] - 1` tokens of `store` from `starts[i]` on.
-
-    Returns (lengths.sum(),), of the store's dtype.
-    """
-    ends = np.cumsum(lengths)
-    opening = ends - lengths  # where the BOS of each piece lies
-    index = np.arange(lengths.sum()) + np.repeat(starts - 1 - opening, lengths)
-    index[opening] = 0
-    tokens = store[index]
-    tokens[opening] = bos_id
-    return tokens
+    def _pop_rows(self) -> np.ndarray:
+        """The full rows, (n, row_length)."""
+        rows, self.rows = self.rows, []
+        return np.stack(rows) if rows else np.empty((0, self.row_length), self.dtype)
 
 
 def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> Iterator[np.ndarray]:
@@ -269,9 +227,10 @@ def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> It
 # counts as packed when its record exists, which is written last: a crash leaves nothing torn.
 
 
-# Bytes of rows per stored byte, until the first packed shard tells. A token of two bytes stands for
-# about 4 bytes of text, a byte of parquet or gzip for about 3.3; a little on the safe side.
-ROWS_PER_STORED_BYTE = {".parquet": 2.0, ".gz": 2.0, "": 0.6}
+# Estimates. A token stands for about 4 bytes of text, a byte of parquet or gzip for about 3.3; a
+# little on the safe side.
+TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
+TOKENS_PER_BYTE = 0.3
 GROUP_ROWS = 512  # about how many rows small files are gathered for: less than a row is left over
 
 
@@ -340,19 +299,15 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
     if rows < GROUP_ROWS and len(runs) > 1:
         last = runs.pop()
         runs[-1] += last
-    return {group_name(files): files for files in runs}
-
-
-def group_name(files: list[str]) -> str:
-    """The name of the shard that is packed from files."""
-    if len(files) == 1:
-        return files[0]
-    return f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}"
+    return {
+        f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}" if files[1:] else files[0]: files
+        for files in runs
+    }
 
 
 def tokens_per_stored_byte(file: str) -> float:
     """About how many tokens a file of this name gives."""
-    return ROWS_PER_STORED_BYTE.get(Path(file).suffix, ROWS_PER_STORED_BYTE[""]) / 2
+    return TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
 
 
 def write_index(rows: Rows, run_id: str | None = None) -> None:
@@ -455,41 +410,23 @@ def ensure(
     """
     check_space(rows, source, rows_needed)
     with alive(rows.alive_path):
-        elsewhere = []
-        for shard in work_list(rows):
-            if shard != rows.val_shard and enough(rows, rows_needed):
-                continue
-            if not pack_unclaimed(rows, source, tokenizer, shard, num_threads):
-                elsewhere.append(shard)
-        for shard in elsewhere:  # done by now, or left undone by one that died
-            with locked(lock_path(rows, shard), f"packing {shard}"):
-                if not rows.is_packed(shard):
-                    pack_shard(source, shard, tokenizer, rows, num_threads)
+        while todo := missing_shards(rows, rows_needed):
+            for shard in todo:
+                with claimed(lock_path(rows, shard)) as mine:
+                    if mine and not rows.is_packed(shard):
+                        pack_shard(source, shard, tokenizer, rows, num_threads)
+                        break
+            else:  # others are packing them all: wait for the first
+                with locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
+                    pass
     write_index(rows)
 
 
-def is_complete(rows: Rows, rows_needed: int | None = None) -> bool:
-    """True when there is nothing left to pack."""
-    if enough(rows, rows_needed):
-        return rows.is_packed(rows.val_shard)
-    return all(rows.is_packed(shard) for shard in work_list(rows))
-
-
-def enough(rows: Rows, rows_needed: int | None) -> bool:
-    """True when the packed training shards hold the rows that are needed."""
-    return rows_needed is not None and rows.packed_train_rows >= rows_needed
-
-
-def pack_unclaimed(
-    rows: Rows, source: Source, tokenizer: Tokenizer, shard: str, num_threads: int | None
-) -> bool:
-    """Pack a shard unless it is packed; False when another process is at it."""
-    if rows.is_packed(shard):
-        return True
-    with claimed(lock_path(rows, shard)) as mine:
-        if mine and not rows.is_packed(shard):
-            pack_shard(source, shard, tokenizer, rows, num_threads)
-        return mine
+def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
+    """The shards that are to be packed, in order."""
+    needs_train = rows_needed is None or rows.packed_train_rows < rows_needed
+    needed = work_list(rows) if needs_train else [rows.val_shard]
+    return [shard for shard in needed if not rows.is_packed(shard)]
 
 
 def lock_path(rows: Rows, shard: str) -> Path:
@@ -510,23 +447,17 @@ def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) ->
     """About what fetching and packing will write, and of how many shards."""
     sizes = source.shard_sizes()
     row_bytes = rows.row_length * rows.dtype.itemsize
-    done, todo = [], []
-    for shard in work_list(rows):
-        (done if rows.is_packed(shard) else todo).append(shard)
-    stored = sum(sizes[file] for shard in done for file in rows.files[shard])
-    packed = sum(rows.bin_path(shard).stat().st_size for shard in done)
-    files, shards, total, have = [], 0, 0.0, rows.packed_train_rows
-    for shard in todo:
+    files, shards, total, have = [], 0, 0, rows.packed_train_rows
+    for shard in missing_shards(rows, rows_needed):
         if shard != rows.val_shard and rows_needed is not None and have >= rows_needed:
             break
         estimates = (sizes[f] * tokens_per_stored_byte(f) for f in rows.files[shard])
-        known = sum(sizes[f] for f in rows.files[shard]) * packed / stored if stored else None
-        size = known or sum(estimates) * rows.dtype.itemsize
+        size = int(sum(estimates) * rows.dtype.itemsize)
         files += rows.files[shard]
         shards += 1
         total += size
-        have += int(size / row_bytes) if shard != rows.val_shard else 0
-    return int(total) + (source.missing_bytes(files) if files else 0), shards
+        have += size // row_bytes if shard != rows.val_shard else 0
+    return total + (source.missing_bytes(files) if files else 0), shards
 
 
 # ---------------------------------------------------------------------------------------------
@@ -543,7 +474,11 @@ class Packing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Stop the processes; a shard they were at is packed anew next time."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait()
 
     @property
     def running(self) -> bool:
@@ -558,13 +493,6 @@ class Packing:
                     return self.rows.error_path.read_text()
                 return f"a packing process ended with status {process.returncode}"
         return None
-
-    def close(self) -> None:
-        """Stop the processes; a shard they were at is packed anew next time."""
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait()
 
 
 def start_packing(
@@ -581,7 +509,7 @@ def start_packing(
     lines to `say`, and when one fails, `rows` raises its message where it waits.
     """
     check_space(rows, source, rows_needed)
-    if is_complete(rows, rows_needed):
+    if not missing_shards(rows, rows_needed):
         return Packing(rows, [])
     rows.error_path.unlink(missing_ok=True)
     order = {

@@ -23,14 +23,10 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 READ_ROWS = 256  # parquet rows decoded at a time
 BATCH_CHARS = 1 << 22
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
-TEXT_TYPES = (
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_binary_view,
-)
+TEXT_TYPES = {
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+}
 
 
 def damage(path: Path, whole: bool = False) -> str | None:
@@ -61,7 +57,7 @@ def check_file(path: Path) -> None:
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; remove it or leave it out")
     if path.suffix != ".parquet":
-        next(jsonl_texts(path, Counter()), None)
+        next(jsonl_texts(path), None)
         return
     if problem := damage(path):
         raise ValueError(f"{path}: {problem}; replace it or leave it out")
@@ -72,23 +68,12 @@ def check_file(path: Path) -> None:
             f"{path} has no column `text`; its columns are {', '.join(schema.names)}; rename the "
             "one that holds the text, or leave the file out"
         )
-    if not holds_text(column):
+    values = column.value_type if pa.types.is_dictionary(column) else column
+    if values not in TEXT_TYPES:
         raise ValueError(
             f"{path}: the column `text` holds {column}, not strings; convert it or leave the "
             "file out"
         )
-
-
-def check_texts(path: Path) -> None:
-    """Read all texts of a file. Raises ValueError where one cannot be read, or there is none."""
-    if not deque(file_texts(path, Counter()), maxlen=1):
-        raise ValueError(f"{path} holds no text; remove it or leave it out")
-
-
-def holds_text(column: pa.DataType) -> bool:
-    """True for strings and bytes, plain, large, as views or as a dictionary."""
-    values = column.value_type if pa.types.is_dictionary(column) else column
-    return any(is_type(values) for is_type in TEXT_TYPES)
 
 
 def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
@@ -97,23 +82,28 @@ def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
 
     What is left out is counted in `skipped`, under `null`, `empty` and `undecodable`.
     """
-    read = parquet_texts if path.suffix == ".parquet" else jsonl_texts
-    return read(path, skipped)
+    for raw in (parquet_texts if path.suffix == ".parquet" else jsonl_texts)(path):
+        try:
+            if raw:
+                yield raw.decode()
+            else:
+                skipped["null" if raw is None else "empty"] += 1
+        except UnicodeDecodeError:
+            skipped["undecodable"] += 1
 
 
-def parquet_texts(path: Path, skipped: Counter) -> Iterator[str]:
-    """The texts of a parquet file, a few rows in memory at a time."""
+def parquet_texts(path: Path) -> Iterator[bytes | None]:
+    """The texts of a parquet file as UTF-8, a few rows in memory at a time."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
-                for raw in batch.column(0).cast(pa.large_binary()).to_pylist():
-                    yield from kept(raw, skipped)
+                yield from batch.column(0).cast(pa.large_binary()).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}; replace it or leave it out") from error
 
 
-def jsonl_texts(path: Path, skipped: Counter) -> Iterator[str]:
-    """The texts of a file with one JSON object per line."""
+def jsonl_texts(path: Path) -> Iterator[bytes | None]:
+    """The texts of a file with one JSON object per line, as UTF-8."""
     for number, value in json_lines(path):
         fields = value if isinstance(value, dict) else {}
         text = fields.get("text", 0)
@@ -124,7 +114,7 @@ def jsonl_texts(path: Path, skipped: Counter) -> Iterator[str]:
                 + "; correct the line or leave the file out"
             )
         # Half a surrogate pair becomes bytes that are no UTF-8
-        yield from kept(None if text is None else text.encode(errors="surrogatepass"), skipped)
+        yield None if text is None else text.encode(errors="surrogatepass")
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -141,17 +131,6 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             f"{path}, line {number}: not JSON ({type(error).__name__}: {error}); "
             "correct the line or leave the file out"
         ) from error
-
-
-def kept(raw: bytes | None, skipped: Counter) -> Iterator[str]:
-    """The text in UTF-8 bytes, unless there is none: then it is counted."""
-    try:
-        if raw:
-            yield raw.decode()
-        else:
-            skipped["null" if raw is None else "empty"] += 1
-    except UnicodeDecodeError:
-        skipped["undecodable"] += 1
 
 
 def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -22,7 +22,7 @@ from nanochat.checkpoint import build_model, closing_lines, new_model
 from nanochat.common import PREEMPTED, write_json
 from nanochat.config import settings, start
 from nanochat.dataloader import tokens_and_targets
-from nanochat.dataset import DataConfig, remembered
+from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import Machine, init_machine
 from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
 from nanochat.gpt import GPT, GPTConfig
@@ -73,6 +73,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
+    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
+    "arm_floor": "it is a flag of scripts.lab.sweep",
 }
 
 
@@ -184,7 +186,7 @@ def pretrain(
         dataset = text.corpus.texts.describe().get("dataset")
         evaluators.append(FewShotScore(evaluation, model, tokenizer, dataset, machine))
     corpus = text.corpus
-    mixed, needed = corpus.amounts(steps * horizon.batch_tokens // T, machine)
+    mixed, needed = corpus.resolve_amounts(steps * horizon.batch_tokens // T, machine)
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, cfg.ema_decay)
@@ -267,7 +269,7 @@ def identity(cfg: BaseTrain) -> dict[str, Any]:
 def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     """Open tokenizer, source and rows; the main rank first, so that one process writes."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    used = remembered(cfg.tokenizer_tag)
+    used = load_last_source(cfg.tokenizer_tag)
     texts = machine.on_main("opening the text", lambda: open_texts(cfg.data, cfg.mix, used))
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}

@@ -44,7 +44,7 @@ from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import start
-from nanochat.dataset import DataConfig, Source, open_source, remembered
+from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.distributed import MachineConfig, init_machine
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
@@ -157,7 +157,7 @@ def peers_are_here() -> bool:
 
 def tokenizer(cfg: Bench, found: Findings) -> None:
     """Training and encoding on the first documents of the source, by default the embedded world."""
-    data, known = cfg.data, remembered("main")
+    data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None and data.data_dir is None:
         data = replace(data, dataset="embedded")
     source = open_source(data, known)

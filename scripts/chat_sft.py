@@ -38,6 +38,8 @@ RETIRED = {
     "eval_steps": "--eval_tokens says how much is evaluated",
     "eval_metrics_every": "scripts.chat_eval scores the finished model on tasks",
     "eval_metrics_max_problems": "scripts.chat_eval has --max_problems",
+    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
+    "arm_floor": "it is a flag of scripts.lab.sweep",
 }
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from nanochat.common import Refused, base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
-from nanochat.dataset import DataConfig, Source, remember, remembered
+from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
 from nanochat.hub import hide_progress
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
@@ -53,7 +53,7 @@ class Data:
 def main(cfg: Data) -> None:
     console = Console()
     workers = cfg.workers or os.cpu_count() or 1
-    used = remembered(cfg.tokenizer_tag)
+    used = load_last_source(cfg.tokenizer_tag)
     if cfg.download_only:
         for source in open_texts(cfg.data, cfg.mix, used).sources.values():
             download(source, workers, console)
@@ -64,7 +64,7 @@ def main(cfg: Data) -> None:
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     for name, rows in corpus.rows.items():
         make_rows(cfg, rows, texts.sources[name], workers, console)
-    remember(texts.describe(), cfg.tokenizer_tag)
+    save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
 def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:

@@ -31,7 +31,11 @@ from tasks.buckets import buckets
 from tasks.defaults import defaults
 
 SECTION = "Midtraining"
-RETIRED = {"dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere"}
+RETIRED = {
+    "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
+    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
+    "arm_floor": "it is a flag of scripts.lab.sweep",
+}
 
 
 def stage_config() -> StageConfig:

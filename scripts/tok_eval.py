@@ -24,7 +24,7 @@ import tiktoken
 from nanochat import records, report
 from nanochat.common import printable
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, open_source, remembered
+from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.tokenizer import Tokenizer
 
 SECTION = "Tokenizer evaluation"
@@ -51,7 +51,7 @@ class TokEval:
 
 def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    source = open_source(cfg.data, remembered(cfg.tokenizer_tag))
+    source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag))
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     if cfg.once and records.finished(
         SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir

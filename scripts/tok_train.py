@@ -17,8 +17,8 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, remember, remembered
-from nanochat.mixture import MixConfig, Texts, open_texts
+from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
+from nanochat.mixture import MixConfig, TextMixture, open_texts
 from nanochat.tokenizer import (
     FILE_NAME,
     SPECIAL_TOKENS,
@@ -91,7 +91,7 @@ class Reading:
                     return
 
 
-def shared_out(texts: Texts, max_chars: int) -> list[tuple[Source, int]]:
+def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
     """How many characters of each text: its share of all; those that name none share the rest."""
     if not texts.spec:
         return [(texts.only, max_chars)]
@@ -104,7 +104,7 @@ def shared_out(texts: Texts, max_chars: int) -> list[tuple[Source, int]]:
 
 
 def main(cfg: TokTrain) -> None:
-    texts = open_texts(cfg.data, cfg.mix, remembered(cfg.tokenizer_tag))
+    texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag))
     inputs = {"data": texts.fingerprint}
     if cfg.once and records.finished(
         SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
@@ -145,7 +145,9 @@ def main(cfg: TokTrain) -> None:
     print(f"next: python -m scripts.base_train --depth=4{tag}")
 
 
-def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: Texts, run_id: str) -> None:
+def save(
+    tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: TextMixture, run_id: str
+) -> None:
     """Write tokenizer.json, whose bytes depend on the training alone, and where it comes from."""
     tokenizer.save(folder)
     meta = {
@@ -155,7 +157,7 @@ def save(tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: Texts, run_id
         "sha256": sha256_file(folder / FILE_NAME),
     }
     write_json(folder / "meta.json", meta)
-    remember(texts.describe(), cfg.tokenizer_tag)
+    save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
 def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     """
     tasks = []
     for part in known(spec):
-        if part.tokens or part.share or (part.repeats or 1) % 1:
+        if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: questions are counted (=500) and repeated (*2)"
             )

@@ -13,7 +13,9 @@ from nanochat.config import (
     parse,
     settings,
     short,
+    user_message,
 )
+from nanochat.lab.ablation import read_floor
 from scripts.base_train import ELSEWHERE, BaseTrain
 
 
@@ -183,3 +185,12 @@ def test_lists_take_commas_spaces_and_repeats(flags):
 def test_a_list_that_may_be_none_takes_commas_and_none():
     assert parse(Lists(), args=["--sizes=1,2"]).sizes == (1, 2)
     assert parse(Lists((), (1,)), args=["--sizes=-1"]).sizes is None
+
+
+def test_an_error_of_a_track_is_printed_without_a_traceback():
+    with pytest.raises(ValueError) as caught:
+        read_floor("arc=5")
+    assert user_message(caught.value) == str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        int("x")
+    assert user_message(caught.value) is None

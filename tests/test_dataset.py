@@ -26,7 +26,7 @@ from nanochat.common import (
     sha256_file,
     write_json,
 )
-from nanochat.dataset import DataConfig, HubSource, open_source, remember, remembered
+from nanochat.dataset import DataConfig, HubSource, load_last_source, open_source, save_last_source
 from tests.hub_server import hub_served
 
 MINI = "local/mini-pretrain"
@@ -84,9 +84,9 @@ def test_a_name_that_is_no_repository_is_refused(name):
 
 def test_what_one_stage_remembers_the_next_one_opens(folder):
     source = local(folder, num_shards=1)
-    remember(source.describe(), "main")
-    assert remembered("other") is None
-    again = open_source(DataConfig(), remembered("main"))
+    save_last_source(source.describe(), "main")
+    assert load_last_source("other") is None
+    again = open_source(DataConfig(), load_last_source("main"))
     assert again == source
     assert again.fingerprint == source.fingerprint
 

@@ -18,8 +18,6 @@ TRACKS = "serve hf golf recursion lab bench".split()
 EDGES = {
     "nanochat/dataset.py": {"tasks.world"},
     "nanochat/eval_core.py": {"tasks.world"},
-    "nanochat/finetune.py": {"nanochat.lab"},
-    "nanochat/mixture.py": {"nanochat.lab"},
 }
 # An outside package, and the only modules that import it.
 OWNERS = {

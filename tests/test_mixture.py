@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
-from nanochat.dataloader import MixedRows, Rows, interleaved
+from nanochat.dataloader import MixedRows, Rows, global_row_ids, order_of_pass
 from nanochat.mixture import (
     MixConfig,
     Part,
+    Resolution,
     Resolved,
     Tags,
     parse_mixture,
     read_buckets,
-    resolution,
     resolve,
     write_mixture,
 )
@@ -47,7 +47,10 @@ def bucket_of(name: str, num_chats: int) -> Rows:
 
 
 def test_a_mixture_is_read_from_words():
-    spec = "SmolTalk:local/chat=10000, gsm8k*1.5,aqua,jsonl:~/own.jsonl=5*3,local/web=20%,x=900t"
+    spec = (
+        "SmolTalk:local/chat=10000, gsm8k*1.5,aqua,jsonl:~/own.jsonl=5*3,local/web=20%,x=900t,"
+        "y=50*700t,z=50*0t"
+    )
     assert parse_mixture(spec) == [
         Part("SmolTalk", "local/chat", rows=10_000),
         Part("gsm8k", repeats=1.5),
@@ -55,12 +58,18 @@ def test_a_mixture_is_read_from_words():
         Part("jsonl", "~/own.jsonl", rows=5, repeats=3),
         Part("local/web", share=0.2),
         Part("x", tokens=900),
+        Part("y", rows=50, tokens=700),
+        Part("z", rows=50, tokens=0),
     ]
     assert parse_mixture(write_mixture(parse_mixture(spec))) == parse_mixture(spec)
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "a,,b", "a=0", "a*0", "a*2=10", "a*-1", "a=1.5", "a=10%*2", "a=5t*2", "a=1.2.3"]
+    "spec",
+    [
+        *("", "a,,b", "a=0", "a*0", "a*2=10", "a*-1", "a=1.5", "a=10%*2", "a=5t*2", "a=1.2.3"),
+        *("a=0t", "a*5t", "a=5t*5t", "a=5%*5t", "a=5*1.5t", "a=0*5t"),
+    ],
 )
 def test_words_that_are_no_mixture_are_refused_with_the_part(spec):
     with pytest.raises(ValueError, match="in the mixture .* is not name"):
@@ -123,10 +132,30 @@ def test_a_mixture_takes_exactly_what_it_adds_up_to(buckets, alpha):
         assert not amount or abs(count - want) < 1 + 1e-6
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**12), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([1, 64, 2048]),
+)
+def test_parts_with_explicit_tokens_resolve_to_exactly_these(buckets, row_tokens):
+    """Conversations are counted in tokens, text in rows of `row_tokens`."""
+    assume(any(count for count, _ in buckets))
+    parts = [
+        Part(f"b{i}", rows=7 if has_rows else None, tokens=count * row_tokens)
+        if count or has_rows
+        else Part(f"b{i}", share=0.0)
+        for i, (count, has_rows) in enumerate(buckets)
+    ]
+    counts = [count for count, _ in buckets]
+    parts = parse_mixture(write_mixture(parts))
+    for budget in (None, sum(counts) * row_tokens):
+        assert resolve(parts, [5000] * len(parts), row_tokens, budget) == counts
+
+
 def test_what_came_of_it_is_told_by_bucket_and_tag_with_a_warning_where_it_repeats_too_often():
     ko = Tags(language="ko", domain="chat")
-    mixed = resolution(
-        MixConfig("a,b*5"),
+    mixed = Resolution(
+        "a,b*5",
         [
             Resolved("a", replace(ko, language="en"), 1000, 1000, 300, trained=400),
             Resolved("b", ko, 200, 1000, 50, trained=60),
@@ -196,7 +225,8 @@ def test_how_often_a_row_was_read_before_is_known_of_each():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     seen: Counter = Counter()
     for step in range(20):
-        for bucket, gone, shard, row in mixed.locate(step, 8, seed=0).tolist():
+        numbers = global_row_ids(step, 8, 0, 1)
+        for gone, bucket, shard, row in mixed.locate(numbers, seed=0).tolist():
             assert gone == seen[bucket, shard, row]
             seen[bucket, shard, row] += 1
 
@@ -211,7 +241,7 @@ def test_other_proportions_are_other_rows_to_a_checkpoint():
 
 def test_the_order_of_a_mixture_never_changes_under_a_new_numpy():
     """PCG64's raw stream is promised; a run must be resumable."""
-    order = interleaved((5, 3), seed=0, gone=0)
+    order = order_of_pass((5, 3), seed=0, number=0)
     assert order.bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
     assert order.number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]
 

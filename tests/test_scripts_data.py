@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY, read_json
-from nanochat.dataset import DataConfig, open_source, remembered
+from nanochat.dataset import DataConfig, load_last_source, open_source
 from nanochat.packing import ensure, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
@@ -64,8 +64,8 @@ def test_it_packs_everything_prints_a_table_and_keeps_what_is_there(folder, toke
     assert f"packed {rows.train_shards[0]}: " in first.stdout
 
     written = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
-    assert remembered("main") == rows.recipe["source"]
-    second = data("--max_seq_len=32", "--verify")  # the text is remembered
+    assert load_last_source("main") == rows.recipe["source"]
+    second = data("--max_seq_len=32", "--verify")  # the text is load_last_source
     assert second.returncode == 0, second.stderr
     assert "packed 0.jsonl" not in second.stdout
     assert {path: path.stat().st_mtime_ns for path in written} == written

@@ -35,7 +35,7 @@ def corpus_of(own, mixture, **more):
 
 def test_a_mixture_of_texts_takes_its_shares_of_every_step(own, machine):
     corpus = corpus_of(own, "big=75%,small=25%")
-    mixed, needed = corpus.amounts(200, machine)
+    mixed, needed = corpus.resolve_amounts(200, machine)
     assert needed == {"big": 150, "small": 50}
     corpus.pack(needed, machine)
     rows = corpus.mixed(needed)
@@ -48,12 +48,12 @@ def test_a_mixture_of_texts_takes_its_shares_of_every_step(own, machine):
 
 def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, capsys):
     corpus = corpus_of(own, "big,small")
-    mixed, needed = corpus.amounts(80, machine)
+    mixed, needed = corpus.resolve_amounts(80, machine)
     assert "packing all of big, small" in capsys.readouterr().out
     assert needed == pytest.approx({"big": 60, "small": 20}, abs=2)
     assert all(bucket.available for bucket in mixed.buckets)
     alike = corpus_of(own, "big,small", mixture_alpha=0.0)
-    assert alike.amounts(80, machine)[1] == {"big": 40, "small": 40}
+    assert alike.resolve_amounts(80, machine)[1] == {"big": 40, "small": 40}
 
 
 def test_a_recorded_mixture_opens_as_it_was(own):
@@ -70,7 +70,7 @@ def test_a_single_text_is_taken_as_it_comes(machine):
     texts = open_texts(DataConfig(dataset="embedded", num_shards=1))
     corpus = open_corpus(texts, TOKENIZER, 63)
     assert texts.describe()["dataset"] == "embedded"
-    assert corpus.amounts(5, machine) == (None, {"embedded": 5})
+    assert corpus.resolve_amounts(5, machine) == (None, {"embedded": 5})
     assert corpus.fingerprint == corpus.rows["embedded"].fingerprint
     assert corpus.mixed({"embedded": 5}) is corpus.rows["embedded"]
     corpus.pack({"embedded": 5}, machine)

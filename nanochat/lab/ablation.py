@@ -1,144 +1,165 @@
 """
-Arms of a data ablation: the same tokens of another mixture.
+Arms of a data ablation: the same number of tokens in other proportions.
 
-    "drop:gsm8k", rows of each bucket in the control -> rows of each bucket in the arm
+    "drop:gsm8k" -> parse_arm -> counts of each bucket in the control -> counts in the arm
 
-Every arm has as many rows as the control, and so as many trained tokens and steps: what a bucket
-gains, others lose, each in proportion to what it has. Pure functions of names, tags and counts.
+Every arm has the total of the control, and so its trained tokens and steps: what one bucket gains,
+the others lose, each in proportion to its count. Pure functions of names, tags and counts.
 
-    copy:NAME           the control again, under another name: what comes out is noise
-    only:X              X, and of every other bucket what the floor says
+    copy:NAME           the control again, under another name: its difference is noise
+    only:X              X alone, and the shares of the floor of the other buckets
     drop:X              the control without X; the others grow
-    swap:A->B           B takes the rows of A
+    swap:A->B           B takes the count of A
     scale:X*2           twice as much of X; the others shrink
-    ratio:TAG a:b=1:4   buckets whose TAG is a against those where it is b; others stay
+    ratio:TAG a:b=1:4   buckets whose TAG is a against those whose TAG is b; others stay
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from nanochat.mixture import (
-    MixConfig,
-    Part,
-    Tags,
-    parse_mixture,
-    whole,
-)
+from nanochat.mixture import Tags, parse_mixture, round_to_total
 
 FORMS = "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4"
 RATIO = re.compile(r"(\w+) ([^:=]+):([^:=]+)=([\d.]+):([\d.]+)")
 
+Counts = Mapping[str, float]
+"""Bucket -> rows or tokens."""
+
 
 def arm_counts(
-    arm: str, counts: Mapping[str, int], tags: Mapping[str, Tags], floor: Mapping[str, float]
+    arm: str, control: Mapping[str, int], tags: Mapping[str, Tags], floor: Mapping[str, float]
 ) -> dict[str, int]:
     """
-    What an arm takes of each bucket; the sum stays.
+    The counts of an arm, from those of the control; the sum stays the same.
 
-    floor: bucket -> the least share of the whole that `only` leaves it, so that the answers keep
-    their form. Raises ValueError naming an arm that is none or changes nothing, or a bucket that is
-    not there.
+    tags: of each bucket of the mixture. floor: bucket -> its least share of the total in an arm
+    `only`, so that answers keep the form that evaluations read. Raises ValueError as `parse_arm`
+    does, and for an arm that leaves nothing to the other buckets or changes nothing.
     """
-    kind, _, words = arm.partition(":")
-    total = sum(counts.values())
-    if kind == "copy" and words:
-        return dict(counts)
-    if kind == "only":
-        bucket = one_of(counts, words, arm)
-        kept = {name: total * share for name, share in floor.items() if name != bucket}
-        for name in kept:
-            one_of(counts, name, f"the floor {name}")
-        wanted = {name: kept.get(name, 0.0) for name in counts}
-        wanted[bucket] = total - sum(kept.values())
-        if wanted[bucket] <= 0:
-            raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing of {bucket}")
-    elif kind == "drop":
-        wanted = changed(counts, {one_of(counts, words, arm): 0.0}, arm)
-    elif kind == "swap" and words.count("->") == 1:
-        old, new = (one_of(counts, name.strip(), arm) for name in words.split("->"))
-        wanted = {**counts, old: 0, new: counts[new] + counts[old]} if old != new else {**counts}
-    elif kind == "scale" and "*" in words:
-        name, _, factor = words.rpartition("*")
-        bucket = one_of(counts, name, arm)
-        wanted = changed(counts, {bucket: counts[bucket] * number(factor, arm)}, arm)
-    elif kind == "ratio" and (found := RATIO.fullmatch(words)):
-        wanted = weighed(counts, tags, found, arm)
-    else:
-        raise ValueError(f"{arm!r} is no arm; there are {FORMS}")
-    found = dict(zip(counts, whole(list(wanted.values())), strict=True))
-    if found == dict(counts):
-        raise ValueError(f"{arm!r} is the control, {found} rows: what it changes has none there")
+    change = parse_arm(arm, tags, floor)
+    if change is None:
+        return dict(control)
+    found = dict(zip(control, round_to_total(list(change(control).values())), strict=True))
+    if found == dict(control):
+        raise ValueError(f"{arm!r} is the control, {found}: what it changes has a count of 0 there")
     return found
 
 
-def taken(
-    mix: MixConfig, names: Sequence[str], tags: Mapping[str, Tags], counts: Sequence[int]
-) -> list[int]:
-    """What a mixture takes of its buckets in the end: that of its arm, where it is one."""
-    if not mix.arm:
-        return list(counts)
-    control = dict(zip(names, counts, strict=True))
-    return list(arm_counts(mix.arm, control, tags, read_floor(mix.arm_floor)).values())
+def parse_arm(
+    arm: str, tags: Mapping[str, Tags], floor: Mapping[str, float]
+) -> Callable[[Counts], dict[str, float]] | None:
+    """
+    What an arm makes of the counts of the control; None for a copy.
+
+    Raises ValueError for an unknown form, bucket or tag, and for a factor that is not positive.
+    """
+    for name in floor:
+        require_bucket(name, tags, f"the floor {name}")
+    kind, _, words = arm.partition(":")
+    if kind == "copy" and words:
+        return None
+    if kind == "only":
+        require_bucket(words, tags, arm)
+        least = {name: share for name, share in floor.items() if name != words}
+        return partial(keep_only, bucket=words, floor=least, arm=arm)
+    if kind == "drop":
+        require_bucket(words, tags, arm)
+        return partial(scale_bucket, bucket=words, factor=0.0, arm=arm)
+    if kind == "swap" and words.count("->") == 1:
+        old, new = (require_bucket(name.strip(), tags, arm) for name in words.split("->"))
+        return partial(swap_buckets, old=old, new=new)
+    if kind == "scale" and "*" in words:
+        name, _, factor = words.rpartition("*")
+        require_bucket(name, tags, arm)
+        return partial(scale_bucket, bucket=name, factor=positive_number(factor, arm), arm=arm)
+    found = RATIO.fullmatch(words)
+    if kind == "ratio" and found and found[2] != found[3]:
+        tag, first, second, left, right = found.groups()
+        groups = [
+            (buckets_with(tag, value, tags, arm), positive_number(weight, arm))
+            for value, weight in ((first, left), (second, right))
+        ]
+        return partial(set_ratio, groups=groups)
+    raise ValueError(f"{arm!r} is no arm; there are {FORMS}")
 
 
-def changed(counts: Mapping[str, int], given: Mapping[str, float], arm: str) -> dict[str, float]:
-    """Some buckets as given, the others in proportion, so that the sum stays."""
-    total, rest = sum(counts.values()), sum(n for b, n in counts.items() if b not in given)
-    left = total - sum(given.values())
-    if left < 0 or (left and not rest):
-        raise ValueError(f"{arm!r} leaves nothing for the other buckets to make up")
-    return {b: given.get(b, n * left / rest if rest else 0.0) for b, n in counts.items()}
-
-
-def weighed(
-    counts: Mapping[str, int], tags: Mapping[str, Tags], ratio: re.Match, arm: str
+def keep_only(
+    counts: Counts, bucket: str, floor: Mapping[str, float], arm: str
 ) -> dict[str, float]:
-    """Two groups of buckets by a tag, in a ratio of rows."""
-    tag, first, second, left, right = ratio.groups()
-    if not hasattr(Tags(), tag):
-        raise ValueError(f"{arm!r}: there is no tag {tag}; there are {', '.join(vars(Tags()))}")
-    groups = [
-        {name: n for name, n in counts.items() if getattr(tags[name], tag) == value}
-        for value in (first, second)
-    ]
-    weights = [number(left, arm), number(right, arm)]
-    for value, group in zip((first, second), groups, strict=True):
-        if not group:
-            raise ValueError(f"{arm!r}: no bucket of the mixture has the {tag} {value!r}")
-    both = sum(sum(group.values()) for group in groups)
-    wanted: dict[str, float] = {**counts}
-    for group, weight in zip(groups, weights, strict=True):
-        rows = sum(group.values())
-        for name, n in group.items():  # those that the control has none of, alike
-            share = n / rows if rows else 1 / len(group)
-            wanted[name] = both * weight / sum(weights) * share
+    """All of the total for one bucket, less the shares of the floor."""
+    total = sum(counts.values())
+    wanted = {name: total * floor.get(name, 0.0) for name in counts}
+    wanted[bucket] = total - sum(wanted.values())
+    if wanted[bucket] <= 0:
+        raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing of {bucket}")
     return wanted
 
 
-def one_of(counts: Mapping[str, int], name: str, arm: str) -> str:
-    """A bucket of the mixture. Raises ValueError for another name."""
-    if name not in counts:
+def scale_bucket(counts: Counts, bucket: str, factor: float, arm: str) -> dict[str, float]:
+    """One bucket times a factor, the others in proportion, so that the sum stays the same."""
+    total, wanted = sum(counts.values()), counts[bucket] * factor
+    left, rest = total - wanted, total - counts[bucket]
+    if left < 0 or (left and not rest):
+        raise ValueError(f"{arm!r} leaves nothing for the other buckets to make up")
+    others = {name: n * left / rest if rest else 0.0 for name, n in counts.items()}
+    return {**others, bucket: wanted}
+
+
+def swap_buckets(counts: Counts, old: str, new: str) -> dict[str, float]:
+    """The count of one bucket given to another."""
+    if old == new:
+        return dict(counts)
+    return {**counts, old: 0, new: counts[new] + counts[old]}
+
+
+def set_ratio(counts: Counts, groups: list[tuple[list[str], float]]) -> dict[str, float]:
+    """Groups of buckets with a weight each: their common total in the ratio of the weights."""
+    total = sum(counts[name] for names, _ in groups for name in names)
+    weights = sum(weight for _, weight in groups)
+    wanted = dict(counts)
+    for names, weight in groups:
+        own = sum(counts[name] for name in names)
+        for name in names:  # a group with a count of 0 in the control is divided evenly
+            share = counts[name] / own if own else 1 / len(names)
+            wanted[name] = total * weight / weights * share
+    return wanted
+
+
+def require_bucket(name: str, tags: Mapping[str, Tags], arm: str) -> str:
+    """The name of a bucket of the mixture. Raises ValueError for another one."""
+    if name not in tags:
         raise ValueError(
-            f"{arm!r} names {name!r}, but the buckets of the mixture are {', '.join(counts)}; one "
-            "that only an arm takes stands in the mixture as =0%"
+            f"{arm!r} names {name!r}, but the buckets of the mixture are {', '.join(tags)}; list a "
+            "bucket that only an arm takes as =0%"
         )
     return name
 
 
-def number(words: str, arm: str) -> float:
+def buckets_with(tag: str, value: str, tags: Mapping[str, Tags], arm: str) -> list[str]:
+    """The buckets that have a value of a tag. Raises ValueError where there is none."""
+    if not hasattr(Tags(), tag):
+        raise ValueError(f"{arm!r}: there is no tag {tag}; there are {', '.join(vars(Tags()))}")
+    names = [name for name, each in tags.items() if getattr(each, tag) == value]
+    if not names:
+        raise ValueError(f"{arm!r}: no bucket of the mixture has the {tag} {value!r}")
+    return names
+
+
+def positive_number(words: str, arm: str) -> float:
     """A positive number. Raises ValueError for anything else."""
     try:
         value = float(words)
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not 0 < value < float("inf"):
         raise ValueError(f"{arm!r}: {words!r} is no positive number")
     return value
 
 
 def read_floor(spec: str) -> dict[str, float]:
-    """Bucket -> share, from words like those of a mixture. Raises ValueError for other amounts."""
-    parts: list[Part] = parse_mixture(spec) if spec else []
+    """Bucket -> share, from words as in a mixture. Raises ValueError for other amounts."""
+    parts = parse_mixture(spec) if spec else []
     floor = {part.label: part.share for part in parts if part.share is not None}
     if len(floor) < len(parts):
         raise ValueError(f"{spec!r}: a floor is made of shares, as in arc_easy=5%")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanochat import records
-from nanochat.checkpoint import find_checkpoint
+from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
+from nanochat.common import Refused
+from nanochat.lab.ablation import arm_counts, parse_arm
 from nanochat.lab.significance import (
     Contrast,
     Scores,
@@ -29,11 +31,24 @@ from nanochat.lab.sweep import (
     gathered,
     tag_of,
 )
-from nanochat.mixture import MixConfig
+from nanochat.mixture import (
+    MixConfig,
+    Part,
+    Tags,
+    parse_mixture,
+    read_buckets,
+    round_to_total,
+    tags_of,
+    write_mixture,
+)
 from nanochat.tokenizer import Tokenizer
+from tasks.buckets import known as known_parts
+from tasks.buckets import tags as tags_of_part
+from tasks.defaults import defaults
 
 CONTROL = "control"
 SEEDS_OF_ARM = 100  # arm number n has seeds from n times this
+SHARE_UNITS = 10**9  # total at which the shares of a mixture are checked as counts
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
 
@@ -60,7 +75,7 @@ class StudyConfig:
 
 
 class Arm(NamedTuple):
-    """A variant: its name, and the flags that make it."""
+    """A variant: its name, and the flags of its trainings."""
 
     name: str
     flags: tuple[str, ...]
@@ -69,12 +84,12 @@ class Arm(NamedTuple):
 Place = tuple[str, str, int]  # base, arm, seed
 
 
-def of_arms(spec: str) -> list[Arm]:
-    """The control of a data ablation and its arms, from words with | between them."""
+def split_arms(spec: str) -> list[str]:
+    """The arms of a data ablation, from words with | between them."""
     arms = [arm.strip() for arm in spec.split("|")]
     if len(set(arms)) < len(arms):
         raise ValueError(f"--arms={spec!r} names an arm twice")
-    return [Arm(CONTROL, ()), *(Arm(arm, (f"--arm={arm}",)) for arm in arms)]
+    return arms
 
 
 def of_grid(spec: str) -> list[Arm]:
@@ -99,6 +114,7 @@ class Study:
         """data: a fingerprint of what is learned and measured, where the flags do not tell."""
         self.cfg, self.mix = cfg, mix
         self.bases = cfg.bases.split("|")
+        self.parents: dict[str, Checkpoint] = {}
         self.starts: dict[str, dict[str, str]] = {}
         for base in self.bases:
             if cfg.stage == "base":
@@ -106,7 +122,8 @@ class Study:
                     raise ValueError(f"--bases={cfg.bases}: a depth is written as d4, not {base!r}")
                 self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
             else:
-                self.starts[base] = {self.source: find_checkpoint(self.source, base).fingerprint}
+                self.parents[base] = find_checkpoint(self.source, base)
+                self.starts[base] = {self.source: self.parents[base].fingerprint}
             self.starts[base] |= {"data": data} if data else {}
         self.inputs = {n: value for n, value in self.starts[self.bases[0]].items() if n != "data"}
         self.run_id = records.inherited_run_id(self.inputs)
@@ -121,13 +138,19 @@ class Study:
         """What every run is trained on."""
         return self.cfg.num_iterations * self.cfg.total_batch_size / 1e6
 
-    def jobs(self, arms: Sequence[Arm], seeds: int, arm_seeds: int) -> dict[Place, Job]:
-        """All runs: the control first, seed by seed, so that an early end leaves whole arms."""
+    def jobs(
+        self, arms: Mapping[str, Sequence[Arm]], seeds: int, arm_seeds: int
+    ) -> dict[Place, Job]:
+        """
+        All runs, from the arms of each base: the control first, seed by seed, so that an early end
+        leaves complete arms.
+        """
         found = {}
-        for base, (number, arm) in itertools.product(self.bases, enumerate(arms)):
-            for i in range(arm_seeds if number else seeds):
-                seed = number * SEEDS_OF_ARM + i
-                found[base, arm.name, seed] = self.job(base, arm, seed)
+        for base in self.bases:
+            for number, arm in enumerate(arms[base]):
+                for i in range(arm_seeds if number else seeds):
+                    seed = number * SEEDS_OF_ARM + i
+                    found[base, arm.name, seed] = self.job(base, arm, seed)
         return found
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
@@ -149,7 +172,11 @@ class Study:
             f"--seed={seed}",
             f"--depth={base[1:]}" if cfg.stage == "base" else f"--from_tag={base}",
             *([f"--source={cfg.source}"] if cfg.stage == "sft" else []),
-            *(f"--{n}={v}" for n, v in vars(mix).items() if v != getattr(MixConfig(), n)),
+            *(
+                f"--{name}={value}"
+                for name, value in vars(mix).items()
+                if name not in own and value != getattr(MixConfig(), name)
+            ),
             *cfg.flags.split(),
             *arm.flags,
         ]
@@ -158,6 +185,80 @@ class Study:
             scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}", "--once"]
             commands.append([*scored, f"--task_name={cfg.tasks}", *cfg.eval_flags.split()])
         return Job(f"{base} {arm.name} seed {seed}", commands, self.starts[base])
+
+    # ---- data ablations ----------------------------------------------------------------------
+
+    def mixture(self, base: str) -> dict[str, tuple[Part, Tags]]:
+        """
+        Bucket -> its part in the mixture of the control of a base, and its tags.
+
+        Raises ValueError where a base model has a single text.
+        """
+        declared = read_buckets(self.mix.buckets)
+        if self.cfg.stage == "base":
+            if not self.mix.mixture:
+                raise ValueError("--arms changes the proportions of a mixture: give --mixture")
+            parts = parse_mixture(self.mix.mixture)
+            return {part.label: (part, tags_of(declared.get(part.name, {}))) for part in parts}
+        spec = self.mix.mixture
+        if not spec:
+            spec = getattr(defaults(self.parents[base].state["source"]), self.cfg.stage)
+        parts = known_parts(spec, declared)
+        return {part.label: (part, tags_of_part(part, declared)) for part in parts}
+
+    def check_arms(self, arms: Sequence[str], floor: Mapping[str, float]) -> None:
+        """
+        Check the words of data ablations before anything is trained.
+
+        Raises ValueError for those that `parse_arm` rejects, and, where the mixture is made of
+        shares, for those that `arm_counts` rejects.
+        """
+        for base in self.bases:
+            mixture = self.mixture(base)
+            named = {name: tags for name, (_, tags) in mixture.items()}
+            shares = [part.share for part, _ in mixture.values() if part.share is not None]
+            for arm in arms:
+                parse_arm(arm, named, floor)
+                if len(shares) == len(mixture):
+                    counts = round_to_total([share * SHARE_UNITS for share in shares])
+                    arm_counts(arm, dict(zip(named, counts, strict=True)), named, floor)
+
+    def ablation(
+        self, base: str, control: Sequence[Done], arms: Sequence[str], floor: Mapping[str, float]
+    ) -> list[Arm]:
+        """
+        The control of a base and the arms of a data ablation, each with the tokens of every bucket.
+
+        control: its finished runs. Raises Refused where they have no checkpoint any more.
+        """
+        runs = [run for run in control if not run.is_broken]
+        if not runs:
+            raise ValueError(no_control(base))
+        state = newest_state(stage_folder(self.cfg.stage) / runs[0].tag)
+        if state is None:
+            raise Refused(
+                f"the checkpoints of {runs[0].job.name} are gone, and with them its mixture",
+                f"delete {runs[0].folder}: the same command trains it again",
+            )
+        is_base = self.cfg.stage == "base"
+        resolved = state["mixture"] if is_base else state["mixture"]["resolved"]
+        unit = state["model"]["max_seq_len"] if is_base else 1  # text is taken by whole rows
+        counts = {each["name"]: each["tokens"] // unit for each in resolved["buckets"]}
+        mixture = self.mixture(base)
+        if counts.keys() != mixture.keys():
+            raise ValueError(
+                f"{runs[0].job.name} was trained on {', '.join(counts)}, not on "
+                f"{', '.join(mixture)}: give --mixture to the sweep, not in --flags"
+            )
+        named = {name: tags for name, (_, tags) in mixture.items()}
+        found = [Arm(CONTROL, ())]
+        for arm in arms:
+            wanted = arm_counts(arm, counts, named, floor)
+            parts = [with_tokens(part, wanted[name] * unit) for name, (part, _) in mixture.items()]
+            found.append(Arm(arm, (f"--mixture={write_mixture(parts)}",)))
+        return found
+
+    # ---- searches ----------------------------------------------------------------------------
 
     def confirmation(self, run: Done) -> Job:
         """The same model measured on validation rows that did not choose it."""
@@ -168,6 +269,18 @@ class Study:
             if word not in ("--once", FIRST_HALF)
         ]
         return Job(f"{run.job.name}, measured anew", [[*training, OTHER_HALF]], run.job.starts_from)
+
+
+def with_tokens(part: Part, tokens: int) -> Part:
+    """A part of a mixture with this number of tokens, of the same conversations as before."""
+    if tokens or part.rows is not None:
+        return Part(part.name, part.source, part.rows, tokens=tokens)
+    return Part(part.name, part.source, share=0.0)
+
+
+def no_control(base: str) -> str:
+    """The message where nothing can be compared with the control of a base."""
+    return f"no run of the control of {base} was whole: nothing to compare with"
 
 
 def judge(
@@ -189,9 +302,7 @@ def judge(
                 for arm in dict.fromkeys(a for b, a, _ in whole if b == base)
             }
             if CONTROL not in arms:
-                raise ValueError(
-                    f"no run of the control of {base} was whole: nothing to compare with"
-                )
+                raise ValueError(no_control(base))
             controls[base, metric] = arms[CONTROL]
             found += contrasts(base, metric, arms, CONTROL)
     found = adjusted(found)

@@ -136,7 +136,7 @@ class Done:
 def code_print() -> str:
     """Names the code that runs are made by: all that is imported, and the scripts."""
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
-    files = sorted(path for folder in folders for path in folder.glob("*.py"))
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return fingerprint(
         {path.relative_to(REPOSITORY).as_posix(): sha256_file(path) for path in files}
     )

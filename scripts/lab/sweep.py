@@ -6,8 +6,9 @@ Train many variants with the ordinary scripts and say which differ by more than 
     python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
 
-Every run is trained on as many tokens in as many steps; every arm has seeds of its own. Runs that
-are done are kept: the same command goes on where it was stopped.
+Every run is trained on as many tokens in as many steps; every arm has seeds of its own. Of a data
+ablation the control is trained first: an arm has its tokens in other proportions. Finished runs are
+kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and what the scripts read
 Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep"
@@ -23,9 +24,11 @@ from nanochat import records, report
 from nanochat.common import default_rate, fingerprint, hardware, write_atomic
 from nanochat.config import settings, start
 from nanochat.lab import search
+from nanochat.lab.ablation import read_floor
 from nanochat.lab.search import SearchConfig
 from nanochat.lab.significance import lower_is_better
 from nanochat.lab.study import (
+    CONTROL,
     FIRST_HALF,
     Arm,
     Study,
@@ -34,8 +37,8 @@ from nanochat.lab.study import (
     bars,
     judge,
     measured_on_rows,
-    of_arms,
     of_grid,
+    split_arms,
 )
 from nanochat.lab.sweep import (
     Done,
@@ -53,8 +56,12 @@ class SweepScript:
     name: str = "sweep"
     """Of its folder under sweeps/; another name, another ledger."""
     arms: str = ""
-    """Data ablations with | between them: copy:name, only:x, drop:x, swap:a->b, scale:x*2,
-    ratio:language ko:en=1:4."""
+    """Data ablations with | between them, each with the tokens of the control in other proportions:
+    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. List a bucket that
+    only an arm takes as =0% in --mixture."""
+    arm_floor: str = ""
+    """Shares that every arm `only` leaves other buckets, as in arc_easy=5%, so that answers keep
+    the form that evaluations read."""
     grid: str = ""
     """Values of flags, all combined, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first
     combination is the control."""
@@ -87,6 +94,8 @@ def main(cfg: SweepScript) -> None:
         raise ValueError("give one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
     study = Study(cfg.study, cfg.mix, data_of(cfg))
+    if cfg.arms:
+        study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
     with sweep:
         if cfg.searching.search:
             values, tables, series = seek(cfg, cfg.searching.search, study, sweep)
@@ -129,7 +138,7 @@ Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float
 
 def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     """Every arm against the control."""
-    arms = of_arms(cfg.arms) if cfg.arms else of_grid(cfg.grid)
+    arms = dict.fromkeys(study.bases, of_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
     jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
     done = sweep.run_all(list(jobs.values()))
     found, table = judge(
@@ -145,6 +154,24 @@ def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     if broken := [name for name, run in done.items() if run.is_broken]:
         values["Broken runs"] = ", ".join(broken)
     return values, [table], bars(found, cfg.metric)
+
+
+def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]:
+    """
+    Train the controls of a data ablation; return them and their arms, by base.
+
+    An arm takes its tokens of each bucket from the mixture to which its control came.
+    """
+    control = dict.fromkeys(study.bases, [Arm(CONTROL, ())])
+    jobs = study.jobs(control, cfg.seeds, arm_seeds=0)
+    done = sweep.run_all(list(jobs.values()))
+    arms, floor = split_arms(cfg.arms), read_floor(cfg.arm_floor)
+    return {
+        base: study.ablation(
+            base, [done[job.name] for (of, *_), job in jobs.items() if of == base], arms, floor
+        )
+        for base in study.bases
+    }
 
 
 def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:

@@ -45,8 +45,9 @@ def test_every_arm_has_the_tokens_of_the_control():
         ("scale:chat*-1", "'-1' is no positive number"),
         ("scale:chat*3", "leaves nothing for the other buckets"),
         ("ratio:language ko:fr=1:1", "no bucket of the mixture has the language 'fr'"),
+        ("ratio:language ko:ko=1:1", "is no arm"),
         ("ratio:colour ko:en=1:1", "there is no tag colour"),
-        ("scale:spare*2", "is the control(.|\n)*what it changes has none there"),
+        ("scale:spare*2", "is the control(.|\n)*what it changes has a count of 0 there"),
         ("drop:spare", "is the control"),
         ("swap:spare->chat", "is the control"),
     ],
@@ -63,6 +64,11 @@ def test_buckets_that_the_control_has_none_of_share_a_ratio_alike():
 def test_a_floor_leaves_something():
     with pytest.raises(ValueError, match="leaves nothing of chat"):
         arm("only:chat", "arc=60%,gsm8k=40%")
+
+
+def test_a_floor_names_buckets_of_the_mixture():
+    with pytest.raises(ValueError, match="the floor arcs.* names 'arcs', but the buckets"):
+        arm("drop:chat", "arcs=5%")
 
 
 def test_a_floor_is_made_of_shares():

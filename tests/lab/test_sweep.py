@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +24,8 @@ from nanochat.lab.study import (
     as_csv,
     bars,
     judge,
-    of_arms,
     of_grid,
+    split_arms,
 )
 from nanochat.lab.sweep import (
     Done,
@@ -215,8 +217,7 @@ def job_of_slow():
 
 
 def test_arms_and_grids_are_read_from_words():
-    assert [arm.name for arm in of_arms("only:a|drop:b")] == ["control", "only:a", "drop:b"]
-    assert of_arms("only:a")[1] == Arm("only:a", ("--arm=only:a",))
+    assert split_arms("only:a| drop:b") == ["only:a", "drop:b"]
     grid = of_grid("lr=0.1,0.2;--decay=0,1")
     assert [arm.flags for arm in grid] == [
         ("--lr=0.1", "--decay=0"),
@@ -229,7 +230,7 @@ def test_arms_and_grids_are_read_from_words():
         with pytest.raises(ValueError, match="is not flag=value,value"):
             of_grid(wrong)
     with pytest.raises(ValueError, match="names an arm twice"):
-        of_arms("only:a|only:a")
+        split_arms("only:a|only:a")
 
 
 @pytest.fixture
@@ -249,6 +250,85 @@ def test_an_arm_with_another_batch_has_as_many_tokens(study):
     assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
     with pytest.raises(ValueError, match="runs of a study are of one length"):
         study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
+
+
+FLOOR = {"world_choice": 0.05}
+
+
+def study_of(mixture, stage="sft"):
+    cfg = StudyConfig(stage, num_iterations=10, total_batch_size=64)
+    return Study(cfg, MixConfig(mixture), "data")
+
+
+def resolved(monkeypatch, stage="sft", max_seq_len=64, **tokens):
+    """The finished run of a control that came to `tokens` of each bucket."""
+    mixture = {"buckets": [{"name": name, "tokens": count} for name, count in tokens.items()]}
+    state = {
+        "model": {"max_seq_len": max_seq_len},
+        "mixture": mixture if stage == "base" else {"resolved": mixture},
+    }
+    monkeypatch.setattr(study_module, "newest_state", lambda folder: state)
+    return [Done(Job("d4 control seed 0", []), Path("runs/key"))]
+
+
+def test_an_arm_takes_the_tokens_of_the_control_in_other_proportions(study, monkeypatch):
+    found = study_of("world_chat,WorldChoice=300,world_facts*2,world_problems=0%")
+    counts = {"world_chat": 500, "world_choice": 300, "world_facts": 200, "world_problems": 0}
+    control = resolved(monkeypatch, **counts)
+    arms = ["drop:world_choice", "only:world_facts", "swap:world_facts->world_problems", "copy:x"]
+    found.check_arms(arms, FLOOR)
+    assert found.ablation("d4", control, arms, FLOOR) == [
+        Arm("control", ()),
+        Arm(arms[0], mixture_flag("714t", "300*0t", "286t", "0%")),
+        Arm(arms[1], mixture_flag("0%", "300*50t", "950t", "0%")),
+        Arm(arms[2], mixture_flag("500t", "300*300t", "0%", "200t")),
+        Arm(arms[3], mixture_flag("500t", "300*300t", "200t", "0%")),
+    ]
+    job = found.job("d4", Arm("copy:x", ("--mixture=x",)), 0)
+    assert [word for word in job.commands[0] if "mixture" in word] == ["--mixture=x"]
+
+
+def mixture_flag(chat, choice, facts, problems):
+    buckets = {"chat": chat, "choice": choice, "facts": facts, "problems": problems}
+    return ("--mixture=" + ",".join(f"world_{name}={n}" for name, n in buckets.items()),)
+
+
+def test_an_arm_of_text_takes_whole_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module.Tokenizer, "load", lambda: SimpleNamespace(fingerprint="0"))
+    control = resolved(monkeypatch, "base", en=7 * 64, de=2 * 64, ko=0)
+    found = study_of("en=75%,de=25%,ko=0%", "base")
+    assert found.ablation("d4", control, ["scale:de*2", "drop:de"], {})[1:] == [
+        Arm("scale:de*2", (f"--mixture=en={5 * 64}t,de={4 * 64}t,ko=0%",)),
+        Arm("drop:de", (f"--mixture=en={9 * 64}t,de=0%,ko=0%",)),
+    ]
+    with pytest.raises(ValueError, match="give --mixture"):
+        study_of("", "base").check_arms(["drop:de"], {})
+
+
+@pytest.mark.parametrize(
+    "arm, message",
+    [
+        ("without:world_chat", "is no arm; there are copy:name"),
+        ("drop:gsm8k", "the buckets of the mixture are world_chat, world_choice"),
+        ("drop:world_facts", "is the control"),
+        ("scale:world_chat*3", "leaves nothing for the other buckets"),
+    ],
+)
+def test_arms_are_checked_before_anything_is_trained(study, arm, message):
+    found = study_of("world_chat=60%,world_choice=40%,world_facts=0%")
+    with pytest.raises(ValueError, match=message):
+        found.check_arms(["drop:world_chat", arm], FLOOR)
+
+
+def test_an_ablation_needs_the_mixture_that_its_control_learned(study, monkeypatch):
+    found, control = study_of("world_chat,world_choice"), resolved(monkeypatch, world_facts=10)
+    with pytest.raises(ValueError, match="was trained on world_facts, not on world_chat"):
+        found.ablation("d4", control, ["drop:world_chat"], {})
+    with pytest.raises(ValueError, match="no run of the control of d4 was whole"):
+        found.ablation("d4", [replace(control[0], is_broken=True)], ["drop:world_chat"], {})
+    monkeypatch.setattr(study_module, "newest_state", lambda folder: None)
+    with pytest.raises(Refused, match=r"checkpoints of d4 control seed 0 are gone(.|\n)*delete"):
+        found.ablation("d4", control, ["drop:world_chat"], {})
 
 
 def test_a_key_changes_with_what_is_learned_and_measured(tmp_path):
