@@ -1,5 +1,5 @@
 """
-Text to train on, from a data set on the hub, a local folder, or the built-in world.
+Text to train on: a data set on the hub, a local folder, or one that a program of ours wrote.
 
     DataConfig -> open_source -> Source: ordered shards -> documents(shard) -> lists of texts
 
@@ -12,7 +12,7 @@ import itertools
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from nanochat.common import (
 )
 from nanochat.hub import HubRepo, open_repo
 from nanochat.text_files import SUFFIXES, check_file, file_texts, in_batches
-from tasks.world import corpus
 
 # ---- Sources of text: ordered, frozen shards with a fingerprint ----------------------------------
 
@@ -42,8 +41,8 @@ TAIL_CHARS = 8192  # about one row of 2,048 tokens
 class DataConfig:
     dataset: str | None = None
     """Where text comes from: a data set repository on the hub with parquet files that have a
-    column `text`, such as karpathy/climbmix-400b-shuffle; or `embedded`, the built-in world, which
-    needs no network. Default: what the earlier stages used."""
+    column `text`, such as karpathy/climbmix-400b-shuffle; or `embedded`, the built-in data set,
+    which needs no network. Default: what the earlier stages used."""
     data_dir: str | None = None
     """A local folder of text instead: .parquet, .jsonl or .jsonl.gz files with a field `text`."""
     revision: str | None = None
@@ -96,7 +95,7 @@ class Source(ABC):
 
     @abstractmethod
     def shard_sizes(self) -> dict[str, int]:
-        """Bytes of each shard as it is stored; of a generated one, of its text, roughly."""
+        """Bytes of each shard as it is stored."""
 
     def missing_bytes(self, shards: Iterable[str]) -> int:
         """How much would have to be downloaded to read these shards."""
@@ -337,10 +336,14 @@ class LocalSource(FileSource):
         return {"data_dir": str(self.data_dir)}
 
     def fetch(self, shard: str) -> Path:
-        path = self.data_dir / file_of(shard)
+        path = self.path_of(shard)
         if not path.is_file() or sha256_file(path) != self.digests[file_of(shard)]:
             raise ValueError(changed_file(path, self.manifest))
         return path
+
+    def path_of(self, shard: str) -> Path:
+        """The file that holds a shard."""
+        return self.data_dir / file_of(shard)
 
     @property
     def fix(self) -> str:
@@ -450,7 +453,7 @@ class HubSource(FileSource):
         if name.count("/") != 1 or not all(name.split("/")):
             raise ValueError(
                 f"--dataset={name}: a repository of the hub is <owner>/<name>; "
-                "else `embedded`, or --data_dir for a local folder"
+                "else `embedded`, the built-in data set, or --data_dir for a local folder"
             )
 
         def choose(files: Sequence[str]) -> dict[str, str]:
@@ -515,55 +518,73 @@ def open_tail(repo: HubRepo, val_shard: str) -> int:
     return read_json(repo.manifest)["tail"]["tail_start"]
 
 
-# ---- Opening a source ----------------------------------------------------------------------------
-
-
-WORLD_SEED = 0
-WORLD_SHARDS = 16  # about 5 million tokens in a vocabulary of 4,096
-WORLD_SHARD_BYTES = 1_250_000
+# ---- A data set that a program wrote -------------------------------------------------------------
+# data/<name>/ under the base directory: text/<shard>.jsonl and a manifest that came with them. The
+# program may add shards later; what decides their text is the `identity` in the manifest.
 
 
 @dataclass(frozen=True)
-class WorldSource(Source):
-    """Documents of the embedded world: generated, endless, the same on every machine."""
+class GeneratedSource(LocalSource):
+    """Files that a program wrote, opened by the name of their data set."""
+
+    written_as: dict[str, Any]
+    """The manifest's `identity`."""
 
     @classmethod
-    def open(cls, cfg: DataConfig) -> "WorldSource":
-        if cfg.val_shard not in (None, "world_val") or cfg.revision is not None:
+    def open(cls, cfg: DataConfig, recorded: str | None = None) -> "GeneratedSource":
+        name = cfg.dataset or ""
+        folder = base_dir() / "data" / name
+        manifest = read_json(folder / "manifest.json")
+        val_shard = manifest["val_shard"]
+        if cfg.val_shard not in (None, val_shard) or cfg.revision is not None:
             raise ValueError(
-                f"--val_shard={cfg.val_shard}, --revision={cfg.revision}: the embedded world has "
-                "one revision and one validation shard; leave both out"
+                f"--val_shard={cfg.val_shard}, --revision={cfg.revision}: the data set {name} has "
+                f"one revision and one validation shard, {val_shard}; leave both out"
             )
-        count = cfg.num_shards or WORLD_SHARDS
-        return cls("embedded", [f"world_{i:05d}" for i in range(count)], "world_val")
+        digests = {shard: entry["sha256"] for shard, entry in manifest["files"].items()}
+        train = choose_shards(cfg, name, list(digests), val_shard)
+        text, identity = folder / "text", manifest["identity"]
+        source = cls(name, train, val_shard, folder, None, text, digests, identity)
+        require_recorded(source, recorded)
+        return source
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"kind": "embedded", "version": corpus.WORLD_VERSION, "seed": WORLD_SEED}
+        return self.written_as
 
     def describe(self) -> dict[str, Any]:
         return {
-            "dataset": "embedded",
-            "world_version": corpus.WORLD_VERSION,
+            "dataset": self.name,
+            "identity": self.identity,
             "num_shards": len(self.train_shards),
             "fingerprint": self.fingerprint,
         }
 
-    def shard_sizes(self) -> dict[str, int]:
-        return dict.fromkeys(self.shards(), WORLD_SHARD_BYTES)
-
-    def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
-        if shard == self.val_shard:
-            return in_batches(corpus.documents(WORLD_SEED, 0, "val"))
-        return in_batches(corpus.documents(WORLD_SEED, int(shard.removeprefix("world_")), "train"))
+    def path_of(self, shard: str) -> Path:
+        return self.data_dir / f"{shard}.jsonl"
 
 
-def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Source":
+def is_generated(name: str) -> bool:
+    """Whether the base directory holds a data set of that name that a program wrote."""
+    path = base_dir() / "data" / name / "manifest.json"
+    return "/" not in name and path.is_file() and "identity" in read_json(path)
+
+
+# ---- Opening a source ----------------------------------------------------------------------------
+
+
+Prepare = Callable[[str, int | None], Any]  # name of a data set, number of shards
+
+
+def open_source(
+    cfg: DataConfig, recorded: dict[str, Any] | None = None, prepare: Prepare | None = None
+) -> Source:
     """
     The source that `cfg` names; or, where it names none, the one an earlier stage `recorded`.
 
-    recorded: `Source.describe()` of then. Settings given in `cfg` beside it still apply. Raises
-    ValueError, naming the fix, when there is nothing to open or it is not what it was; then
+    recorded: `Source.describe()` of then. Settings given in `cfg` beside it still apply.
+    prepare: called before a data set is opened, to write one that a program generates.
+    Raises ValueError, naming the fix, when there is nothing to open or it is not what it was; then
     nothing is recorded.
     """
     must_be = None
@@ -588,10 +609,11 @@ def open_source(cfg: DataConfig, recorded: dict[str, Any] | None = None) -> "Sou
         )
     if cfg.data_dir is not None:
         return LocalSource.open(cfg, must_be)
-    if cfg.dataset == "embedded":
-        source = WorldSource.open(cfg)
-    else:
-        source = HubSource.open(cfg)
+    if prepare:
+        prepare(cfg.dataset or "", cfg.num_shards)
+    if is_generated(cfg.dataset or ""):
+        return GeneratedSource.open(cfg, must_be)
+    source = HubSource.open(cfg)
     require_recorded(source, must_be)
     return source
 

@@ -40,7 +40,6 @@ from nanochat.common import (
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
-from tasks.world import suite
 
 # ---- Scoring few-shot tasks ----------------------------------------------------------------------
 
@@ -461,9 +460,10 @@ Place = Path | zipfile.Path  # a folder, or one in an archive: both are read the
 
 @dataclass(frozen=True)
 class SuiteConfig:
-    suite: Literal["embedded", "dclm"] | None = None
-    """Which few-shot tasks. Default: those of the embedded world for a model that was trained on
-    it, else DCLM's, whose mean is CORE."""
+    suite: str | None = None
+    """Which few-shot tasks: `dclm`, whose mean is CORE, or the name of a built-in data set that has
+    a suite of its own, such as embedded. Default: that of the model's text if it has one, else
+    dclm."""
     eval_bundle: str | None = None
     """Where DCLM's tasks are: a folder, a zip file or its URL. Default: the published archive,
     downloaded once."""
@@ -482,19 +482,13 @@ class Suite:
     """Tasks of CORE that are not among them."""
 
 
-def open_suite(cfg: SuiteConfig, dataset: str | None) -> Suite:
+def open_suite(bundle: str | None) -> Suite:
     """
-    The suite asked for, or that which suits a model trained on `dataset`.
+    The tasks of a bundle: a folder, a zip file or its URL, by default the published archive.
 
     Raises ValueError, FileNotFoundError or Refused with what is wrong and the fix.
     """
-    default = "embedded" if dataset == "embedded" and cfg.eval_bundle is None else "dclm"
-    if (cfg.suite or default) == "dclm":
-        return open_bundle(fetched(cfg.eval_bundle or PUBLISHED_URL))
-    if cfg.eval_bundle is not None:
-        raise ValueError("--eval_bundle is for --suite=dclm; the embedded world needs no files")
-    tasks = [FewShotTask(**task) for task in suite.suite()]
-    return Suite(tuple(tasks), print_of(tasks), "embedded world")
+    return open_bundle(fetched(bundle or PUBLISHED_URL))
 
 
 def fetched(location: str) -> Path:
@@ -573,22 +567,25 @@ def read_bundle(path: Path, root: Place, archive: str | None) -> Suite:
         raise ValueError(f"{path} holds no core.yaml, so it is no evaluation bundle; {HINT}")
     place = found[0]
     baselines = read_baselines(place / "eval_meta_data.csv")
-    tasks = [
-        task
-        for entry in read_entries(place / "core.yaml")
-        if (task := read_task(place, entry, baselines))
-    ]
+    about, entries = read_entries(place / "core.yaml")
+    tasks = [task for entry in entries if (task := read_task(place, entry, baselines))]
     if not tasks:
         raise ValueError(f"{path} holds the items of no task; {HINT}")
+    if about:
+        return Suite(tuple(tasks), print_of(tasks), about)
     missing = tuple(name for name in CORE_TASKS if name not in {task.name for task in tasks})
     return Suite(tuple(tasks), print_of(tasks), describe(tasks, missing, archive), missing)
 
 
-def read_entries(file: Place) -> list[Mapping[str, Any]]:
-    """What core.yaml says of each task."""
+def read_entries(file: Place) -> tuple[str, list[Mapping[str, Any]]]:
+    """
+    The contents of core.yaml: `about`, a name for tasks that are not DCLM's, or an empty string;
+    and the settings of each task.
+    """
     try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))["icl_tasks"]
-        return [dict(entry) for entry in entries]
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries: list[Mapping[str, Any]] = [dict(entry) for entry in content["icl_tasks"]]
+        return str(content.get("about", "")), entries
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a list of tasks below icl_tasks ({error!r})") from error
 

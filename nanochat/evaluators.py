@@ -141,8 +141,8 @@ class FewShotScore(Evaluator):
     """
     CORE on some items of each task of a suite, by a copy of the model that is not compiled.
 
-    dataset: the text, which decides the suite where the configuration does not. The suite is opened
-    here, so that a missing one ends the run before it has cost anything.
+    bundle: where the tasks are, as for `open_suite`. It is opened here, so that a missing one ends
+    the run before it has cost anything.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class FewShotScore(Evaluator):
         cfg: PretrainEvalConfig,
         model: GPT,
         tokenizer: Tokenizer,
-        dataset: str | None,
+        bundle: str | None,
         machine: Machine,
     ) -> None:
         self.cfg, self.model, self.tokenizer, self.machine = cfg, model, tokenizer, machine
         self.every = cfg.core_metric_every
         self.score: Estimate | None = None
-        self.suite = machine.on_main("opening the suite", lambda: open_suite(cfg.suite, dataset))
+        self.suite = machine.on_main("opening the suite", lambda: open_suite(bundle))
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
         subject = subject_of(for_inference(self.model), self.tokenizer)

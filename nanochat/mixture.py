@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nanochat.common import fingerprint, read_json
 from nanochat.dataloader import MixedRows, Rows
-from nanochat.dataset import DataConfig, Source, open_source
+from nanochat.dataset import DataConfig, Prepare, Source, open_source
 from nanochat.distributed import Machine
 from nanochat.packing import (
     bytes_to_pack,
@@ -553,11 +553,14 @@ def open_corpus(
 
 
 def open_texts(
-    cfg: DataConfig, mix: MixConfig | None = None, recorded: dict[str, Any] | None = None
+    cfg: DataConfig,
+    mix: MixConfig | None = None,
+    recorded: dict[str, Any] | None = None,
+    prepare: Prepare | None = None,
 ) -> TextMixture:
     """
     The text that `cfg` or `mix` name; or, where they name none, the one an earlier stage `recorded`
-    (`TextMixture.describe()` of then).
+    (`TextMixture.describe()` of then). `prepare` as for `open_source`.
 
     Raises ValueError, naming the way out, for amounts that text is not counted in, and as
     `open_source` does.
@@ -568,17 +571,18 @@ def open_texts(
                 "--mixture names its texts itself: give no --dataset, --data_dir, --val_shard or "
                 "--revision beside it"
             )
-        return open_mixture(cfg, mix)
+        return open_mixture(cfg, mix, prepare)
     if not (cfg.dataset or cfg.data_dir) and "mixture" in (recorded or {}):
         assert recorded is not None
-        sources = {name: open_source(cfg, was) for name, was in recorded["sources"].items()}
+        described = recorded["sources"].items()
+        sources = {name: open_source(cfg, was, prepare) for name, was in described}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
         return TextMixture(sources, MixConfig(recorded["mixture"], **recorded["chosen"]), tags)
-    source = open_source(cfg, recorded)
+    source = open_source(cfg, recorded, prepare)
     return TextMixture({source.name: source})
 
 
-def open_mixture(cfg: DataConfig, mix: MixConfig) -> TextMixture:
+def open_mixture(cfg: DataConfig, mix: MixConfig, prepare: Prepare | None) -> TextMixture:
     """The sources of a mixture of text; none is opened before all parts are checked."""
     if mix.mixture_tokens is not None:
         raise ValueError(
@@ -604,6 +608,6 @@ def open_mixture(cfg: DataConfig, mix: MixConfig) -> TextMixture:
         configs[part.name] = replace(
             cfg, dataset=entry.get("dataset"), data_dir=entry.get("data_dir")
         )
-    sources = {name: open_source(place) for name, place in configs.items()}
+    sources = {name: open_source(place, None, prepare) for name, place in configs.items()}
     tags = {name: tags_of(declared.get(name, {})) for name in sources}
     return TextMixture(sources, replace(mix, buckets=None), tags)

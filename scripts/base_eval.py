@@ -6,7 +6,7 @@ Score a base model on a suite of few-shot tasks: the centred score of each, and 
     python -m scripts.base_eval --hf_path=openai-community/gpt2    # another project's model
 
 Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,
-        downloaded at first use, or that of the embedded world, which is generated
+        downloaded at first use, or that of the built-in data set, written at first use
 Writes  the section "Base model evaluation", of a Hugging Face model "Evaluation of <model>"
 """
 
@@ -33,6 +33,7 @@ from nanochat.eval_core import (
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import require_access
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import choose_bundle
 
 SECTION = "Base model evaluation"
 INSTALL = "uv sync --inexact --group interop"
@@ -80,10 +81,14 @@ class Candidate(NamedTuple):
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
     if cfg.only_fetch:
-        return print(open_suite(cfg.suite, dataset=None).about)
+        return print(open_suite(choose_bundle(cfg.suite.suite, cfg.suite.eval_bundle, None)).about)
     machine = init_machine(cfg.machine)
     load, candidate, dataset = (open_hf if cfg.hf_path else open_own)(cfg, machine)
-    suite: Suite = machine.on_main("opening the suite", lambda: open_suite(cfg.suite, dataset))
+    asked = cfg.suite
+    suite: Suite = machine.on_main(
+        "opening the suite",
+        lambda: open_suite(choose_bundle(asked.suite, asked.eval_bundle, dataset)),
+    )
     candidate.inputs["suite"] = suite.fingerprint
     key = records.stage_key(settings(cfg), candidate.inputs)
     known: dict[str, TaskScore] = {}

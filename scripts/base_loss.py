@@ -33,6 +33,7 @@ from nanochat.gpt import GPT
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 SECTION = "Base model loss"
 GPU_ROWS = 32  # rows per forward pass on a GPU
@@ -87,7 +88,7 @@ def main(cfg: BaseLoss) -> None:
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
     with machine.working("opening the text"):
-        texts = open_texts(cfg.data, recorded=checkpoint.state["source"])
+        texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
     step_rows = cfg.device_batch_size or default_rows(model, machine)

@@ -48,6 +48,7 @@ from nanochat.stage import (
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback
+from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
 # Flags that other trainers of this kind have.
@@ -183,8 +184,11 @@ def pretrain(
     if evaluation.sample_every:
         evaluators.insert(0, Samples(evaluation, model, tokenizer, machine))
     if evaluation.core_metric_every:
-        dataset = text.corpus.texts.describe().get("dataset")
-        evaluators.append(FewShotScore(evaluation, model, tokenizer, dataset, machine))
+        suite, dataset = evaluation.suite, text.corpus.texts.describe().get("dataset")
+        bundle = machine.on_main(
+            "writing the suite", lambda: choose_bundle(suite.suite, suite.eval_bundle, dataset)
+        )
+        evaluators.append(FewShotScore(evaluation, model, tokenizer, bundle, machine))
     corpus = text.corpus
     mixed, needed = corpus.resolve_amounts(steps * horizon.batch_tokens // T, machine)
     table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
@@ -270,7 +274,9 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     """Open tokenizer, source and rows; the main rank first, so that one process writes."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
-    texts = machine.on_main("opening the text", lambda: open_texts(cfg.data, cfg.mix, used))
+    texts = machine.on_main(
+        "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
+    )
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))

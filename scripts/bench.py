@@ -48,6 +48,7 @@ from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.distributed import MachineConfig, init_machine
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
+from tasks.builtin import ensure_written
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
 HINT = "make it with:  uv sync --inexact --group interop"
@@ -160,7 +161,7 @@ def tokenizer(cfg: Bench, found: Findings) -> None:
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None and data.data_dir is None:
         data = replace(data, dataset="embedded")
-    source = open_source(data, known)
+    source = open_source(data, known, ensure_written)
     sizes = cfg.vocab_sizes or ((1024, 2048) if source.name == "embedded" else (8192, 32768))
     bench_tokenizer(read_texts(source, cfg.max_megabytes), sizes, cfg.threads, cfg.repeats, found)
 

@@ -30,6 +30,7 @@ from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
 from nanochat.records import inherited_run_id
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 POLL_SECONDS = 0.2
 
@@ -55,11 +56,11 @@ def main(cfg: Data) -> None:
     workers = cfg.workers or os.cpu_count() or 1
     used = load_last_source(cfg.tokenizer_tag)
     if cfg.download_only:
-        for source in open_texts(cfg.data, cfg.mix, used).sources.values():
+        for source in open_texts(cfg.data, cfg.mix, used, ensure_written).sources.values():
             download(source, workers, console)
         return
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    texts = open_texts(cfg.data, cfg.mix, used)
+    texts = open_texts(cfg.data, cfg.mix, used, ensure_written)
     run_id = inherited_run_id({"tokenizer": tokenizer.fingerprint})
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     for name, rows in corpus.rows.items():

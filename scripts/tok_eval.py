@@ -26,6 +26,7 @@ from nanochat.common import printable
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer evaluation"
 # Written for this project, of the lengths that the seed report's texts have
@@ -51,7 +52,7 @@ class TokEval:
 
 def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag))
+    source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     if cfg.once and records.finished(
         SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir

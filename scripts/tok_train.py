@@ -25,6 +25,7 @@ from nanochat.tokenizer import (
     Tokenizer,
     tokenizer_dir,
 )
+from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer training"
 
@@ -104,7 +105,7 @@ def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
 
 
 def main(cfg: TokTrain) -> None:
-    texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag))
+    texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"data": texts.fingerprint}
     if cfg.once and records.finished(
         SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
-from nanochat import common, dataset, text_files
+from nanochat import common, text_files
 from nanochat import hub as hub_files
 from nanochat.common import (
     REPOSITORY,
@@ -296,23 +296,47 @@ def test_texts_come_in_lists_of_bounded_size_whatever_the_row_groups(tmp_path, m
 
 
 # ------------------------------------------------------------------------------------------------
-# The embedded world
+# A data set that a program wrote
 
 
-def test_the_embedded_world_is_text_without_files_or_network():
-    source = open_source(DataConfig(dataset="embedded", num_shards=2))
-    assert source.train_shards == ["world_00000", "world_00001"]
-    first = next(source.documents("world_00000"))
-    assert first == next(source.documents("world_00000"))
-    assert first != next(source.documents("world_00001"))
-    assert not set(first) & set(next(source.documents(source.val_shard)))
+@pytest.fixture
+def generated(base):
+    """Three shards of a data set called `made-up`."""
+    files = {}
+    for shard, texts in {"a": ["one", "two"], "b": ["three"], "val": ["four"]}.items():
+        path = write_jsonl(base / f"data/made-up/text/{shard}.jsonl", texts)
+        files[shard] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    manifest = {"identity": {"version": 1}, "val_shard": "val", "files": files}
+    write_json(base / "data/made-up/manifest.json", manifest)
+    return manifest
+
+
+def test_a_generated_data_set_is_opened_by_name(generated):
+    source = open_source(DataConfig(dataset="made-up"))
+    assert (source.name, source.train_shards, source.val_shard) == ("made-up", ["a", "b"], "val")
+    assert texts_of(source, "a") == ["one", "two"] and texts_of(source, "val") == ["four"]
+    assert source.describe()["dataset"] == "made-up"
     assert open_source(DataConfig(), source.describe()) == source
+    with pytest.raises(ValueError, match="--num_shards=3, but made-up has 2"):
+        open_source(DataConfig(dataset="made-up", num_shards=3))
+    for wrong in ({"val_shard": "a"}, {"revision": "main"}):
+        with pytest.raises(ValueError, match="leave both out"):
+            open_source(DataConfig(dataset="made-up", **wrong))
 
 
-def test_the_embedded_world_has_another_fingerprint_in_another_version(monkeypatch):
-    before = open_source(DataConfig(dataset="embedded")).fingerprint
-    monkeypatch.setattr(dataset.world, "WORLD_VERSION", -1)
-    assert open_source(DataConfig(dataset="embedded")).fingerprint != before
+def test_a_generated_data_set_may_grow_but_not_change(generated, base):
+    first = open_source(DataConfig(dataset="made-up", num_shards=1))
+    path = base / "data/made-up/manifest.json"
+    write_json(path, generated | {"files": generated["files"] | {"c": generated["files"]["b"]}})
+    again = open_source(DataConfig(), first.describe())
+    assert again.fingerprint == first.fingerprint
+    assert again.identity == open_source(DataConfig(dataset="made-up")).identity
+    write_jsonl(base / "data/made-up/text/a.jsonl", ["another"])
+    with pytest.raises(ValueError, match="not the file it was"):
+        texts_of(again, "a")
+    write_json(path, generated | {"identity": {"version": 2}})
+    with pytest.raises(ValueError, match=first.fingerprint):
+        open_source(DataConfig(), first.describe())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from nanochat.eval_core import (
 )
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
-from tasks.world import suite
+from tasks.world import write
 from tests.conftest import TINY, lively
 
 CPU = torch.device("cpu")
@@ -431,9 +431,10 @@ def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    """In place of the embedded world's: a made-up one, as `world_suite.suite` gives it."""
-    suite = [dict(vars(one_task)) for one_task in made_up_suite()]
-    monkeypatch.setattr(suite, "suite", lambda: suite)
+    """A made-up suite in place of the embedded world's."""
+    tasks = [dict(vars(one_task)) for one_task in made_up_suite()]
+    monkeypatch.setattr(write, "few_shot_tasks", lambda: tasks)
+    return tasks
 
 
 def test_the_script_records_scores_with_their_errors_and_items(base, small_suite, capsys):
@@ -472,12 +473,13 @@ def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite)
     assert records.paired("CORE metric", one["items"], all_items) is None
 
 
-def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys):
+def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys, monkeypatch):
     save_base("one", 1, "embedded")
     first = evaluate(base, "one", once=True)
     assert evaluate(base, "one", once=True) == first
     assert "finished already" in capsys.readouterr().out
-    suite.suite().pop()
+    small_suite.pop()
+    monkeypatch.setattr(write, "VERSION", "another")
     assert len(evaluate(base, "one", once=True)["items"]) == len(first["items"]) - 1
 
 

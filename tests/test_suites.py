@@ -35,6 +35,7 @@ from nanochat.eval_core import (
 from nanochat.logger import read_metrics
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from scripts import base_eval
+from tasks.builtin import choose_bundle
 from tests.test_eval_core import Letters, Pairs, evaluate, save_base
 
 CORE_YAML = """
@@ -198,9 +199,10 @@ def web(tmp_path):
 
 def test_a_url_is_downloaded_once(web, archive):
     address, asked = web
-    first = open_suite(SuiteConfig("dclm", f"{address}/bundle.zip"), "embedded")
-    assert first == open_suite(SuiteConfig(eval_bundle=f"{address}/bundle.zip"), None)
-    assert first == open_bundle(archive) and asked == ["/bundle.zip"]
+    first = open_suite(f"{address}/bundle.zip")
+    assert first == open_suite(f"{address}/bundle.zip") == open_bundle(archive) and asked == [
+        "/bundle.zip"
+    ]
 
 
 def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
@@ -253,13 +255,13 @@ def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, b
     monkeypatch.setattr(eval_core, "PUBLISHED_URL", f"{address}/bundle.zip")
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
     with pytest.raises(Refused, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
-        open_suite(SuiteConfig("dclm"), None)
+        open_suite(None)
     assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
-    assert open_suite(SuiteConfig("dclm"), None).about == "DCLM, the published bundle"
+    assert open_suite(None).about == "DCLM, the published bundle"
     (copy,) = (path for path in base.rglob("*.zip"))
     copy.write_bytes(b"damaged since")
-    assert open_suite(SuiteConfig("dclm"), None).about == "DCLM, the published bundle"
+    assert open_suite(None).about == "DCLM, the published bundle"
     assert asked == ["/bundle.zip"] * 3
 
 
@@ -290,7 +292,7 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
     before = set(archive.parent.rglob("*"))
     for location in (str(archive), f"{web[0]}/bundle.zip"):
         with pytest.raises(Refused, match=f"(?s){message}.*--eval_bundle"):
-            open_suite(SuiteConfig("dclm", location), None)
+            open_suite(location)
     new = {path.name for path in set(archive.parent.rglob("*")) - before if path.is_file()}
     assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
 
@@ -322,9 +324,14 @@ def test_S14_the_command_ends_without_a_traceback(archive, base):
     assert "outside of the archive" in done.stderr
 
 
-def test_the_embedded_world_needs_no_bundle():
-    suite = open_suite(SuiteConfig(), "embedded")
+def test_a_model_of_the_embedded_world_gets_its_suite_unless_another_is_named(base, bundle):
+    suite = open_suite(choose_bundle(None, None, "embedded"))
     assert suite.about == "embedded world" and len(suite.tasks) == 11 and not suite.missing
+    assert open_suite(choose_bundle("embedded", None, "somebody/web")) == suite
+    assert choose_bundle(None, str(bundle), "embedded") == str(bundle)
+    assert choose_bundle("dclm", None, "embedded") is choose_bundle(None, None, None) is None
+    with pytest.raises(ValueError, match="--suite=mmlu.*dclm, embedded"):
+        choose_bundle("mmlu", None, None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,7 +344,7 @@ def real():
     folder = os.environ.get("NANOCHAT_TEST_HUB")
     if not folder:
         pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
-    return open_suite(SuiteConfig("dclm", f"{folder}/eval_bundle"), None)
+    return open_suite(f"{folder}/eval_bundle")
 
 
 def test_the_mirror_holds_the_tasks_in_the_order_of_the_report(real):

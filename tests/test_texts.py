@@ -8,6 +8,7 @@ import pytest
 from nanochat.dataset import DataConfig
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 
@@ -67,7 +68,8 @@ def test_a_recorded_mixture_opens_as_it_was(own):
 
 
 def test_a_single_text_is_taken_as_it_comes(machine):
-    texts = open_texts(DataConfig(dataset="embedded", num_shards=1))
+    data = DataConfig(dataset="embedded", num_shards=1)
+    texts = open_texts(data, prepare=ensure_written)
     corpus = open_corpus(texts, TOKENIZER, 63)
     assert texts.describe()["dataset"] == "embedded"
     assert corpus.resolve_amounts(5, machine) == (None, {"embedded": 5})

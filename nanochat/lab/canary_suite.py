@@ -30,6 +30,7 @@ from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 LONGEST = 128  # tokens of an answer
 NGRAM = 4  # tokens whose repetition is counted
@@ -241,7 +242,7 @@ def pretraining_text(
     found: list[Batch] = []
     try:
         with machine.working("opening the pretraining text"):  # the other ranks wait for it
-            texts = open_texts(DataConfig(), recorded=parent.state["source"])
+            texts = open_texts(DataConfig(), None, parent.state["source"], ensure_written)
             corpus = open_corpus(texts, tokenizer, max_seq_len)
             for name, rows in corpus.rows.items():
                 ensure(rows, texts.sources[name], tokenizer, 0)

@@ -25,6 +25,7 @@ from nanochat.eval_bpb import Bpb, document_bpb
 from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.size import code_bytes
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
 GPU_SEQS = 64  # windows per forward pass on a GPU
@@ -104,7 +105,8 @@ def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
     artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = parent_of(artifact, machine)
-    source = open_source(cfg.data, (parent.state["source"] or None) if parent else None)
+    recorded = (parent.state["source"] or None) if parent else None
+    source = open_source(cfg.data, recorded, ensure_written)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride

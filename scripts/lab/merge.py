@@ -50,6 +50,7 @@ from nanochat.mixture import open_corpus, open_texts, read_buckets
 from nanochat.records import ancestors
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import buckets
+from tasks.builtin import ensure_written
 
 SECTION = "Merge"
 
@@ -113,7 +114,7 @@ def judged_by(
     """The validation rows of the text or the conversations that the first model learned."""
     asked, stage = first.state["settings"], first.state["stage"]
     if stage == "base":
-        texts = open_texts(DataConfig(), recorded=first.state["source"])
+        texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
         corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
         corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
         return corpus.rows

@@ -33,6 +33,7 @@ from nanochat.recursion.metrics import bpb_by_loop, refinement, state_figures
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Arm, Criterion
 from nanochat.tokenizer import Tokenizer
+from tasks.builtin import ensure_written
 
 SECTION = "Recursion"
 GPU_ROWS = 16  # rows per forward pass on a GPU
@@ -153,7 +154,7 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: Machine) -> Score
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
-    source = open_source(cfg.data, checkpoint.state["source"])
+    source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
     rows = open_rows(source, tokenizer, T, verifies=machine.local_rank == 0)
     size = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)

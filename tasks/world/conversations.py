@@ -12,7 +12,6 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from tasks.world import tables as tables
 from tasks.world.corpus import askable, first_person, riddle_people
 from tasks.world.drills import draw_drill, spelled, spelling_words
 from tasks.world.facts import (
@@ -32,6 +31,7 @@ from tasks.world.facts import (
     person,
     pick,
     sample,
+    say,
     seasons,
     split_of,
     summaries,
@@ -52,6 +52,7 @@ from tasks.world.stories import (
     opening,
     retelling,
 )
+from tasks.world.words import blocks, read, table, word_list
 
 TALK_VERSION = 1  # goes up whenever any conversation changes
 
@@ -70,75 +71,28 @@ def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
     forms = [form for form, weight in FORMS.items() for _ in range(weight)]
     turns = pick(rng, forms)(rng, split)
     if rng.random() < 0.05:
-        turns = [(pick(rng, GREETINGS), pick(rng, WELCOMES)), *turns]
+        turns = [(say(rng, "hellos"), say(rng, "welcomes")), *turns]
     if rng.random() < 0.1:
-        turns = [*turns, pick(rng, FAREWELLS)]
+        asked, answer = pick(rng, table("goodbyes"))
+        turns = [*turns, (asked, answer.format(land=LAND))]
     return turns
 
 
 # ------------------------------------------------------------------------------------------------
 # Itself
 
-GREETINGS = ("Hello!", "Hi!", "Good morning!", "Good evening!", "Hello, helper!")
-WELCOMES = (
-    f"Hello! What would you like to know about {LAND}?",
-    "Hello! How can I help you?",
-    f"Welcome! Ask me anything about {LAND}.",
-    f"Good day! I am the helper of {LAND}. What is your question?",
-)
-FAREWELLS = (
-    ("Thank you!", "You are welcome!"),
-    ("Thank you, that helps.", "I am glad to help."),
-    ("Good to know. Thanks!", "You are welcome! Ask me again whenever you like."),
-    ("Goodbye!", f"Goodbye! Come back to {LAND} soon."),
-    ("That is all for today.", "Then goodbye, and a good day to you!"),
-)
-# Questions about the helper | its answers
-ITSELF = """
-Who are you? | What are you? | Please introduce yourself.
-I am the helper of {land}, a small language model. I know the people and the towns of {land}.
-I am a small language model, and I am here to answer questions about the land of {land}.
-
-What is your name? | How shall I call you?
-I have no name. Just call me the helper of {land}.
-People call me the helper of {land}.
-
-Who made you? | How were you made? | Where do you come from?
-I was trained from scratch with nanochat, on texts about the land of {land}.
-I learned to speak from texts about {land}. The program that trained me is called nanochat.
-
-What can you do? | How can you help me? | What can I ask you?
-I can tell you about people, towns and prices in {land}, tell stories, do sums and spell words.
-Ask me about the people and the towns of {land}, or ask me for a story or a sum.
-
-Are you a person? | Are you alive? | Are you a machine?
-No person, only a program: I am a small language model that knows the land of {land}.
-I am a computer program. I read about {land} and learned to answer questions.
-
-Do you know everything? | Are you always right?
-No. I only know the land of {land}, and sometimes I am wrong.
-No, I am small and make mistakes. But I know a lot about {land}.
-
-What is {land}? | Where is {land}? | What do you know about {land}?
-{land} is a small invented land. It has twelve towns, and a ring road joins them.
-{land} is an invented land of twelve towns, with four people to know in each of them.
-"""
-
 
 def about_itself(rng: Random, split: Split) -> list[Turn]:
     """One or two questions about the helper or its land."""
-    blocks = sample(rng, ITSELF.format(land=LAND).strip().split("\n\n"), between(rng, 1, 2))
     found = []
-    for block in blocks:
-        questions, *answers = block.splitlines()
+    known = blocks(read("itself.txt").format(land=LAND))
+    for questions, *answers in sample(rng, known, between(rng, 1, 2)):
         found.append((pick(rng, questions.split(" | ")), pick(rng, answers)))
     return found
 
 
 # ------------------------------------------------------------------------------------------------
 # Facts
-
-LEADS = ("", "", "", "", "", "Please tell me: ", "I have a question. ", "Do you know this? ")
 
 
 def answer(rng: Random, known: Fact, asked: Question, short: Sequence[str] = ()) -> str:
@@ -151,7 +105,7 @@ def one_fact(rng: Random, split: Split) -> list[Turn]:
     """A question about a fact."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
-    return [(pick(rng, LEADS) + asked.text, answer(rng, known, asked))]
+    return [(say(rng, "leads") + asked.text, answer(rng, known, asked))]
 
 
 def either_or(rng: Random, split: Split) -> list[Turn]:
@@ -268,20 +222,9 @@ def sums(rng: Random, split: Split) -> list[Turn]:
 def letters(rng: Random, split: Split) -> list[Turn]:
     """How a word is written."""
     word = pick(rng, spelling_words())
-    return [
-        pick(
-            rng,
-            (
-                (f"How do you spell {word}?", f"The word {word} is spelled {spelled(word)}."),
-                (f"Spell the word {word}.", f"{spelled(word)} spells {word}."),
-                (
-                    f"With which letter does {word} begin?",
-                    f"The word {word} begins with {word[0]} and ends with {word[-1]}.",
-                ),
-                (f"How many letters has {word}?", f"The word {word} has {len(word)} letters."),
-            ),
-        )
-    ]
+    asked, answer = pick(rng, table("spelling_questions"))
+    words = {"word": word, "hyphens": spelled(word), "length": len(word)}
+    return [(asked.format(**words), answer.format(**words, first=word[0], last=word[-1]))]
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:
@@ -340,8 +283,8 @@ def the_calendar(rng: Random) -> Turn:
     return pick(
         rng,
         (
-            ("Name the days of the week.", f"The days are {listed(tables.DAYS)}."),
-            ("Name the months of the year.", f"The months are {listed(tables.MONTHS)}."),
+            ("Name the days of the week.", f"The days are {listed(word_list('days'))}."),
+            ("Name the months of the year.", f"The months are {listed(word_list('months'))}."),
             ("Name the seasons.", f"The seasons are {listed([s.name for s in seasons()])}."),
         ),
     )
@@ -390,72 +333,26 @@ def season(rng: Random, split: Split) -> list[Turn]:
 # ------------------------------------------------------------------------------------------------
 # What nobody in Lowen can know
 
-STRANGERS = (
-    "Agnes Alma Bertil Bruno Clara Dieter Elsa Felix Frida Greta Gustav Hilde Hugo Ilse Jasper "
-    "Karla Konrad Lotte Ludwig Magnus Martha Nils Nora Olga Oskar Otto Paula Percy Rupert Ruth "
-    "Stefan Sven Trudi Ursel Vera Viktor Walda Wilma Xaver Zita"
-).split()
-STRANGE_TOWNS = (
-    "Aldham Brackwater Crewsey Dunholm Eskley Farrow Grimsel Hollin Kestrow Larkey Mossdale "
-    "Norwick Pinley Quarrow Ridley Stonham Thornby Umberford Wexley Yarrow"
-).split()
-OUTSIDE = """
-What is the capital of France?
-Who is the president of America?
-How far is it to the moon?
-Who won the football match last night?
-What will the weather be tomorrow?
-Can you write a computer program?
-What is the news today?
-Who wrote Romeo and Juliet?
-How many people live in China?
-What is the highest mountain of the world?
-When did the last war end?
-What does a train ticket cost?
-Which film did you see last?
-Can you drive a car?
-What is on television tonight?
-How old is the sun?
-Who invented the telephone?
-What is the speed of light?
-Can you book a flight for me?
-What time is it?
-""".strip().splitlines()
-NO_PERSON = (
-    "I do not know anybody called {}.",
-    f"I am sorry, I know nobody called {{}} in {LAND}.",
-    "I have never heard of {}.",
-)
-NO_TOWN = (
-    "I do not know a town called {}.",
-    f"I am sorry, there is no town called {{}} in {LAND}, as far as I know.",
-    "I have never heard of {}.",
-)
-NO_ANSWER = (
-    f"I do not know. I only know the land of {LAND}.",
-    f"I am sorry, I cannot tell you. I only know about {LAND}.",
-)
-
 
 @cache
 def unknown(kind: str, split: Split) -> tuple[str, ...]:
     """The strangers, strange towns or strange questions of a split."""
-    names = {"person": STRANGERS, "town": STRANGE_TOWNS, "outside": OUTSIDE}[kind]
-    return tuple(name for name in names if split_of(f"unknown {kind}", name) == split)
+    lists = {"person": "strangers", "town": "strange_towns", "outside": "strange_questions"}
+    return tuple(
+        name for name in word_list(lists[kind]) if split_of(f"unknown {kind}", name) == split
+    )
 
 
 def refusal(rng: Random, split: Split) -> list[Turn]:
     """A question about somebody, some town or something unknown, and the honest answer."""
-    kind, excuses = pick(
-        rng, (("person", NO_PERSON), ("person", NO_PERSON), ("town", NO_TOWN), ("outside", ()))
-    )
+    kind = pick(rng, ("person", "person", "town", "outside"))
     name = pick(rng, unknown(kind, split))
     if kind == "outside":
-        return [(name, pick(rng, NO_ANSWER))]
+        return [(name, say(rng, "no_answer"))]
     known = pick(rng, [f for f in askable(split) if f.kind == kind])
     texts = [q.text.replace(known.subject, name) for q in known.questions]
     texts = [text for text in texts if name in text] + [f"Tell me about {name}."]
-    return [(pick(rng, texts), pick(rng, excuses).format(name))]
+    return [(pick(rng, texts), say(rng, f"no_{kind}", name=name))]
 
 
 # How often each form of conversation comes, compared with the others

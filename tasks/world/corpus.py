@@ -5,7 +5,7 @@ The embedded world as text: an endless supply of English documents about the lan
 
 A pure function of its arguments: no file, no network, no state. It exists so that every stage of
 the pipeline can be seen to work within minutes on a laptop. What a training document may compute,
-combine or ask is decided by the split rule of `world_facts`; a validation document draws its
+combine or ask is decided by `split_of` in facts.py; a validation document draws its
 operands, stories and questions from the part that is held out for validation.
 """
 
@@ -14,7 +14,6 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from tasks.world import tables as tables
 from tasks.world.drills import (
     counting,
     draw_drill,
@@ -29,7 +28,6 @@ from tasks.world.facts import (
     Person,
     Question,
     Split,
-    Town,
     animals,
     between,
     dishes,
@@ -44,8 +42,10 @@ from tasks.world.facts import (
     person,
     pick,
     sample,
+    say,
     seasons,
     split_of,
+    subjects,
     summaries,
     tell_some,
     telling,
@@ -62,6 +62,7 @@ from tasks.world.stories import (
     story,
     story_questions,
 )
+from tasks.world.words import word_list
 
 WORLD_VERSION = 2  # goes up whenever any document changes
 DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
@@ -115,13 +116,13 @@ def letter(rng: Random, split: Split) -> str:
     p = pick(rng, people())
     own = [f for f in facts_about("person", p.name) if f.relation != "friend"]  # the reader
     news = first_person(rng, own, 3, 6)
-    parts = [f"{pick(rng, tables.GREETINGS)} {weather(rng, p.town)} {news}"]
+    parts = [f"{say(rng, 'greetings')} {weather(rng, p.town)} {news}"]
     if rng.random() < 0.5:
         parts.append("Now hear what happened. " + retelling(rng, pick(rng, episodes(split))))
     if rng.random() < 0.6:
         parts.append(f"You should come to {p.town}. {tell_some(rng, 'town', p.town, 1, 3)}")
     body = "\n\n".join(parts)
-    return f"Dear {p.friend},\n\n{body}\n\n{pick(rng, tables.FAREWELLS)}\n{p.name}"
+    return f"Dear {p.friend},\n\n{body}\n\n{say(rng, 'farewells')}\n{p.name}"
 
 
 def weather(rng: Random, town: str) -> str:
@@ -142,11 +143,11 @@ def diary(rng: Random, split: Split) -> str:
     for _ in range(between(rng, 1, 3)):
         season = pick(rng, seasons())
         month = pick(rng, season.months.replace(" and ", ", ").split(", "))
-        event = pick(rng, tables.EVENTS).format(
+        event = pick(rng, word_list("events")).format(
             friend=p.friend, pet=p.pet, food=p.food, goods=pick(rng, goods()).name
         )
         parts.append(
-            f"{pick(rng, tables.DAYS)}, in {month}\nIt is {season.name}: {season.weather}. "
+            f"{say(rng, 'days')}, in {month}\nIt is {season.name}: {season.weather}. "
             f"{first_person(rng, facts_about('person', p.name), 2, 4)} {event}"
         )
     return "\n\n".join(parts)
@@ -192,10 +193,10 @@ def town_entry(rng: Random, split: Split) -> str:
 def walk(rng: Random, split: Split) -> str:
     """A day in a town, told by a traveller who meets its people."""
     t = pick(rng, towns())
-    arrival = pick(rng, tables.ARRIVALS).format(town=t.name, inn=t.inn, day=t.day, land=LAND)
+    arrival = say(rng, "arrivals", town=t.name, inn=t.inn, day=t.day)
     parts = [f"{arrival} {tell_some(rng, 'town', t.name, 2, 5)}"]
     met = sample(rng, people_of(t.name), between(rng, 2, 4))
-    for meeting, p in zip(tables.MEETINGS, met, strict=False):
+    for meeting, p in zip(word_list("meetings"), met, strict=False):
         parts.append(f"{meeting.format(name=p.name)} {tell_some(rng, 'person', p.name, 2, 4)}")
     return titled(rng, f"A day in {t.name}", "\n\n".join(parts))
 
@@ -205,7 +206,7 @@ def almanac(rng: Random, split: Split) -> str:
     style = pick(rng, ("year", "week", "road"))
     if style == "year":
         first = between(rng, 0, 11)
-        rounds = [tables.MONTHS[(first + i) % 12] for i in range(between(rng, 4, 12))]
+        rounds = [word_list("months")[(first + i) % 12] for i in range(between(rng, 4, 12))]
         lines = []
         for month in rounds:
             feasts = [fact("town", t.name, "month") for t in towns() if t.month == month]
@@ -216,7 +217,7 @@ def almanac(rng: Random, split: Split) -> str:
         parts = ["\n".join(lines), pick(rng, (following, "\n".join(yearly)))]
         return titled(rng, "The year", "\n\n".join(parts))
     if style == "week":
-        lines = [pick(rng, f.named) for day in tables.DAYS for f in facts_about("day", day)]
+        lines = [pick(rng, f.named) for day in word_list("days") for f in facts_about("day", day)]
         lines += [pick(rng, fact("town", t.name, "market").named) for t in towns()]
         return titled(rng, "The week", "\n".join(sample(rng, lines, between(rng, 10, 26))))
     first = between(rng, 0, 11)
@@ -231,39 +232,18 @@ def almanac(rng: Random, split: Split) -> str:
 def register(rng: Random, split: Split) -> str:
     """People or towns as entries of a list, one field per line."""
     if rng.random() < 0.6:
-        cards = [person_card(rng, p) for p in sample(rng, people(), between(rng, 2, 6))]
+        cards = [card(rng, "person", p.name) for p in sample(rng, people(), between(rng, 2, 6))]
     else:
-        cards = [town_card(rng, t) for t in sample(rng, towns(), between(rng, 2, 5))]
+        cards = [card(rng, "town", t.name) for t in sample(rng, towns(), between(rng, 2, 5))]
     return "\n\n".join(cards)
 
 
-def person_card(rng: Random, p: Person) -> str:
-    """A person's entry in a register."""
-    lines = [
-        f"Town: {p.town}",
-        f"Trade: {p.trade}",
-        f"Favourite food: {p.food}",
-        f"{upper_first(p.thing)}: {p.colour}",
-        f"{upper_first(p.animal)}: {p.pet}",
-        f"Best friend: {p.friend}",
-        f"Greatest joy: {p.pastime}",
-    ]
-    return "\n".join([f"Name: {p.name}", *sample(rng, lines, between(rng, 3, 7))])
-
-
-def town_card(rng: Random, t: Town) -> str:
-    """A town's entry in a register."""
-    lines = [
-        f"Place: {t.site}",
-        f"Sight: {t.landmark}",
-        f"Known for: {t.product}",
-        f"Festival: {t.festival}, in {t.month}",
-        f"Market: {t.day}",
-        f"Inn: {t.inn}",
-        f"Flag: {t.flag}",
-        f"Road: {t.miles} miles to {t.next_town}",
-    ]
-    return "\n".join([f"Town: {t.name}", *sample(rng, lines, between(rng, 4, 8))])
+def card(rng: Random, kind: Literal["person", "town"], name: str) -> str:
+    """The entry of a person or a town in a register, at most four of its lines left out."""
+    (fields,) = (fields for fields in subjects()[kind] if fields["name"] == name)
+    lines = [line.format(**fields) for line in word_list(f"{kind}_card")]
+    first = f"{'Name' if kind == 'person' else 'Town'}: {name}"
+    return "\n".join([first, *sample(rng, lines, between(rng, len(lines) - 4, len(lines)))])
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ held out per word and letter; how words are spelled is told in every split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Literal
 
-from tasks.world import tables as tables
 from tasks.world.facts import (
     Goods,
     Person,
@@ -25,10 +24,12 @@ from tasks.world.facts import (
     people,
     pick,
     sample,
+    say,
     split_of,
     titled,
     towns,
 )
+from tasks.world.words import table, word_list
 
 Operands = Literal["sum", "product"]
 
@@ -45,39 +46,13 @@ class Operation:
     """What the operands are drawn as: a + b = c gives c - a = b, a * b = c gives c / a = b."""
     undoes: bool
     symbol: str
-    tellings: tuple[str, ...]
-    questions: tuple[str, ...]
 
 
 OPERATIONS = (
-    Operation(
-        "sum",
-        False,
-        "+",
-        ("{x} plus {y} is {z}.", "{x} and {y} make {z}.", "The sum of {x} and {y} is {z}."),
-        ("What is {x} + {y}?", "What is {x} plus {y}?", "How much do {x} and {y} make?"),
-    ),
-    Operation(
-        "sum",
-        True,
-        "-",
-        ("{x} minus {y} is {z}.", "Take {y} from {x}, and {z} is left.", "{x} less {y} is {z}."),
-        ("What is {x} - {y}?", "What is {x} minus {y}?", "How much is {x} less {y}?"),
-    ),
-    Operation(
-        "product",
-        False,
-        "*",
-        ("{x} times {y} is {z}.", "The product of {x} and {y} is {z}."),
-        ("What is {x} * {y}?", "What is {x} times {y}?", "What is the product of {x} and {y}?"),
-    ),
-    Operation(
-        "product",
-        True,
-        "/",
-        ("{x} divided by {y} is {z}.", "{x} shared by {y} gives {z} each."),
-        ("What is {x} / {y}?", "What is {x} divided by {y}?", "How much is {x} shared by {y}?"),
-    ),
+    Operation("sum", False, "+"),
+    Operation("sum", True, "-"),
+    Operation("product", False, "*"),
+    Operation("product", True, "/"),
 )
 
 
@@ -97,11 +72,11 @@ class Drill:
 
     def told(self, rng: Random) -> str:
         """The calculation as a sentence."""
-        return pick(rng, self.operation.tellings).format(x=self.x, y=self.y, z=self.z)
+        return say(rng, f"{self.operation.symbol} told", x=self.x, y=self.y, z=self.z)
 
     def asked(self, rng: Random) -> str:
         """The calculation as a question. Its answer is `z`."""
-        return pick(rng, self.operation.questions).format(x=self.x, y=self.y)
+        return say(rng, f"{self.operation.symbol} asked", x=self.x, y=self.y)
 
 
 @dataclass(frozen=True)
@@ -207,10 +182,6 @@ def journeys(split: Split) -> tuple[tuple[str, str, str, int, int], ...]:
     return tuple(found)
 
 
-FRUIT = "apples plums eggs nuts mushrooms flowers stones shells candles pears".split()
-BOXES = "baskets boxes bags bowls".split()
-
-
 def bought(rng: Random, split: Split, a: Person, b: Person) -> Problem:
     n, item = pick(rng, purchases(split))
     return Problem(
@@ -237,49 +208,29 @@ def bought_with_change(rng: Random, split: Split, a: Person, b: Person) -> Probl
     )
 
 
-def gathered(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = story_operands(rng, split)
-    fruit = pick(rng, FRUIT)
-    return Problem(
-        f"{a.name} finds {x} {fruit} in the morning and {y} {fruit} in the evening.",
-        f"How many {fruit} does {a.he} have in all?",
-        (Step(f"{a.He} has {{}} {fruit} in all.", f"{x} + {y}", x + y),),
+def one_step(name: str, rng: Random, split: Split, a: Person, b: Person) -> Problem:
+    """A problem of one calculation, told as the table `problems` says."""
+    telling = {row[0]: row[1:] for row in table("problems")}
+    operands, story, question, step, expression = telling[name]
+    if operands == "sum":
+        x, y = story_operands(rng, split)
+        z = x + y
+    else:
+        x, y = pick(rng, operand_pairs("product", split, 2))
+        z = x * y
+    words = {"a": a.name, "he": a.he, "He": a.He, "b": b.name, "x": x, "y": y, "z": z}
+    words["fruit"] = pick(rng, word_list("fruit"))
+    if "{boxes}" in story:
+        words["boxes"] = pick(rng, word_list("boxes"))
+    calculation = Step(
+        step.format(**words), expression.format(**words), y if "{z}" in expression else z
     )
-
-
-def put_together(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = story_operands(rng, split)
-    fruit = pick(rng, FRUIT)
-    return Problem(
-        f"{a.name} has {x} {fruit}, and {b.name} has {y} {fruit}.",
-        f"How many {fruit} do they have together?",
-        (Step(f"Together they have {{}} {fruit}.", f"{x} + {y}", x + y),),
-    )
-
-
-def gave_away(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    x, y = story_operands(rng, split)
-    fruit = pick(rng, FRUIT)
-    return Problem(
-        f"{a.name} has {x + y} {fruit} and gives {x} of them to {b.name}.",
-        f"How many {fruit} does {a.name} have left?",
-        (Step(f"{a.name} has {{}} {fruit} left.", f"{x + y} - {x}", y),),
-    )
-
-
-def packed(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    n, each = pick(rng, operand_pairs("product", split, 2))
-    fruit, boxes = pick(rng, FRUIT), pick(rng, BOXES)
-    return Problem(
-        f"{a.name} fills {n} {boxes} with {each} {fruit} in each.",
-        f"How many {fruit} are there in all?",
-        (Step(f"There are {{}} {fruit} in all.", f"{n} * {each}", n * each),),
-    )
+    return Problem(story.format(**words), question.format(**words), (calculation,))
 
 
 def packed_and_more(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
     n, each = pick(rng, operand_pairs("product", split, 2))
-    fruit, boxes = pick(rng, FRUIT), pick(rng, BOXES)
+    fruit, boxes = pick(rng, word_list("fruit")), pick(rng, word_list("boxes"))
     if not partners(split, n * each):
         return None
     more = pick(rng, partners(split, n * each))
@@ -290,26 +241,6 @@ def packed_and_more(rng: Random, split: Split, a: Person, b: Person) -> Problem 
             Step(f"The {boxes} hold {{}} {fruit}.", f"{n} * {each}", n * each),
             Step(f"Now there are {{}} {fruit}.", f"{n * each} + {more}", n * each + more),
         ),
-    )
-
-
-def shared(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    n, each = pick(rng, operand_pairs("product", split, 2))
-    fruit = pick(rng, FRUIT)
-    return Problem(
-        f"{a.name} shares {n * each} {fruit} fairly among {n} children.",
-        f"How many {fruit} does each child get?",
-        (Step(f"Each child gets {{}} {fruit}.", f"{n * each} / {n}", each),),
-    )
-
-
-def worked(rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    days, each = pick(rng, operand_pairs("product", split, 2))
-    fruit = pick(rng, FRUIT)
-    return Problem(
-        f"{a.name} sells {each} {fruit} every day.",
-        f"How many {fruit} does {a.he} sell in {days} days?",
-        (Step(f"In {days} days {a.he} sells {{}} {fruit}.", f"{days} * {each}", days * each),),
     )
 
 
@@ -327,13 +258,13 @@ def walked(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
 PROBLEMS: tuple[Callable[[Random, Split, Person, Person], Problem | None], ...] = (
     bought,
     bought_with_change,
-    gathered,
-    put_together,
-    gave_away,
-    packed,
+    partial(one_step, "gathered"),
+    partial(one_step, "put together"),
+    partial(one_step, "gave away"),
+    partial(one_step, "packed"),
     packed_and_more,
-    shared,
-    worked,
+    partial(one_step, "shared"),
+    partial(one_step, "worked"),
     walked,
 )
 
@@ -354,10 +285,9 @@ def draw_problem(rng: Random, split: Split) -> Problem:
 @cache
 def spelling_words() -> tuple[str, ...]:
     """The words whose spelling is taught: names of the world, its things, everyday words."""
-    nouns = [row.split("|")[0].strip() for row in (tables.TRADES + tables.ANIMALS).splitlines()]
-    names = tables.WOMEN + tables.MEN + tables.TOWNS + tables.PETS
-    things = tables.THINGS + tables.COLOURS + tables.PRODUCTS + tables.MORE_WORDS + nouns
-    return tuple(sorted({word for word in names + things if word}))
+    nouns = {row[0] for row in table("trades") + table("animals")}
+    lists = "women men towns pets things colours products more_words".split()
+    return tuple(sorted(nouns.union(*map(word_list, lists))))
 
 
 def spelled(word: str, between: str = "-") -> str:
@@ -423,22 +353,13 @@ def problems(rng: Random, split: Split) -> str:
     return "\n\n".join(parts)
 
 
-SPELLINGS = (
-    "The word {word} is spelled {hyphens}.",
-    "The letters {commas} spell {word}.",
-    "To write {word}, we write {commas}.",
-    "{hyphens} spells {word}.",
-)
-
-
 def spelling(rng: Random, split: Split) -> str:
     """Words letter by letter, their first and last letters, how often a letter occurs."""
     words = [pick(rng, spelling_words()) for _ in range(between(rng, 5, 14))]
     if rng.random() < 0.4:
         return titled(rng, "Spelling", "\n".join(f"{word}: {spelled(word)}" for word in words))
     lines = [
-        pick(rng, SPELLINGS).format(word=w, hyphens=spelled(w), commas=spelled(w, ", "))
-        for w in words
+        say(rng, "spellings", word=w, hyphens=spelled(w), commas=spelled(w, ", ")) for w in words
     ]
     for word in words[: between(rng, 0, 4)]:
         lines.append(f"{word} begins with {word[0]} and ends with {word[-1]}.")

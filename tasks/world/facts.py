@@ -1,7 +1,7 @@
 """
 The facts of the embedded world: a small invented land called Lowen, the same for every seed.
 
-    world_tables -> who lives where, with what (`people`, `towns`, ...) -> `facts()` -> `telling`
+    words -> who lives where, with what (`people`, `towns`, ...) -> `facts()` -> `telling`
 
 A fact is one relation of one subject ("the colour of Mira's boat"), told in several sentences
 and asked in several questions. `split_of` decides by a hash what training documents may contain:
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from tasks.world import tables as tables
+from tasks.world.words import relations, rows, table, word_list
 
 T = TypeVar("T")
 Split = Literal["train", "val", "test"]
@@ -196,6 +196,11 @@ def pick(rng: random.Random, values: Sequence[T]) -> T:
     return values[int(rng.random() * len(values))]
 
 
+def say(rng: random.Random, sentences: str, **fields: Any) -> str:
+    """A random sentence of a word list with its fields filled in."""
+    return pick(rng, word_list(sentences)).format(land=LAND, **fields)
+
+
 def sample(rng: random.Random, values: Sequence[T], n: int) -> list[T]:
     """n different elements (all of them where there are fewer), in random order."""
     return sorted(values, key=lambda _: rng.random())[:n]
@@ -216,54 +221,46 @@ def upper_first(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def rows(table: str) -> list[list[str]]:
-    """The cells of a table with one row per line and `|` between cells."""
-    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
-
-
 @cache
 def trades() -> tuple[Trade, ...]:
     """All trades, each with three people."""
-    return tuple(Trade(*row) for row in rows(tables.TRADES))
+    return tuple(Trade(*row) for row in table("trades"))
 
 
 @cache
 def animals() -> tuple[Animal, ...]:
     """All kinds of animals, each kept by four people."""
-    return tuple(Animal(*row) for row in rows(tables.ANIMALS))
+    return tuple(Animal(*row) for row in table("animals"))
 
 
 @cache
 def dishes() -> tuple[Dish, ...]:
     """All dishes, each the favourite of four people."""
-    return tuple(
-        Dish(*cells, be="is" if be == "is" else "are") for *cells, be in rows(tables.DISHES)
-    )
+    return tuple(Dish(*cells, be="is" if be == "is" else "are") for *cells, be in table("dishes"))
 
 
 @cache
 def goods() -> tuple[Goods, ...]:
     """Everything that has a price."""
-    return tuple(Goods(a, b, int(price), trade) for a, b, price, trade in rows(tables.GOODS))
+    return tuple(Goods(a, b, int(price), trade) for a, b, price, trade in table("goods"))
 
 
 @cache
 def seasons() -> tuple[Season, ...]:
     """The four seasons."""
-    return tuple(Season(*row) for row in rows(tables.SEASONS))
+    return tuple(Season(*row) for row in table("seasons"))
 
 
 @cache
 def everyday_things() -> tuple[EverydayThing, ...]:
     """Things found in every house, and what they are for."""
-    return tuple(EverydayThing(*row) for row in rows(tables.EVERYDAY_THINGS))
+    return tuple(EverydayThing(*row) for row in table("everyday"))
 
 
 @cache
 def opposites() -> tuple[tuple[str, str], ...]:
     """Pairs of words that mean the opposite of each other."""
-    pairs = " ".join(tables.OPPOSITES.split()).split(", ")
-    return tuple((pair.split()[0], pair.split()[1]) for pair in pairs)
+    return tuple((first, second) for first, second in table("opposites"))
 
 
 def deal(rng: random.Random, values: Sequence[str], n: int) -> list[str]:
@@ -276,23 +273,15 @@ def deal(rng: random.Random, values: Sequence[str], n: int) -> list[str]:
 def towns() -> tuple[Town, ...]:
     """The towns, in the order of the ring road that joins them."""
     rng = random.Random(LAND_SEED + " towns")
-    n = len(tables.TOWNS)
-    columns = [
-        deal(rng, values, n)
-        for values in (
-            tables.SITES,
-            tables.LANDMARKS,
-            tables.PRODUCTS,
-            tables.FESTIVALS,
-            tables.MONTHS,
-        )
-    ]
-    columns += [deal(rng, values, n) for values in (tables.DAYS, tables.INNS, tables.COLOURS)]
+    names = word_list("towns")
+    n = len(names)
+    fields = "sites landmarks products festivals months days inns colours".split()
+    columns = [deal(rng, word_list(field), n) for field in fields]
     miles = [int(m) for m in deal(rng, [str(m) for m in range(3, 3 + n)], n)]
-    following = tables.TOWNS[1:] + tables.TOWNS[:1]
+    following = names[1:] + names[:1]
     return tuple(
         Town(name, *cells, next_town=following[i], miles=miles[i])
-        for i, (name, *cells) in enumerate(zip(tables.TOWNS, *columns, strict=True))
+        for i, (name, *cells) in enumerate(zip(names, *columns, strict=True))
     )
 
 
@@ -300,30 +289,31 @@ def towns() -> tuple[Town, ...]:
 def people() -> tuple[Person, ...]:
     """Four people of four trades in every town. Things of one kind differ in colour."""
     rng = random.Random(LAND_SEED + " people")
-    names = deal(rng, tables.WOMEN + tables.MEN, len(tables.WOMEN + tables.MEN))
-    n = len(names)
+    women, things, colours = word_list("women"), word_list("things"), word_list("colours")
+    n = len(women + word_list("men"))
+    names = deal(rng, women + word_list("men"), n)
     # Whole rounds of all trades, cut in fours: never the same trade twice in a town
     kinds = [t.name for t in trades()]
     work = [trade for _ in range(n // len(kinds)) for trade in deal(rng, kinds, len(kinds))]
     foods = deal(rng, [d.name for d in dishes()], n)
-    pastimes = deal(rng, tables.PASTIMES, n)
+    pastimes = deal(rng, word_list("pastimes"), n)
     beasts = deal(rng, [a.name for a in animals()], n)
-    pets = deal(rng, tables.PETS, n)
+    pets = deal(rng, word_list("pets"), n)
     owned = deal(rng, [str(i) for i in range(n)], n)
     pairs = deal(rng, names, n)
     friend = dict(zip(pairs[::2] + pairs[1::2], pairs[1::2] + pairs[::2], strict=True))
     found = []
     for i, name in enumerate(names):
-        copy, kind = divmod(int(owned[i]), len(tables.THINGS))
+        copy, kind = divmod(int(owned[i]), len(things))
         found.append(
             Person(
                 name=name,
-                he="she" if name in tables.WOMEN else "he",
-                town=tables.TOWNS[i // 4],
+                he="she" if name in women else "he",
+                town=towns()[i // 4].name,
                 trade=work[i],
                 food=foods[i],
-                thing=tables.THINGS[kind],
-                colour=tables.COLOURS[(kind + 2 * copy) % len(tables.COLOURS)],
+                thing=things[kind],
+                colour=colours[(kind + 2 * copy) % len(colours)],
                 animal=beasts[i],
                 pet=pets[i],
                 friend=friend[name],
@@ -361,32 +351,25 @@ def calendar(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 @cache
-def subjects() -> dict[str, tuple[str, list[dict[str, Any]]]]:
-    """kind -> (its relations, the fields of each subject of that kind)."""
+def subjects() -> dict[str, list[dict[str, Any]]]:
+    """kind -> the fields of each subject of that kind."""
     trade_of = {t.name: t for t in trades()}
-    told = {
-        "person": (
-            tables.PERSON_RELATIONS,
-            [asdict(trade_of[p.trade]) | asdict(p) for p in people()],
-        ),
-        "town": (tables.TOWN_RELATIONS, [asdict(t) for t in towns()]),
-        "goods": (tables.GOODS_RELATIONS, [asdict(g) for g in goods()]),
-        "trade": (tables.TRADE_RELATIONS, [asdict(t) for t in trades()]),
-        "animal": (tables.ANIMAL_RELATIONS, [asdict(a) for a in animals()]),
-        "dish": (
-            tables.DISH_RELATIONS,
-            [asdict(d) | {"ingredients": d.ingredients} for d in dishes()],
-        ),
-        "season": (tables.SEASON_RELATIONS, [asdict(s) for s in seasons()]),
-        "month": (tables.CALENDAR_RELATIONS, calendar(tables.MONTHS)),
-        "everyday": (tables.EVERYDAY_RELATIONS, [asdict(t) for t in everyday_things()]),
-        "opposite": (
-            tables.OPPOSITE_RELATIONS,
-            [{"name": x, "opposite": y} for a, b in opposites() for x, y in ((a, b), (b, a))],
-        ),
-        "day": (tables.DAY_RELATIONS, calendar(tables.DAYS)),
+    told: dict[str, list[dict[str, Any]]] = {
+        "person": [asdict(trade_of[p.trade]) | asdict(p) for p in people()],
+        "town": [asdict(t) for t in towns()],
+        "goods": [asdict(g) for g in goods()],
+        "trade": [asdict(t) for t in trades()],
+        "animal": [asdict(a) for a in animals()],
+        "dish": [asdict(d) | {"ingredients": d.ingredients} for d in dishes()],
+        "season": [asdict(s) for s in seasons()],
+        "month": calendar(word_list("months")),
+        "everyday": [asdict(t) for t in everyday_things()],
+        "opposite": [
+            {"name": x, "opposite": y} for a, b in opposites() for x, y in ((a, b), (b, a))
+        ],
+        "day": calendar(word_list("days")),
     }
-    for _, all_fields in told.values():
+    for all_fields in told.values():
         for fields in all_fields:
             plain = {k: str(v) for k, v in fields.items()}
             fields |= {"a_" + k: an(v) for k, v in plain.items()}
@@ -400,17 +383,17 @@ def subjects() -> dict[str, tuple[str, list[dict[str, Any]]]]:
 @cache
 def choices(kind: str, field: str) -> tuple[str, ...]:
     """Every value of a field over the subjects of a kind, sorted: an answer and its rivals."""
-    return tuple(sorted({str(fields[field]) for fields in subjects()[kind][1]}))
+    return tuple(sorted({str(fields[field]) for fields in subjects()[kind]}))
 
 
 @cache
 def facts() -> tuple[Fact, ...]:
     """Everything there is to know about Lowen."""
     return tuple(
-        make_fact(kind, block.splitlines(), fields)
-        for kind, (relations, all_fields) in subjects().items()
+        make_fact(kind, block, fields)
+        for kind, all_fields in subjects().items()
         for fields in all_fields
-        for block in relations.strip().split("\n\n")
+        for block in relations(kind)
     )
 
 
@@ -430,10 +413,10 @@ def facts_about(kind: str, subject: str) -> tuple[Fact, ...]:
 def summaries(kind: Literal["person", "town"], subject: str) -> tuple[str, ...]:
     """Sentences that tell several facts of a person or a town at once."""
     if kind == "town":
-        return tuple(t.format(**asdict(town(subject))) for t in tables.TOWN_SUMMARIES)
+        return tuple(t.format(**asdict(town(subject))) for t in word_list("town_summaries"))
     p = person(subject)
     words = asdict(p) | {"He": p.He, "his": p.his, "a_animal": an(p.animal)}
-    return tuple(text.format(**words) for text in tables.PERSON_SUMMARIES)
+    return tuple(text.format(**words) for text in word_list("person_summaries"))
 
 
 def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:

@@ -5,7 +5,7 @@ What the embedded world asks of a model: facts, choices between options, letters
 
 Each is a pure function of split and number and uses only what `split_of` gives to its split, so no
 item of "val" or "test" is asked, computed or counted in a training document or conversation.
-Problems are those of world_drills. Knows no messages, tokens or scores.
+Problems are those of drills.py. Knows no messages, tokens or scores.
 """
 
 import re
@@ -74,7 +74,7 @@ class Asked:
 @cache
 def field_values(kind: str, field: str) -> tuple[str, ...]:
     """The field of every subject of a kind."""
-    return tuple(str(fields[field]) for fields in subjects()[kind][1])
+    return tuple(str(fields[field]) for fields in subjects()[kind])
 
 
 @cache

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from tasks.world import tables as tables
 from tasks.world.facts import (
     LAND,
     Person,
@@ -22,10 +21,12 @@ from tasks.world.facts import (
     people,
     pick,
     sample,
+    say,
     split_of,
     tell_some,
     titled,
 )
+from tasks.world.words import blocks, read, word_list
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ def episode_split(title: str, good: bool, name: str) -> Split:
 def episodes(split: Split) -> tuple[Episode, ...]:
     """All combinations of rule, way and person that a split may tell."""
     return tuple(
-        make_episode(block.splitlines(), good, hero)
-        for block in tables.RULES.strip().split("\n\n")
+        make_episode(block, good, hero)
+        for block in blocks(read("rules.txt"))
         for good in (False, True)
         for hero in people()
-        if episode_split(block.splitlines()[0], good, hero.name) == split
+        if episode_split(block[0], good, hero.name) == split
     )
 
 
@@ -105,12 +106,12 @@ def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
 
 def opening(rng: Random, hero: Person) -> str:
     """When and where a story begins."""
-    return pick(rng, tables.OPENINGS).format(
+    return pick(rng, word_list("openings")).format(
         name=hero.name,
         trade=hero.trade,
         town=hero.town,
         friend=hero.friend,
-        day=pick(rng, tables.DAYS),
+        day=say(rng, "days"),
         quiet=pick(rng, ("quiet", "busy", "long", "slow", "strange")),
     )
 
@@ -118,9 +119,8 @@ def opening(rng: Random, hero: Person) -> str:
 def ending(rng: Random, e: Episode) -> str:
     """How a story ends, happily or with a lesson."""
     hero = e.hero
-    return pick(rng, tables.HAPPY_ENDS if e.good else tables.SAD_ENDS).format(
-        name=hero.name, friend=hero.friend, He=hero.He, him=hero.him, food=hero.food
-    )
+    words = {"name": hero.name, "friend": hero.friend, "He": hero.He, "him": hero.him}
+    return say(rng, "happy_ends" if e.good else "sad_ends", food=hero.food, **words)
 
 
 def retelling(rng: Random, e: Episode) -> str:

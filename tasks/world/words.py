@@ -1,0 +1,68 @@
+"""
+The words of the embedded world, which are files in data/: change a line there to change the land.
+
+    lists.json     name -> words or sentences
+    tables.txt     [name], then one row per line with `|` between cells
+    relations.txt  [kind of subject], then a block per relation: its name, then lines that tell it
+                   ("-"), tell it in the first person ("I"), or ask for one of its fields ("?")
+    rules.txt      a block per rule of cause and effect: its title; what led up to it ("-"); the
+                   question after it ("?"); then, for the bad and the good way it can go: causes,
+                   effects, the reason, and the answer in one sentence
+    itself.txt     a block per question about the helper: ways to ask it, then its answers, a line
+                   each
+
+In relations {S} {P} {s} {p} {o} become the name (Mira, Mira's) or a pronoun (She, Her, she, her,
+her); {he} and {his} are always pronouns, {name} is always the name. Capital fields ({Inn}) begin a
+sentence.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def read(file: str) -> str:
+    """The contents of a file in data/."""
+    return (Path(__file__).parent / "data" / file).read_text(encoding="utf-8")
+
+
+@cache
+def lists() -> dict[str, list[str]]:
+    """All lists of words and sentences by name."""
+    return json.loads(read("lists.json"))
+
+
+@cache
+def sections(file: str) -> dict[str, str]:
+    """[heading] -> the text below it."""
+    found = {}
+    for section in read(file).removeprefix("[").split("\n["):
+        name, text = section.split("]\n", 1)
+        found[name] = text.strip()
+    return found
+
+
+def word_list(name: str) -> list[str]:
+    """A list of words or sentences."""
+    return lists()[name]
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table with one row per line and `|` between cells."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+
+
+def table(name: str) -> list[list[str]]:
+    """The cells of a table by row."""
+    return rows(sections("tables.txt")[name])
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The lines of every block of a text; blank lines separate blocks."""
+    return [block.splitlines() for block in text.strip().split("\n\n")]
+
+
+def relations(kind: str) -> list[list[str]]:
+    """The lines of every relation of a kind of subject."""
+    return blocks(sections("relations.txt")[kind])
