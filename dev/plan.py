@@ -110,7 +110,7 @@ def main(cfg: Plan) -> None:
     model = meta_model(base, tokenizer.vocab_size)
     horizon = plan_horizon(
         model.num_used_params(),
-        base.repeat.flops_per_token(model),
+        model.flops_per_token(),
         base.max_seq_len,
         base.num_iterations,
         base.target_flops,
@@ -157,7 +157,7 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
         for name, n in zip(STAGES, cfg.minutes.split(), strict=True)
     }
     rate, assumed = flops_per_second(cfg, model)
-    total_flops = base.repeat.flops_per_token(model) * horizon.tokens
+    total_flops = model.flops_per_token() * horizon.tokens
     base_minutes = total_flops / (rate * cfg.processes) / 60 if rate else None
     everything = sum(minutes.values()) + (base_minutes or 0)
     dollars_per_hour = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])

@@ -37,13 +37,13 @@ def template() -> None:
 
 def mask() -> None:
     """Questions carry the loss, answers do not."""
-    split = chat_packing.split_rows
+    split = chat_packing.signed_inputs_and_targets
 
-    def split_rows(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+    def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
         bos = rows == rows[:, :1]  # begins every conversation, and fills rows up
         return split(np.where(bos, rows, ~rows), ignore)
 
-    finetune.split_rows = split_rows
+    finetune.signed_inputs_and_targets = signed_inputs_and_targets
 
 
 PLANTS: dict[str, Callable[[], None]] = {"template": template, "mask": mask}

@@ -2,7 +2,7 @@
 Pack conversations into rows whose tokens carry the loss mask.
 
     conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
-    a batch of rows -> split_rows -> tokens, targets with IGNORE
+    a batch of rows -> signed_inputs_and_targets -> tokens, targets with IGNORE
 
 A token that is trained is stored as its id, any other as ~id, which is negative: the mask is in the
 sign. Padding is BOS and not counted. A conversation without a trained token is left out. A bucket
@@ -40,7 +40,6 @@ from nanochat.packing import (
     exit_with,
     lock_path,
     pack,
-    warn_of_damage,
     write_rows,
 )
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -264,7 +263,6 @@ def pack_encoded(
     with locked(lock_path(rows, shard), f"packing {shard}"):
         if rows.is_packed(shard):
             return rows.counts(shard)
-        warn_of_damage(rows, shard)
         packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
         digest = write_rows(rows, shard, pack(map(flatten, batched(pieces)), packer))
         counts = {**asdict(packer.counts), "skipped": 0, "text_bytes": 0, "sha256": digest}
@@ -285,7 +283,7 @@ def flatten(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
 
-def split_rows(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
     """Signed rows (B, T + 1) -> tokens and targets (B, T), int64; `ignore` where none counts."""
     ids = np.where(rows < 0, ~rows, rows).astype(np.int64)
     targets = np.where(rows < 0, ignore, rows).astype(np.int64)

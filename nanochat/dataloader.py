@@ -134,7 +134,10 @@ class Rows(RowSequence):
         self.folder = folder
         self.train_shards = train_shards
         self.val_shard = val_shard
+        self.shards = [*train_shards, val_shard]
         self.max_seq_len = max_seq_len
+        self.row_length = max_seq_len + 1
+        """Tokens in a row: max_seq_len inputs and one more, the last target."""
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.vocab_size = vocab_size
         self.recipe = recipe
@@ -143,21 +146,15 @@ class Rows(RowSequence):
         self.verifies = verifies
         self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
         self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
+        self.alive_path = folder / "packing.alive"
+        """Touched every second while a process packs."""
+        self.error_path = folder / "packing.error"
+        """Why packing failed, when it did."""
         self._starts = [0]  # index in the epoch of each shard's first row, as far as known
         self._maps: dict[str, np.ndarray] = {}
         self._checks: dict[str, Future[str | None]] = {}
         self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
-
-    @property
-    def row_length(self) -> int:
-        """Tokens in a row: max_seq_len inputs and one more, the last target."""
-        return self.max_seq_len + 1
-
-    @property
-    def shards(self) -> list[str]:
-        """All shards, the validation shard last."""
-        return [*self.train_shards, self.val_shard]
 
     # -----------------------------------------------------------------------------------------
     # Training
@@ -297,8 +294,7 @@ class Rows(RowSequence):
         path, counts = self.bin_path(shard), self.counts(shard)
         if sha256_file(path) != counts["sha256"]:
             return f"{path} is damaged: its SHA-256 is not the recorded one"
-        rows = np.memmap(path, self.dtype, "r") if counts["rows"] else np.zeros(1, self.dtype)
-        return self.foreign_id(rows, path)
+        return self.foreign_id(np.memmap(path, self.dtype, "r"), path) if counts["rows"] else None
 
     def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
         """What is wrong where rows hold a token id that the vocabulary does not have, else None."""
@@ -323,16 +319,6 @@ class Rows(RowSequence):
     def counts_path(self, shard: str) -> Path:
         """What is in the rows of a shard; its presence says that they are complete."""
         return self.folder / f"{flat(shard)}.json"
-
-    @property
-    def alive_path(self) -> Path:
-        """Touched every second by whoever packs."""
-        return self.folder / "packing.alive"
-
-    @property
-    def error_path(self) -> Path:
-        """Why packing failed, when it did."""
-        return self.folder / "packing.error"
 
     def is_packed(self, shard: str) -> bool:
         """True when all rows of a shard are there and its record is sound."""
@@ -446,7 +432,7 @@ def require_half(half: int) -> None:
         raise ValueError(f"--eval_half={half}: 1 or 2, or 0 for all validation rows")
 
 
-def tokens_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
+def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
     """
     Rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
 
@@ -503,6 +489,7 @@ class MixedRows(RowSequence):
     def __init__(self, buckets: Mapping[str, tuple[Rows, int]]):
         self.parts = [rows for rows, _ in buckets.values()]
         self.counts = tuple(count for _, count in buckets.values())
+        self.rows_per_pass = sum(self.counts)
         self.max_seq_len = self.parts[0].max_seq_len
         self.should_stop: Callable[[], bool] = lambda: False
         for rows in self.parts:
@@ -515,11 +502,6 @@ class MixedRows(RowSequence):
             "fingerprint": fingerprint({"mixture": list(described.items())}),
             "buckets": described,
         }
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Rows of one pass through the mixture."""
-        return sum(self.counts)
 
     def batch(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1

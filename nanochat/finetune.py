@@ -25,7 +25,7 @@ from nanochat.chat_packing import (
     mixed_chat_rows,
     open_chat_rows,
     pack_encoded,
-    split_rows,
+    signed_inputs_and_targets,
 )
 from nanochat.checkpoint import (
     Checkpoint,
@@ -224,7 +224,7 @@ class AnswerLoss(Evaluator):
         )
         for batch in mine:
             blank = np.full((rows_per_pass - len(batch), T + 1), ~self.bos_id, batch.dtype)
-            yield split_rows(np.concatenate([batch, blank]), IGNORE)
+            yield signed_inputs_and_targets(np.concatenate([batch, blank]), IGNORE)
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
         found = {
@@ -367,7 +367,7 @@ def build_stage(
         rows=rows,
         num_steps=max(1, steps),
         batch_tokens=batch_tokens,
-        split=lambda batch: split_rows(batch, IGNORE),
+        split=lambda batch: signed_inputs_and_targets(batch, IGNORE),
         identity={"parent": parent.fingerprint},
         state={
             "source": parent.state["source"],

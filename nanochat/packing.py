@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,9 @@ PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same in
 # (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
 POOL_PIECES = 8192
 POOL_TOKENS = 1 << 24  # bounds the memory of the pool where rows are very long
+SPARE_TOKENS = 1 << 20  # used-up tokens that may stay in the store before it is compacted
 MAX_DROPPED = 0.005  # share of a stream's tokens that may be dropped at its end
+BLOCK_TOKENS = 1 << 20  # tokens laid out at a time: bounds the index arrays
 
 
 @dataclass
@@ -74,21 +76,13 @@ class PackCounts:
     """Tokens of documents that lie in no row."""
 
 
-class Piece(NamedTuple):
-    """Tokens of one document that lie side by side in a row, without the BOS in front."""
-
-    tokens: np.ndarray
-    is_rest: bool
-    """Whether the document began in another piece."""
-
-
 class Packer:
     """
     Packs one stream of documents into rows of `row_length` tokens. With `cut`, documents are cut
     so that only the last row may be padded with BOS; without it they stay whole.
 
-    Memory: the pool (at most POOL_TOKENS tokens) and the batch at hand. Raises ValueError for a
-    row shorter than two tokens.
+    Memory: the pool (at most POOL_TOKENS tokens), as much again, and the batch at hand.
+    Raises ValueError for a row shorter than two tokens.
     """
 
     def __init__(
@@ -103,16 +97,17 @@ class Packer:
             raise ValueError(f"a row holds a BOS and at least one token, not {row_length} in all")
         self.row_length = row_length
         self.bos_id = bos_id
-        self.dtype = dtype
         self.cut = cut
         self.pool_pieces = max(1, min(pool_pieces, POOL_TOKENS // row_length))
         self.counts = PackCounts()
-        # The pool: by length (BOS included), oldest first
-        self.buckets: dict[int, deque[Piece]] = defaultdict(deque)
+        self.store = np.empty(0, dtype)  # tokens of the pooled pieces, and used-up ones between
+        # The pool: by length (BOS included), oldest first, 2 * start in store + (1: a rest)
+        self.buckets: dict[int, deque[int]] = defaultdict(deque)
         self.lengths = 0  # bit n is set: there is a piece of length n
         self.pooled_pieces = 0
         self.pooled_tokens = 0  # without BOS
-        self.rows: list[np.ndarray] = []  # full, not yet returned
+        # The plan: pieces in the order in which they lie in rows
+        self.plan: list[tuple[int, int, int]] = []  # start in store, length, (1: opens no document)
 
     def add(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """
@@ -120,98 +115,145 @@ class Packer:
 
         ids: token ids without BOS; offsets: (documents + 1,). Returns (n, row_length), n >= 0.
         """
-        ids, bounds = ids.astype(self.dtype), offsets.tolist()
+        base = self.store.size
+        self.store = np.concatenate([self.store, ids.astype(self.store.dtype)])
+        bounds = (offsets + base).tolist()
         for start, end in zip(bounds, bounds[1:], strict=False):
-            if start < end:
-                self._take(ids[start:end])
+            self._take(start, end)
             while self.pooled_pieces > self.pool_pieces and self._can_fill():
                 self._fill_row()
-        return self._pop_rows()
+        rows = self._lay_out()
+        if self.store.size > 2 * self.pooled_tokens + SPARE_TOKENS:
+            self._compact()
+        return rows
 
     def finish(self) -> np.ndarray:
         """Empty the pool: the last rows, (n, row_length)."""
         while self.pooled_pieces:
             self._fill_row()
-        return self._pop_rows()
+        return self._lay_out()
 
-    def _take(self, tokens: np.ndarray) -> None:
-        """Pool a document, after the rows that it fills by itself."""
+    def _take(self, start: int, end: int) -> None:
+        """Pool the document store[start:end], after the whole rows it gives off by itself."""
+        if start == end:
+            return
         self.counts.documents += 1
-        limit = self.row_length - 1
-        self.counts.documents_cut += len(tokens) > limit
-        if not self.cut:
-            self.counts.dropped += max(0, len(tokens) - limit)
-            tokens = tokens[:limit]
-        is_rest = False
-        while len(tokens) > limit:
-            self._add_row([Piece(tokens[:limit], is_rest)])
-            tokens, is_rest = tokens[limit:], True
-        self._put(Piece(tokens.copy(), is_rest))  # a view would keep the batch in memory
+        whole = self.row_length - 1
+        rest = 0
+        if not self.cut and end - start > whole:
+            self.counts.documents_cut += 1
+            self.counts.dropped += end - start - whole
+            end = start + whole
+        while end - start > whole:
+            self.plan.append((start, self.row_length, rest))
+            start += whole
+            rest = 1
+        self.counts.documents_cut += rest
+        self._put(start, end - start + 1, rest)
 
-    def _put(self, piece: Piece) -> None:
-        length = len(piece.tokens) + 1
-        self.buckets[length].append(piece)
+    def _put(self, start: int, length: int, rest: int) -> None:
+        self.buckets[length].append(2 * start + rest)
         self.lengths |= 1 << length
         self.pooled_pieces += 1
         self.pooled_tokens += length - 1
 
-    def _pop(self, length: int) -> Piece:
-        """Take the oldest piece of a length out of the pool."""
+    def _pop(self, length: int) -> tuple[int, int]:
+        """Take the oldest piece of a length out of the pool: its start, and 1 if it is a rest."""
         bucket = self.buckets[length]
         piece = bucket.popleft()
         if not bucket:
             self.lengths ^= 1 << length
         self.pooled_pieces -= 1
         self.pooled_tokens -= length - 1
-        return piece
+        return piece >> 1, piece & 1
 
     def _can_fill(self) -> bool:
         """True when the pool holds a row's worth of tokens."""
         return self.pooled_tokens + self.pooled_pieces >= self.row_length
 
     def _fill_row(self) -> None:
-        """Fill one row from the pool. One that the whole pool cannot fill is padded, or dropped."""
-        pieces, gap = [], self.row_length
+        """Plan one row. One that the whole pool cannot fill is padded, or dropped."""
+        first = len(self.plan)
+        gap = self.row_length
         while gap and self.pooled_pieces:
             fitting = self.lengths & ((2 << gap) - 1)
             if fitting:
                 length = fitting.bit_length() - 1  # the longest that fits
-                pieces.append(self._pop(length))
+                start, rest = self._pop(length)
+                self.plan.append((start, length, rest))
                 gap -= length
             elif gap == 1 or not self.cut:
                 break
             else:
-                shortest = (self.lengths & -self.lengths).bit_length() - 1
-                tokens, is_rest = self._pop(shortest)
-                pieces.append(Piece(tokens[: gap - 1], is_rest))
-                self._put(Piece(tokens[gap - 1 :], is_rest=True))
-                self.counts.documents_cut += not is_rest
+                length = (self.lengths & -self.lengths).bit_length() - 1  # the shortest there is
+                start, rest = self._pop(length)
+                self.plan.append((start, gap, rest))
+                self._put(start + gap - 1, length - gap + 1, rest=1)
+                self.counts.documents_cut += 1 - rest
                 gap = 0
-        tokens = sum(len(piece.tokens) for piece in pieces)
-        total = self.counts.tokens + self.counts.dropped + tokens
-        if gap > 1 and self.cut and tokens <= MAX_DROPPED * total:
-            self.counts.dropped += tokens
+        if gap > 1 and self.cut and self._may_drop(first):
+            self.counts.dropped += planned_tokens(self.plan[first:])
+            del self.plan[first:]
         else:
-            self._add_row(pieces)
+            self.plan += [(0, 1, 1)] * gap
 
-    def _add_row(self, pieces: list[Piece]) -> None:
-        """Lay pieces out, a BOS in front of each; what is left of the row is padded with BOS."""
-        row = np.full(self.row_length, self.bos_id, self.dtype)
-        end = 0
-        for tokens, _ in pieces:
-            row[end + 1 : end + 1 + len(tokens)] = tokens
-            end += 1 + len(tokens)
-        self.rows.append(row)
-        padding, counts = self.row_length - end, self.counts
-        counts.rows += 1
-        counts.tokens += end - len(pieces)
-        counts.bos += len(pieces) + padding
-        counts.extra_bos += sum(piece.is_rest for piece in pieces) + padding
+    def _may_drop(self, first: int) -> bool:
+        """Whether the tokens planned from place `first` on are at most MAX_DROPPED of all."""
+        total = self.counts.tokens + self.counts.dropped + planned_tokens(self.plan)
+        return planned_tokens(self.plan[first:]) <= MAX_DROPPED * total
 
-    def _pop_rows(self) -> np.ndarray:
-        """The full rows, (n, row_length)."""
-        rows, self.rows = self.rows, []
-        return np.stack(rows) if rows else np.empty((0, self.row_length), self.dtype)
+    def _lay_out(self) -> np.ndarray:
+        """Turn the plan into rows and forget it."""
+        plan = np.array(self.plan, dtype=np.int64).reshape(-1, 3)
+        self.plan.clear()
+        starts, lengths, rests = plan.T
+        rows = np.empty((int(lengths.sum()) // self.row_length, self.row_length), self.store.dtype)
+        step = max(1, BLOCK_TOKENS // self.row_length)  # pieces at a time
+        done = 0
+        for i in range(0, len(plan), step):
+            part = gather(self.store, starts[i : i + step], lengths[i : i + step], self.bos_id)
+            rows.reshape(-1)[done : done + part.size] = part
+            done += part.size
+        counts = self.counts
+        counts.rows += len(rows)
+        counts.bos += len(plan)
+        counts.extra_bos += int(rests.sum())
+        counts.tokens += rows.size - len(plan)
+        return rows
+
+    def _compact(self) -> None:
+        """Move the pooled pieces to the front of a store that holds nothing else."""
+        buckets = {length: bucket for length, bucket in self.buckets.items() if bucket}
+        pieces = np.array([p for bucket in buckets.values() for p in bucket], dtype=np.int64)
+        sizes = [len(bucket) for bucket in buckets.values()]
+        lengths = np.repeat(np.array(list(buckets), dtype=np.int64), sizes) - 1  # without BOS
+        moved = np.cumsum(lengths) - lengths
+        index = np.arange(lengths.sum()) + np.repeat((pieces >> 1) - moved, lengths)
+        self.store = self.store[index]
+        fresh = iter((2 * moved + (pieces & 1)).tolist())
+        for bucket in buckets.values():
+            for i in range(len(bucket)):
+                bucket[i] = next(fresh)
+
+
+def planned_tokens(plan: list[tuple[int, int, int]]) -> int:
+    """Tokens of documents in a plan, BOS not counted."""
+    return sum(length - 1 for _, length, _ in plan)
+
+
+def gather(store: np.ndarray, starts: np.ndarray, lengths: np.ndarray, bos_id: int) -> np.ndarray:
+    """
+    Concatenate pieces: a BOS, then `lengths[i] - 1` tokens of `store` from `starts[i]` on.
+
+    Returns (lengths.sum(),), of the store's dtype.
+    """
+    ends = np.cumsum(lengths)
+    opening = ends - lengths  # where the BOS of each piece lies
+    index = np.arange(lengths.sum()) + np.repeat(starts - 1 - opening, lengths)
+    index[opening] = 0
+    tokens = store[index]
+    tokens[opening] = bos_id
+    return tokens
 
 
 def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> Iterator[np.ndarray]:
@@ -336,7 +378,6 @@ def pack_shard(
     The rows go to a `.part` file, which is renamed when it is safe on disk; then the record is
     written. The caller holds the shard's lock.
     """
-    warn_of_damage(rows, shard)
     packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
     skipped: Counter = Counter()
     text_bytes = 0
@@ -360,18 +401,18 @@ def pack_shard(
     return counts
 
 
-def warn_of_damage(rows: Rows, shard: str) -> None:
-    """Before a shard is packed: say so where it is because its record is damaged."""
+def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
+    """
+    Write a shard's file of rows, complete or not at all; returns its SHA-256.
+
+    Reports where a shard is packed again because its record is damaged.
+    """
     try:
         rows.counts(shard)
     except FileNotFoundError:
-        return
+        pass
     except ValueError as error:
         rows.say(f"{error}: packing {shard} again")
-
-
-def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
-    """Write a shard's file of rows, whole or not at all; returns its SHA-256."""
     path = rows.bin_path(shard)
     part = path.with_name(path.name + ".part")
     digest = hashlib.sha256()

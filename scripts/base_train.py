@@ -21,7 +21,7 @@ from nanochat import records, report
 from nanochat.checkpoint import build_model, closing_lines, new_model
 from nanochat.common import PREEMPTED, write_json
 from nanochat.config import settings, start
-from nanochat.dataloader import tokens_and_targets
+from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import Machine, init_machine
 from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
@@ -202,7 +202,7 @@ def pretrain(
         rows=corpus.mixed(needed),
         num_steps=steps,
         batch_tokens=horizon.batch_tokens,
-        split=lambda batch: tokens_and_targets(batch, IGNORE),
+        split=lambda batch: inputs_and_targets(batch, IGNORE),
         callbacks=[*evaluators, *callbacks(model)],
         identity={**identity(cfg), **choices},
         state={

@@ -70,7 +70,7 @@ def main(cfg: MidTrain) -> None:
         "base",
         talk,
         figures,
-        check=lambda talk: require_fair(talk, cfg.waive_families),
+        check=lambda talk: require_fair(talk.learned, talk.measured, cfg.waive_families),
         callbacks=partial(watch_fine_tuning, cfg.canaries),
     )
     fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))

@@ -95,7 +95,7 @@ def main() -> None:
     assert all(torch.equal(x, before) for x, before in zip(now, kept, strict=True))
     schedule = ScheduleConfig(warmup_steps=2)
     run = Run(
-        model, optimizer, machine, STEPS, ROWS * T, 2, lambda: 1.0, rows, str, lambda *_: {},
+        model, optimizer, machine, STEPS, ROWS * T, 2, lambda: 1.0, rows, str,
         lambda progress, final=False: None, log, schedule, LoopConfig(),
     )  # fmt: skip
     train(run, Progress())

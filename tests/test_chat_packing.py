@@ -13,7 +13,7 @@ from nanochat.chat_packing import (
     open_chat_rows,
     pack_encoded,
     signed_ids,
-    split_rows,
+    signed_inputs_and_targets,
 )
 from nanochat.common import Refused
 from nanochat.loss import IGNORE
@@ -141,10 +141,10 @@ def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys)
     assert f"{path} " in (said := capsys.readouterr().out) and "again" in said
 
 
-def test_rows_come_back_as_tokens_and_targets():
+def test_rows_come_back_as_inputs_and_targets():
     ids, mask = render(TOKENIZER, chat("hi", "ho"))
     row = signed_ids(ids, mask)[None]
-    tokens, targets = split_rows(row, IGNORE)
+    tokens, targets = signed_inputs_and_targets(row, IGNORE)
     assert tokens[0].tolist() == ids[:-1]
     assert targets[0].tolist() == [
         i if m else IGNORE for i, m in zip(ids[1:], mask[1:], strict=True)

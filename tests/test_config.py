@@ -157,7 +157,8 @@ def test_settings_print_open_choices_as_the_seed_report_does():
 
 @pytest.mark.parametrize(
     "script",
-    "data tok_train tok_eval base_train base_loss base_eval bench compare export report".split(),
+    "data tok_train tok_eval base_train base_loss base_eval bench export report lab.compare "
+    "golf.base_train recursion.base_train".split(),
 )
 def test_help_names_two_commands_and_what_is_written(script):
     done = subprocess.run(

@@ -30,8 +30,8 @@ from nanochat.common import (
 from nanochat.dataloader import (
     Rows,
     differences,
+    inputs_and_targets,
     require_half,
-    tokens_and_targets,
 )
 from nanochat.dataset import DataConfig, open_source
 from nanochat.loss import IGNORE
@@ -165,7 +165,7 @@ def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
     assert found.packed_train_rows == found.require_val_rows() == 1  # all four files in one row
     source = source_of(folder)
     texts = [text for file in source.train_shards for text in source.texts(file)]
-    tokens, targets = tokens_and_targets(found.batch(0, 1, SEED), IGNORE)
+    tokens, targets = inputs_and_targets(found.batch(0, 1, SEED), IGNORE)
     counted = found.totals()["tokens"] + len(texts)  # and a BOS behind each text
     assert (targets == IGNORE).sum() == 200_000 - counted
     assert found.totals()["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)

@@ -393,7 +393,7 @@ def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, 
     for compiled in (False, True):
         engine = Engine(model, tokenizer, slots=3, compiled=compiled)
         said.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
-        assert engine_module.next_logits.compiled == compiled
+        assert engine.next_logits.compiled == compiled
     assert said[0] == said[1]
 
 
@@ -409,7 +409,7 @@ def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monk
         sizes.append((len(tokens), len(places)))
         run = lambda: self.run_fused(tokens, positions, places)  # noqa: E731
         logits = run().clone()
-        return engine.Recording(Graph(run, logits), tokens, positions, logits)
+        return engine_module.Recording(Graph(run, logits), tokens, positions, logits)
 
     monkeypatch.setattr(engine_module, "fused", lambda: engine_module.next_logits)
     monkeypatch.setattr(engine_module.NextLogits, "record", record)
@@ -417,10 +417,10 @@ def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monk
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 60, 3, 11, 7))]
     want = Engine(model, tokenizer, slots=3).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, slots=3, compiled=True)
-    engine_module.next_logits.recorded = True
+    engine.next_logits.recorded = True
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
-    assert engine_module.next_logits.compiled and len(set(sizes)) == len(sizes)
+    assert engine.next_logits.compiled and len(set(sizes)) == len(sizes)
     assert {rows for rows, _ in sizes} <= {1, 2, 3} and {seen for _, seen in sizes} == {32, 64, 128}
 
 
@@ -429,7 +429,8 @@ import ctypes, threading
 import torch
 import nanochat.engine
 from nanochat.engine import Engine
-from nanochat.gpt import GPTConfig, build_model, for_inference
+from nanochat.checkpoint import build_model
+from nanochat.gpt import GPTConfig, for_inference
 from nanochat.engine import Sampling
 from nanochat.tokenizer import Tokenizer
 
@@ -494,7 +495,7 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
     engine = Engine(model, tokenizer, compiled=True)
     assert engine.generate([[1, 2, 3]], GREEDY)[0][0].ids == want
     assert "not compiled: RuntimeError: no compiler" in capsys.readouterr().out
-    assert not engine_module.next_logits.compiled
+    assert not engine.next_logits.compiled
 
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
@@ -516,11 +517,11 @@ def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, m
     want = Engine(model, tokenizer).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, compiled=True)
     engine.generate(prompts[:1], GREEDY)
-    assert engine_module.next_logits.compiled and not capsys.readouterr().out
+    assert engine.next_logits.compiled and not capsys.readouterr().out
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
     assert "logits differ by 5" in capsys.readouterr().out
-    assert not engine_module.next_logits.compiled
+    assert not engine.next_logits.compiled
 
 
 def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):

@@ -14,7 +14,7 @@ from nanochat.chat_packing import (
     open_chat_rows,
     pack_encoded,
     signed_ids,
-    split_rows,
+    signed_inputs_and_targets,
 )
 from nanochat.checkpoint import build_model
 from nanochat.common import Refused
@@ -64,12 +64,14 @@ def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     packed = np.asarray(rows._map("train"))
     assert len(packed) < len(CHATS) / 2  # several in a row
     model = model_of(**changes)
-    loss, grad = gradient(model, [split_rows(packed, IGNORE)])
-    alone = [split_rows(signed_ids(*render(TOKENIZER, c))[None], IGNORE) for c in CHATS]
+    loss, grad = gradient(model, [signed_inputs_and_targets(packed, IGNORE)])
+    alone = [
+        signed_inputs_and_targets(signed_ids(*render(TOKENIZER, c))[None], IGNORE) for c in CHATS
+    ]
     loss_alone, grad_alone = gradient(model, alone)
     assert loss == pytest.approx(loss_alone, rel=1e-5)
     assert (grad - grad_alone).norm() < 1e-5 * grad_alone.norm()
-    blind = model.loss(*(torch.from_numpy(x) for x in split_rows(packed, IGNORE)))
+    blind = model.loss(*(torch.from_numpy(x) for x in signed_inputs_and_targets(packed, IGNORE)))
     assert (
         abs(blind.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
     )  # else nothing was kept apart
@@ -104,9 +106,9 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     apart = Apart(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
-        return AnswerLoss(apart, buckets, TOKENIZER, machine, 8, half)
+        return AnswerLoss(apart, buckets, TOKENIZER, machine, 8, every=1, half=half)
 
-    figures = answer_loss(good=good).evaluation(2)(0, lambda: False, True)
+    figures = answer_loss(good=good).measure(lambda: False)
     assert figures and np.isfinite(list(figures.values())).all()
     with pytest.raises(Refused, match="of empty have no byte of an answer"):
         answer_loss(good=good, empty=empty)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat import attention
+from nanochat import attention, preflight
 from nanochat.checkpoint import build_model
 from nanochat.gpt import for_inference
 from nanochat.preflight import (
@@ -80,7 +80,7 @@ def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
         seen.add((q.dtype, q.size(2)))
         return attention.attend_plain(q, *rest)
 
-    monkeypatch.setattr(attention, "attend_plain", recorded)
+    monkeypatch.setattr(preflight, "attend_plain", recorded)
     assert probe_attention("sdpa", TINY, machine) is None
     assert seen == {(torch.float64, 1)}  # one head at a time
 
@@ -89,7 +89,7 @@ def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(attention, "attend_plain", out_of_memory)
+    monkeypatch.setattr(preflight, "attend_plain", out_of_memory)
     assert "OutOfMemoryError: CUDA out of memory" in (probe_attention("sdpa", TINY, machine) or "")
 
 
@@ -163,13 +163,13 @@ def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, caps
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(attention.torch, "compile", broken)
+    monkeypatch.setattr(preflight.torch, "compile", broken)
     assert not choose_compile(KernelConfig(), machine, train_seconds=1e9)
     assert "no compiler" in capsys.readouterr().out
 
 
 def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypatch):
-    monkeypatch.setattr(attention, "probe_compiler", lambda machine: None)
+    monkeypatch.setattr(preflight, "probe_compiler", lambda machine: None)
     gpu = replace(machine, device=torch.device("cuda"))
     for flags in (ChatWeb(), ChatCli()):
         assert choose_fused_engine(flags.compile_engine, gpu, most_tokens=0)

@@ -421,5 +421,5 @@ def without_digest(module) -> type:
 def test_a_deeply_nested_conversation_is_named(tmp_path, command):
     path = tmp_path / "own.jsonl"
     path.write_text('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    said = command.rejects("filter", f"--rows={path}", f"--out={tmp_path / 'out.jsonl'}")
+    said = command.rejects("lab.filter", f"--rows={path}", f"--out={tmp_path / 'out.jsonl'}")
     assert f"{path}, line 1: not JSON (RecursionError" in said

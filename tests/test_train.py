@@ -11,7 +11,7 @@ import torch
 
 from nanochat.checkpoint import Checkpoints, SavingConfig, build_model
 from nanochat.common import PREEMPTED, UNEVALUATED, Refused, StoppedWaiting
-from nanochat.dataloader import tokens_and_targets
+from nanochat.dataloader import inputs_and_targets
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig, as_stored
 from nanochat.loss import IGNORE
@@ -461,7 +461,7 @@ def test_what_is_pinned_for_a_copy_is_contiguous(monkeypatch):
             return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or Copied())
-    for part in tokens_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4), IGNORE):
+    for part in inputs_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4), IGNORE):
         assert to_device(part, torch.device("cuda")).tolist() == part.tolist()
     assert all(x.is_contiguous() for x in pinned) and len(pinned) == 2
 

@@ -61,7 +61,7 @@ BAD_FLAGS = [
     ("chat_eval --source=sft --model_tag=none", "no checkpoint in", "scripts.chat_sft"),
     ("chat_cli --source=rl -p hi", "no checkpoint in", "scripts.chat_rl"),
     ("export --source=mid", "no checkpoint in", "scripts.mid_train"),
-    ("merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
+    ("lab.merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
     ("report --report_dir={none}", "no stage has left a record", "bash speedrun.sh"),
 ]
 

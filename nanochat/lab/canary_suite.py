@@ -20,7 +20,7 @@ import torch
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.checkpoint import Checkpoint
 from nanochat.common import Refused
-from nanochat.dataloader import tokens_and_targets
+from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine
 from nanochat.engine import Completion, Engine, Sampling
@@ -248,7 +248,7 @@ def pretraining_text(
                 ensure(rows, texts.sources[name], tokenizer, 0)
             each = max(1, num_tokens // max_seq_len // len(corpus.rows))
             for rows in corpus.rows.values():
-                found += [tokens_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
+                found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
     except (OSError, ValueError, Refused) as error:
         machine.print0(f"the text that was pretrained on is not watched: {error}")
         return []

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanochat.common import (
     Refused,
@@ -23,7 +23,6 @@ from nanochat.common import (
     sealed,
     write_json,
 )
-from nanochat.finetune import Talk
 from nanochat.records import (
     append_line,
     locked,
@@ -31,6 +30,9 @@ from nanochat.records import (
     read_sealed_lines,
 )
 from nanochat.records import plain as plain_json
+
+if TYPE_CHECKING:
+    from nanochat.finetune import Bucket
 
 FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
 
@@ -127,14 +129,16 @@ def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = (
             )
 
 
-def require_fair(talk: Talk, waived: str = "") -> None:
+def require_fair(
+    learned: Sequence["Bucket"], measured: Sequence["Bucket"], waived: str = ""
+) -> None:
     """
     Raise Refused for conversations of the family of a final benchmark, unless its data set is among
     the names in `waived`, separated by commas; or measured by a final benchmark.
     """
-    parents = {bucket.name: bucket.tags.parent for bucket in talk.learned}
+    parents = {bucket.name: bucket.tags.parent for bucket in learned}
     require_other_families(parents, waived.split(","))
-    every = [*talk.measured, *talk.learned]  # canaries ask what is learned
+    every = [*measured, *learned]  # canaries ask what is learned
     require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 
 

@@ -4,7 +4,8 @@ Pretrain a base model for a 16 MB artifact.
     python -m scripts.golf.base_train --depth=4 --qat_start=0.85 --num_iterations=20
     torchrun --nproc_per_node=8 -m scripts.golf.base_train -- --depth=12 --max_wallclock_seconds=600
 
-Reads and writes as scripts.base_train, and has its flags; scripts.export writes the artifact
+Reads   what scripts.base_train reads; it has the same flags and more
+Writes  what scripts.base_train writes; scripts.export makes the artifact of it
 """
 
 from dataclasses import asdict, dataclass, field

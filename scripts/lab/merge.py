@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from nanochat import records, report
-from nanochat.chat_packing import split_rows
+from nanochat.chat_packing import signed_inputs_and_targets
 from nanochat.checkpoint import (
     Checkpoint,
     carried,
@@ -30,7 +30,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import Refused
 from nanochat.config import settings, start
-from nanochat.dataloader import Rows, tokens_and_targets
+from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.eval_bpb import ByRow, bits_by_row
@@ -96,7 +96,7 @@ class Judge:
         self.scorer = self.model if self.is_text else Apart(self.model, self.tokenizer.bos_id)
         rows = judged_by(cfg, first, self.tokenizer, self.model.cfg.max_seq_len, machine)
         num_rows = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(rows))
-        split = tokens_and_targets if self.is_text else split_rows
+        split = inputs_and_targets if self.is_text else signed_inputs_and_targets
         batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
         self.batches = [split(batch, IGNORE) for batch in batches]
 

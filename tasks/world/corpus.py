@@ -3,7 +3,7 @@ The embedded world as text: an endless supply of English documents about the lan
 
     documents(seed, shard, split) -> facts told and asked, exercises, stories, in many forms
 
-A pure function of its arguments: no file, no network, no state. It exists so that every stage of
+A pure function of its arguments: no network, no state. It exists so that every stage of
 the pipeline can be seen to work within minutes on a laptop. What a training document may compute,
 combine or ask is decided by `split_of` in facts.py; a validation document draws its
 operands, stories and questions from the part that is held out for validation.

@@ -773,7 +773,7 @@ def test_code_of_strangers_runs_only_where_it_is_allowed(tokenizer, tmp_path):
 def test_without_the_optional_packages_the_command_that_installs_them_is_named(monkeypatch):
     for name in ("nanochat.hf.eval_model", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(nanochat, "hf_model", raising=False)
+    monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
     with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
         base_eval.open_hf(base_eval.BaseEval(hf_path="x"), None)
 

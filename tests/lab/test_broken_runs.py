@@ -27,7 +27,7 @@ def tune(trained_base, base, monkeypatch):
     for module, name in (
         (chat_packing, "render"),
         (chat_packing, "CHAT_RULE"),
-        (finetune, "split_rows"),
+        (finetune, "signed_inputs_and_targets"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -39,11 +39,12 @@ def tune(trained_base, base, monkeypatch):
             max_seq_len=128,
             init_lr_frac=init_lr_frac,
             eval_tokens=1024,
-            watch=SentinelConfig(on_broken=on_broken),
         )
         stage = StageConfig(model_tag="tuned", machine=MachineConfig("cpu", "float32"))
         mix = MixConfig("world_facts=300,world_chat=100")
-        chat_sft.main(ChatSft("base", mix, plan, stage))
+        chat_sft.main(
+            ChatSft("base", mix, plan, canaries=SentinelConfig(on_broken=on_broken), stage=stage)
+        )
 
     return tuning
 

@@ -10,7 +10,7 @@ import torch
 from nanochat.chat_format import render
 from nanochat.checkpoint import build_model
 from nanochat.common import BROKEN
-from nanochat.dataloader import tokens_and_targets
+from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig
 from nanochat.lab import canaries, canary_suite
 from nanochat.lab.canaries import (
@@ -56,7 +56,7 @@ def model():
 
 def suite_of():
     ids = torch.arange(65).repeat(4, 1).numpy()
-    text = [tokens_and_targets(ids, IGNORE)]
+    text = [inputs_and_targets(ids, IGNORE)]
     return Suite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 
