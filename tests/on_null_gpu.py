@@ -12,10 +12,10 @@ import sys
 import torch
 
 from nanochat import (
-    attention,
     checkpoint,
     engine,
     eval_bpb,
+    preflight,
     rl,
     train,
 )
@@ -25,7 +25,7 @@ argmax = torch.Tensor.argmax
 torch.backends.cuda.enable_cudnn_sdp(False)  # its libraries would be asked for a plan
 torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # compiled by the driver when first used
 train.first_not_finite = checkpoint.first_not_finite = lambda named: None
-attention.probe_attention = lambda backend, *shape: "not here" if backend == "fa3" else None
+preflight.probe_attention = lambda backend, *shape: "not here" if backend == "fa3" else None
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.Practice.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
