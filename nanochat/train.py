@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -298,7 +299,7 @@ class Callback:
         return []
 
 
-class Evaluator(Callback):
+class Evaluator(Callback, ABC):
     """
     Measures every `every` steps (0 = only at the end) and at the end, `rows_per_pass` rows at a
     time. Out of memory, it goes on with half as many rows.
@@ -310,9 +311,9 @@ class Evaluator(Callback):
     def start(self, run: "Run") -> None:
         self.rows_per_pass = run.device_rows
 
+    @abstractmethod
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
         """The figures. Raises Interrupted where `stopping()` became true."""
-        raise NotImplementedError
 
     def evaluate(
         self, step: int, stopping: Callable[[], bool], last: bool
