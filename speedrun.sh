@@ -60,7 +60,7 @@ cpu)
     score=(--split_tokens=131072 --max_documents=300 --sliding_documents=64)
     mid=(--num_iterations=260 --init_lr_frac=0.7 --eval_every=130 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=40 --eval_tokens=32768)
-    rl=(--num_iterations=50 --init_lr_frac=0.06 --resample=1 --num_samples=8 --max_new_tokens=32
+    rl=(--num_iterations=50 --init_lr_frac=0.06 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=32
         --eval_examples=200 --eval_every=25)
     chat=(--max_problems=200 --max_new_tokens=96)
     plan=(--minutes="1 0 1 0 3 1 2 1" --minutes_depth=4)
@@ -121,15 +121,15 @@ if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
 fi
 
 tag="d$depth"
-go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --once)
-stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --once
-stage "tokenizer evaluation" python -m scripts.tok_eval --once
+go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --skip_if_done)
+stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --skip_if_done
+stage "tokenizer evaluation" python -m scripts.tok_eval --skip_if_done
 stage "base model" train scripts.base_train "${shape[@]}" "${go[@]}"
-stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --once
+stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --skip_if_done
 if [ "$few_shot" = 1 ]; then
-    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --once
+    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --skip_if_done
 fi
-evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" ${chat[@]+"${chat[@]}"} --once; }
+evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" ${chat[@]+"${chat[@]}"} --skip_if_done; }
 stage "chat evaluation base" evaluate base
 stage "midtraining" train scripts.mid_train --model_tag="$tag" ${mid[@]+"${mid[@]}"} "${go[@]}"
 stage "chat evaluation mid" evaluate mid

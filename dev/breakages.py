@@ -32,7 +32,7 @@ SFT = "--eval_every=0 --eval_tokens=16384 --total_batch_size=2048"
 SCRIPTS = {
     "mid": f"scripts.chat_sft {SFT}",
     "base": f"scripts.chat_sft {SFT}",
-    "sft": "scripts.chat_rl --resample=1 --num_samples=8 --max_new_tokens=32 --eval_examples=50 "
+    "sft": "scripts.chat_rl --resample_zero_signal=1 --num_samples=8 --max_new_tokens=32 --eval_examples=50 "
     "--eval_every=0",
 }
 HEALTHY = {

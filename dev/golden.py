@@ -37,9 +37,9 @@ RUNS = {  # tag -> stage, script and its flags
     "share2": ("base", f"{RECURSION_SCRIPT} {SMALL} --recursion_preset=share2"),
     "sampled": ("base", f"{RECURSION_SCRIPT} {SMALL} --n_loops=3 --supervise=sampled"),
     "golf": ("base", f"{GOLF_SCRIPT} {SMALL} {GOLF}"),
-    "mid": ("mid", f"mid_train {CHAT} --from_tag=plain --mixture=world_chat=300"),
-    "sft": ("sft", f"chat_sft {CHAT} --from_tag=mid --mixture=world_facts=400"),
-    "rl": ("rl", f"chat_rl {RL} --from_tag=sft --task=world_facts"),
+    "mid": ("mid", f"mid_train {CHAT} --source=base:plain --mixture=world_chat=300"),
+    "sft": ("sft", f"chat_sft {CHAT} --source=mid:mid --mixture=world_facts=400"),
+    "rl": ("rl", f"chat_rl {RL} --source=sft:sft --task=world_facts"),
 }
 ANSWERED = (("base", "plain"), ("base", "share2"), ("base", "golf"), ("sft", "sft"), ("rl", "rl"))
 FOLDERS = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}

@@ -17,15 +17,15 @@ depth=${DEPTH:-4} steps=${STEPS:-960}
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/learning}"
 
 python -m scripts.tok_train --dataset="${DATASET:-karpathy/climbmix-400b-shuffle}" --num_shards=5 \
-    --vocab_size=8192 --once
+    --vocab_size=8192 --skip_if_done
 python -m scripts.data --max_seq_len=512
 for seed in ${SEEDS:-0 1 2}; do
     tag="$arm-d$depth-$steps-$seed" reports="$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps-$seed"
     python -m scripts.base_train --depth="$depth" --max_seq_len=512 --num_iterations="$steps" \
         --total_batch_size=4096 --eval_every=240 --eval_tokens=524288 --log_every=100 --seed="$seed" \
-        --model_tag="$tag" --report_dir="$reports" --resume=auto --once "$@"
+        --model_tag="$tag" --report_dir="$reports" --resume=auto --skip_if_done "$@"
     python -m scripts.base_loss --model_tag="$tag" --sliding_documents=0 --split_tokens=4096 \
-        --report_dir="$reports" --once
+        --report_dir="$reports" --skip_if_done
 done
 python - "$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps" ${SEEDS:-0 1 2} <<'PYTHON'
 import json, statistics, sys

@@ -63,11 +63,11 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 # tokens, one on as many FLOPs. Flags given to the script come first, so that these stay what they are.
 plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
     --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
-stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --once
+stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
 recursive="" plain=""
 for seed in $seeds; do
     tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds
-    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "$@" --seed="$seed" --resume=auto --once)
+    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "$@" --seed="$seed" --resume=auto --skip_if_done)
     report=$folder/$tag
     [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # it opens the report card
     stage "recursive model, seed $seed" train scripts.recursion.base_train --recursion_preset="$preset" \

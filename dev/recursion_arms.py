@@ -91,7 +91,7 @@ def training(tag: str, flags: str) -> Job:
         f"scripts.recursion.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} "
         "--resume=auto"
     )
-    return Job(tag, [[*words.split(), "--once"]])
+    return Job(tag, [[*words.split(), "--skip_if_done"]])
 
 
 def judging(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> Job:

@@ -11,12 +11,13 @@ that fails them is skipped, and the previous good one is used.
 import contextlib
 import importlib
 import json
+import math
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
 from nanochat.common import (
     MissingInput,
     Refused,
@@ -47,7 +49,6 @@ from nanochat.gpt import GPT, GPTConfig, config_from
 from nanochat.optim import MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, NotFinite, Progress, first_not_finite, require_equal_ranks
 
 # ---- Reading and writing one checkpoint ----------------------------------------------------------
 
@@ -89,7 +90,7 @@ class Checkpoint:
         if not self.has_optimizer:
             raise Refused(
                 f"{self.folder} holds no optimizer state",
-                "leave out --warm_start, or train that checkpoint anew with --save_optimizer",
+                "train that checkpoint anew with --save_optimizer",
             )
         return load_file(self.folder / OPTIM_FILE)
 
@@ -374,16 +375,16 @@ ARCHITECTURES = {"n_loops": "nanochat.recursion.metrics"}
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """The model configuration that a checkpoint holds. Raises ValueError for a deleted option."""
-    for field, module in ARCHITECTURES.items():
-        if field in values:
+    for name, module in ARCHITECTURES.items():
+        if name in values:
             return importlib.import_module(module).read_config(values)
     return config_from(GPTConfig, values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """A model of a configuration, its weights not drawn yet."""
-    for field, module in ARCHITECTURES.items():
-        if hasattr(cfg, field):
+    for name, module in ARCHITECTURES.items():
+        if hasattr(cfg, name):
             return importlib.import_module(module).new_model(cfg, dtype)
     return GPT(cfg, dtype)
 
@@ -397,14 +398,6 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
         model = new_model(cfg, dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
-
-
-def model_callbacks(model: GPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
-    """The callbacks that every training of this kind of model needs."""
-    for field, module in ARCHITECTURES.items():
-        if hasattr(model.cfg, field):
-            return importlib.import_module(module).callbacks(model, optimizer, seed)
-    return []
 
 
 def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
@@ -425,50 +418,111 @@ def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None
 # push a good checkpoint out. A save may run asynchronously; the next one waits for it.
 
 
+LOSS_BETA = 0.9  # of the moving average of the training loss
+
+
+@dataclass
+class Progress:
+    """Everything about a run that is neither weight nor setting; saved with each checkpoint."""
+
+    step: int = 0
+    """Steps done."""
+    loss_average: float = 0.0
+    """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
+    train_seconds: float = 0.0
+    """Time spent in timed steps, by all attempts together."""
+    timed_steps: int = 0
+    flops: float = 0.0
+    """Spent on all steps, forward and backward."""
+    clock_seconds: float = 0.0
+    """Time spent in all steps, the mean of the ranks; compared with a budget of seconds."""
+    averaged: bool = False
+    """The weights are the average that the run ended with: it cannot be made longer."""
+    finished: bool = False
+    """All steps are done, as far as this run was planned."""
+    optimizer_missing: bool = False
+    """The checkpoint that was loaded holds no optimizer state: it cannot be made longer."""
+    health: AnomalyState = field(default_factory=AnomalyState)
+    min_val: float | None = None
+    last_val: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    """The latest steps, for a median; not saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: x for name, x in asdict(self).items() if name != "step_seconds"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.state_dict().keys() & state.keys():
+            setattr(self, name, state[name])
+        self.health = AnomalyState(**state["health"])
+
+    @property
+    def smooth_loss(self) -> float:
+        """The moving average without its bias towards 0; NaN before the first step."""
+        return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
+
+    def require_resumable(self) -> None:
+        """Raise Refused where training cannot go on; call it where steps are left to train."""
+        self.finished = False
+        if self.averaged:
+            raise Refused(
+                f"the run ended after step {self.step} with the average of its weights, and cannot "
+                "be made longer",
+                "another --model_tag, or no --ema_decay",
+            )
+        if self.optimizer_missing:
+            raise Refused(
+                f"the run finished at step {self.step}, and its last checkpoint holds no optimizer "
+                "state, so it cannot be made longer",
+                "train all steps anew with --resume=never, and keep the optimizer state of the "
+                "last checkpoint with --save_optimizer",
+            )
+
+
 @dataclass(frozen=True)
 class SavingConfig:
     resume: Literal["never", "auto"] = "never"
     """auto: continue from the newest checkpoint of this tag, where there is one. What torchrun
-    starts again after a failure continues in any case."""
+    restarts after a failure continues in any case."""
     keep: int = 2
     """Checkpoints to keep; older ones are deleted."""
-    async_save: bool | None = None
-    """Save checkpoints asynchronously: training goes on once the state is copied to the host, which
-    a synchronous save from a GPU needs as well; on a CPU it takes memory for a copy of the weights.
-    The last one is always waited for. Default: on GPUs."""
-    save_optimizer: bool | None = None
-    """Keep the optimizer state in the checkpoint that a finished run ends with; all others have it.
-    Default: in pretraining, whose state --warm_start uses."""
+    allow_data_change: bool = False
+    """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a full or broken disk does to a run that cannot save on the way: stop it, or be told
-    and go on. That the last save fails is always an error."""
+    """What a full or broken disk does to a run: stop it, or cost it that checkpoint. That the last
+    save fails is always an error."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
-
-    def of_stage(self, stage: str) -> "SavingConfig":
-        """The same, with the stage's default in place of None for `save_optimizer`."""
-        kept = stage == "base" if self.save_optimizer is None else self.save_optimizer
-        return replace(self, save_optimizer=kept)
 
 
 class Checkpoints:
     """
     The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one.
 
-    A context manager: inside, this run alone may write there.
+    A context manager: inside, only this run may write there. keep_optimizer: whether the checkpoint
+    of the finished run holds the optimizer state; all others do. asynchronous: return from `save`
+    once the state is copied to the host; by default on GPUs, where a synchronous save copies too.
     """
 
-    def __init__(self, folder: Path, machine: Machine, cfg: SavingConfig = SavingConfig()):
+    def __init__(
+        self,
+        folder: Path,
+        machine: Machine,
+        cfg: SavingConfig = SavingConfig(),
+        keep_optimizer: bool = True,
+        asynchronous: bool | None = None,
+    ):
         self.folder, self.machine, self.cfg = folder, machine, cfg
+        self.keep_optimizer = keep_optimizer
+        on_gpu = machine.device.type == "cuda"
+        self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self.saved: Checkpoint | None = None
         """The newest one that this process wrote, on the main rank."""
         self.lock = RunLock(folder.parent / f".{folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
-        on_gpu = machine.device.type == "cuda"
-        self.asynchronous = on_gpu if cfg.async_save is None else cfg.async_save
 
     def __enter__(self) -> Self:
         """Raises Refused, on every rank, where another run writes to the folder."""
@@ -481,8 +535,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if missed := self.written():
-            print(printable(missed), flush=True)
+        if problem := self.wait():
+            print(printable(problem), flush=True)
         self.writer.shutdown()
         self.lock.release()
 
@@ -506,20 +560,22 @@ class Checkpoints:
         """
         self.require_finite(model, optimizer)
         require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
-        missed = self.written()  # the one before: a disk has one writer, and memory room for one
-        optim_tensors = None if self.drops_optimizer(progress) else optimizer.state_dict()
+        missed = self.wait()  # the one before: a disk has one writer, and memory room for one
+        without_optimizer = not self.keep_optimizer or progress.optimizer_missing
+        dropped = progress.finished and without_optimizer
+        optim_tensors = None if dropped else optimizer.state_dict()
         problem = None
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            beside = not final and self.asynchronous
-            weights = weights_on_host(model, copy=beside)
+            waits = final or not self.asynchronous
+            weights = weights_on_host(model, copy=not waits)
             write = partial(
                 write_checkpoint, self.folder, progress.step, weights, model.cfg,
                 optim_tensors, tokenizer, state, self.cfg.keep,
             )  # fmt: skip
             self.pending = (progress.step, self.writer.submit(write))
-            problem = missed if beside else self.written()
-            if missed and not beside:
+            problem = self.wait() if waits else missed
+            if missed and waits:
                 print(printable(missed), flush=True)
         problem = self.machine.broadcast(problem)
         if problem and (final or self.cfg.on_save_error == "stop"):
@@ -527,13 +583,8 @@ class Checkpoints:
         if problem:
             self.machine.print0(f"{problem}; the training goes on")
 
-    def drops_optimizer(self, progress: Progress) -> bool:
-        """Whether the checkpoint of `progress` is to hold no optimizer state."""
-        dropped = self.cfg.save_optimizer is False or progress.optimizer_missing
-        return progress.finished and dropped
-
-    def written(self) -> str | None:
-        """Wait for the save under way; what the disk had against it, if anything."""
+    def wait(self) -> str | None:
+        """Wait for the save under way; the error message where the disk failed it."""
         if self.pending is None:
             return None
         (step, future), self.pending = self.pending, None
@@ -560,22 +611,44 @@ class Checkpoints:
     def begin(
         self,
         identity: Mapping[str, Any],
-        allow_change: bool,
         model: GPT,
         optimizer: MuonAdamW,
-        progress: Progress,
         num_steps: int,
-    ) -> None:
+    ) -> Progress:
         """
-        Continue where that was asked for, or where torchrun starts this run again after a failure;
-        else move what an earlier run of this name left out of the way.
-        """
-        if self.cfg.resume == "auto" or self.started_again(num_steps):
-            self.resume(identity, allow_change, model, optimizer, progress)
-        else:
-            self.make_room()
+        Load the newest good checkpoint where that was asked for, or where torchrun restarted this
+        run after a failure; else move what an earlier run of this name left out of the way.
 
-    def started_again(self, num_steps: int) -> bool:
+        Raises CorruptCheckpoint where none is good, ValueError naming what differs when it belongs
+        to another `identity` (model, batch, seed, rows), unless only rows differ and
+        `allow_data_change` is set.
+        """
+        progress = Progress()
+        if self.cfg.resume == "never" and not self.was_restarted(num_steps):
+            self.make_room()
+            return progress
+        found = self.newest()
+        if found is None:
+            return progress
+        changed = differences(found.state["identity"], identity)
+        rows_only = all(line.startswith("rows.") for line in changed)
+        if changed and not (self.cfg.allow_data_change and rows_only):
+            raise ValueError(
+                f"{found.folder} belongs to another run:\n  "
+                + "\n  ".join(changed)
+                + "\nuse another --model_tag, or --allow_data_change where only rows differ"
+            )
+        for line in changed:
+            self.machine.print0(f"continuing although {line}")
+        model.load_state_dict(found.model_tensors())
+        progress.load_state_dict(found.state["progress"])
+        progress.optimizer_missing = not found.has_optimizer
+        if found.has_optimizer:
+            optimizer.load_state_dict(found.optim_tensors())
+        self.machine.print0(f"resumed {found.folder}")
+        return progress
+
+    def was_restarted(self, num_steps: int) -> bool:
         """
         Whether an earlier attempt of this very launch has saved something.
 
@@ -591,50 +664,14 @@ class Checkpoints:
 
         return self.machine.on_main("reading checkpoints", saved_before)
 
-    def resume(
-        self,
-        identity: Mapping[str, Any],
-        allow_change: bool,
-        model: GPT,
-        optimizer: MuonAdamW,
-        progress: Progress,
-    ) -> bool:
+    def newest(self) -> Checkpoint | None:
         """
-        Load the newest good checkpoint, the same on every rank; False where there is none.
+        The newest good checkpoint, verified by one rank of each node; None where there is none.
 
-        Raises CorruptCheckpoint where none is good, ValueError naming what differs when it belongs
-        to another `identity` (model, batch, seed, rows), unless only rows differ and
-        `allow_change` is set.
-        """
-        found = self.chosen()
-        if found is None:
-            return False
-        changed = differences(found.state["identity"], identity)
-        allowed = allow_change and all(line.startswith("rows.") for line in changed)
-        if changed and not allowed:
-            raise ValueError(
-                f"{found.folder} belongs to another run:\n  "
-                + "\n  ".join(changed)
-                + "\nuse another --model_tag, or --allow_data_change where only rows differ"
-            )
-        for line in changed:
-            self.machine.print0(f"continuing although {line}")
-        model.load_state_dict(found.model_tensors())
-        progress.load_state_dict(found.state["progress"])
-        progress.optimizer_missing = not found.has_optimizer
-        if found.has_optimizer:
-            optimizer.load_state_dict(found.optim_tensors())
-        self.machine.print0(f"resumed {found.folder}")
-        return True
-
-    def chosen(self) -> Checkpoint | None:
-        """
-        The newest good checkpoint, verified by one rank of each node.
-
-        Raises CorruptCheckpoint, on every rank, where there is none, or where nodes differ.
+        Raises CorruptCheckpoint, on every rank, where all are damaged, or where nodes differ.
         """
 
-        def newest() -> Checkpoint | None:
+        def open_newest() -> Checkpoint | None:
             try:
                 return open_checkpoint(self.folder)
             except CorruptCheckpoint as error:
@@ -642,13 +679,14 @@ class Checkpoints:
                     f"{error}; --resume=never starts anew and moves them aside"
                 ) from error
 
-        found = self.machine.on_node("verifying checkpoints", newest)
-        steps = self.machine.gather((found.step, found.fingerprint) if found else None)
-        for rank, other in enumerate(steps):
-            if other != steps[0]:
+        found = self.machine.on_node("verifying checkpoints", open_newest)
+        name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
+        names = self.machine.gather(name)
+        for rank, other in enumerate(names):
+            if other != names[0]:
                 raise CorruptCheckpoint(
-                    f"rank {rank} finds {shown(other)} in {self.folder}, rank 0 {shown(steps[0])}; "
-                    "the ranks of all nodes must see the same files: use a shared disk"
+                    f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}; the ranks of "
+                    "all nodes must see the same files: use a shared disk"
                 )
         return found
 
@@ -660,22 +698,17 @@ class Checkpoints:
             self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
         self.machine.barrier()
 
-    def bytes_to_come(self, model: GPT, saves: int) -> int:
+    def disk_bytes(self, model: GPT, saves: int) -> int:
         """
-        What `saves` saves take on the disk, the last of them that of the finished run: those to
-        keep and the one being written, at most.
+        Bytes that `saves` more saves take on the disk, the last of them that of the finished run:
+        those to keep and the one being written, at most.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
         full = checkpoint_bytes(model)
-        last = checkpoint_bytes(model, optimizer=self.cfg.save_optimizer is not False)
+        last = checkpoint_bytes(model, optimizer=self.keep_optimizer)
         largest = full if saves > 1 else last
         total = (saves - 1) * full + last
         return min(total, max(largest, (self.cfg.keep + 1) * largest - there))
-
-
-def shown(found: tuple[int, str] | None) -> str:
-    """A checkpoint as a message names it."""
-    return f"step {found[0]} ({found[1]})" if found else "no checkpoint"
 
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:

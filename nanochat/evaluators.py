@@ -7,7 +7,7 @@ Each has a cadence of its own; all are measured at the end.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from nanochat.eval_bpb import (
     pooled,
     row_batches,
 )
-from nanochat.eval_core import SuiteConfig, core, examine, open_suite, subject_of
+from nanochat.eval_core import core, examine, open_suite, subject_of
 from nanochat.gpt import GPT, for_inference
 from nanochat.records import estimate
 from nanochat.stats import Estimate
@@ -72,14 +72,16 @@ class PretrainEvalConfig:
     """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
     CPU 131,072."""
     eval_half: int = 0
-    """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
+    """Which half of the validation rows to use, 0 for both: 2 measures anew what 1 chose."""
     core_metric_every: int = 0
     """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
     core_metric_max_per_task: int = 500
-    """Items of each few-shot task that are scored on the way."""
+    """Items of each few-shot task that are scored during training."""
     sample_every: int = 0
-    """Steps between printing what the model makes of seven fixed prompts; 0 = never."""
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    """Steps between printing continuations of seven fixed prompts; 0 = never."""
+    eval_bundle: str | None = None
+    """Folder, archive or URL of few-shot tasks. Default: those of the built-in data set where it is
+    trained on, else the published ones."""
 
     def __post_init__(self) -> None:
         least = {"eval_tokens": 1, "core_metric_every": 0, "core_metric_max_per_task": 1}
@@ -90,7 +92,7 @@ class PretrainEvalConfig:
         require_half(self.eval_half)
 
     def tokens(self, machine: Machine) -> int:
-        """Validation tokens per evaluation, where nobody said how many."""
+        """Validation tokens per evaluation, the default included."""
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
 
 

@@ -1,23 +1,20 @@
 """
-Training on conversations: what midtraining and supervised fine-tuning do alike.
+Training on conversations: what midtraining and supervised fine-tuning share.
 
-    parent checkpoint + buckets -> mixed, packed rows -> Stage -> bits per byte of the answers
+    parent checkpoint + chat mixture -> packed rows -> TrainingRun, bits per byte of the answers
 
-Every conversation in a row sees only itself, so packing changes no loss and no gradient. Knows no
-tasks: scripts hand in buckets of conversations and the words of their mixture.
+Every conversation in a row attends only to itself, so packing changes no loss and no gradient.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from nanochat import records, report
+from nanochat import records
 from nanochat.chat_packing import (
     Conversations,
     Encoded,
@@ -27,26 +24,18 @@ from nanochat.chat_packing import (
     pack_encoded,
     signed_inputs_and_targets,
 )
-from nanochat.checkpoint import (
-    Checkpoint,
-    closing_lines,
-    find_checkpoint,
-    load_model,
-)
-from nanochat.common import PREEMPTED, Refused, fingerprint, write_json
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, referred
+from nanochat.common import Refused
 from nanochat.dataloader import Rows, require_half
-from nanochat.distributed import Machine, init_machine
+from nanochat.distributed import Machine
 from nanochat.eval_bpb import (
     bits_per_byte,
     bucket_figures,
     pooled,
 )
 from nanochat.gpt import GPT
-from nanochat.hardware import used_memory_bytes
-from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
 from nanochat.mixture import (
-    MIXTURE_FILE,
     MixConfig,
     Part,
     Resolution,
@@ -55,37 +44,32 @@ from nanochat.mixture import (
     parse_mixture,
     resolve,
 )
-from nanochat.optim import MuonAdamW, rules
+from nanochat.optim import MuonAdamW, ScheduleConfig, rules
+from nanochat.preflight import KernelConfig
 from nanochat.scaling import divisible_batch
-from nanochat.stage import (
-    Outcome,
-    Stage,
-    StageConfig,
-    carry_out,
-)
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Evaluator
+from nanochat.train import Evaluator, RowLoader, TrainConfig, TrainingRun
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
-MIN_ROWS = 8  # in a batch, where nobody says how many
+MIN_ROWS = 8  # in a batch, where its size is not given
 
 
-class Apart:
-    """A model that keeps the conversations of a row apart: a BOS begins a new one."""
+class DocumentMaskedModel:
+    """A model that attends within each conversation of a row only: a BOS begins a new one."""
 
     def __init__(self, model: GPT, bos_id: int):
         self.model, self.bos_id = model, bos_id
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Nats summed over the counted targets."""
+        """Cross-entropy (nats) summed over the counted targets."""
         return self.model.loss(tokens, targets, self.segments(tokens))
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Nats of each target."""
+        """Cross-entropy (nats) of each target, (B, T)."""
         return self.model.token_losses(tokens, targets, self.segments(tokens))
 
     def segments(self, tokens: Tensor) -> Tensor:
-        """The number of the conversation that each token of its row belongs to."""
+        """The number of the conversation that each token of its row belongs to, (B, T)."""
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
@@ -117,8 +101,8 @@ class Bucket(Protocol):
 
 
 @dataclass(frozen=True)
-class Talk:
-    """What is learned, and what measures how well: buckets, chosen by the words of `mix`."""
+class ChatMixture:
+    """Buckets of conversations to train and to validate on, as `mix` says."""
 
     mix: MixConfig
     learned: Sequence[Bucket]
@@ -142,31 +126,29 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Plan:
-    from_tag: str | None = None
-    """Folder of the checkpoint to start from. Default: --model_tag, else the one written last."""
-    from_step: int | None = None
-    """Step of that checkpoint. Default: the last good one."""
+class FinetuneConfig:
     num_iterations: int | None = None
     """Optimizer steps. Default: from num_epochs."""
     num_epochs: float = 1.0
-    """How often the mixture is gone through."""
+    """Passes over the mixture."""
     total_batch_size: int | None = None
     """Tokens per optimizer step over all devices. Default: that of pretraining, or less where there
     are so few conversations that it would leave a handful of steps."""
     max_seq_len: int | None = None
     """Tokens in a row. Default: that of pretraining."""
     init_lr_frac: float = 1.0
-    """Peak of all rates, as a fraction of those of pretraining."""
-    warm_start: bool = False
-    """Begin with the optimizer state of the checkpoint."""
+    """Peak of all learning rates, as a fraction of those of pretraining."""
     eval_tokens: int | None = None
     """Validation tokens per evaluation, shared among the buckets; at most all. Default: 10,485,760,
     on a CPU 131,072."""
     eval_half: int = 0
-    """Of which half of the validation rows they are, 0 of both: 2 measures anew what 1 chose."""
+    """Which half of the validation rows to use, 0 for both: 2 measures anew what 1 chose."""
     val_mixture: str | None = None
-    """Buckets whose held-out conversations measure the loss. Default: those that are learned."""
+    """Buckets whose held-out conversations measure the loss. Default: those trained on."""
+    save_optimizer: bool = False
+    """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac"):
@@ -176,7 +158,7 @@ class Plan:
         require_half(self.eval_half)
 
     def num_eval_tokens(self, machine: Machine) -> int:
-        """Validation tokens, where nobody said how many."""
+        """Validation tokens per evaluation, the default included."""
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
 
@@ -185,7 +167,7 @@ class AnswerLoss(Evaluator):
 
     def __init__(
         self,
-        model: Apart,
+        model: DocumentMaskedModel,
         buckets: Mapping[str, Rows],
         tokenizer: Tokenizer,
         machine: Machine,
@@ -193,7 +175,8 @@ class AnswerLoss(Evaluator):
         every: int,
         half: int = 0,
     ):
-        """num_rows: in all, shared among the buckets; at least one of each. half: see Plan."""
+        """num_rows: in all, shared among the buckets; at least one of each. half: see
+        FinetuneConfig."""
         self.half, self.every = half, every
         self.model, self.buckets, self.machine = model, buckets, machine
         self.num_rows = max(1, num_rows // len(buckets))
@@ -241,143 +224,92 @@ class AnswerLoss(Evaluator):
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A training on conversations, ready to begin: what callbacks are made for."""
+    """A training on conversations, ready to begin."""
 
-    stage: Stage
-    parent: Checkpoint
-    talk: Talk
-    mixed: Resolution
+    run: TrainingRun
+    answers: AnswerLoss
+    resolution: Resolution
+    """How much of each bucket is in the mixture."""
     rows: Rows
-    machine: Machine
+    parent: Checkpoint
+    chats: ChatMixture
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """A stage that learns from conversations, as its script describes it."""
-
-    section: str
-    kind: Literal["mid", "sft"]
-    source: Literal["base", "mid"]
-    """Which stage's checkpoint to start from."""
-    talk: Callable[[Checkpoint], Talk]
-    """What is learned after that checkpoint."""
-    figures: Callable[[Outcome, AnswerLoss, Resolution], dict[str, Any]]
-    """What the section shows beside what all sections of training do."""
-    check: Callable[[Talk], None] = lambda talk: None
-    """Raises Refused for conversations that may not be trained on."""
-    callbacks: Callable[[FineTuning], Sequence[Callback]] = lambda run: ()
-    """Callbacks beside the evaluation."""
-
-
-def fine_tune(lesson: Lesson, plan: Plan, cfg: StageConfig, settings: Mapping[str, Any]) -> None:
+def open_parent(
+    source: str, stages: Sequence[str], cfg: TrainConfig, machine: Machine
+) -> Checkpoint:
     """
-    Train a checkpoint on conversations and record it: all that such a script does.
+    The checkpoint to start from: `source` is stage[:tag[:step]]; by default the tag is --model_tag,
+    else the one written last, and the step the last good one.
 
-    settings: all of the script's. Raises MissingInput naming the script that makes the checkpoint,
-    SystemExit when asked to stop before the end.
+    Raises ValueError for a stage that is none of `stages`, MissingInput naming the script that
+    makes the checkpoint.
     """
-    started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
-    machine = init_machine(cfg.machine, cfg.seed)
-    tag = plan.from_tag or cfg.model_tag or None
-    parent = machine.on_node(
-        "verifying the checkpoint",
-        lambda: find_checkpoint(lesson.source, tag, plan.from_step, machine.print0),
-    )
-    with machine.working("loading conversations"):
-        talk = lesson.talk(parent)
-    lesson.check(talk)
-    eval_tokens = plan.num_eval_tokens(machine)
-    asked = {**settings, "mixture": talk.mix.mixture, "eval_tokens": eval_tokens}
-    inputs = {**parent_inputs(parent), "mixture": fingerprint(talk.description)}
-    key = records.stage_key(asked, inputs)
-    if cfg.once and machine.on_main(
-        "verifying files",
-        lambda: records.finished(lesson.section, key, cfg.report_dir) is not None,
-    ):
-        machine.print0(f"{lesson.section}: finished already, skipped")
-        return machine.close()
-    stage, answers, mixed = build_stage(lesson, parent, talk, plan, cfg, inputs, machine)
-    outcome = carry_out(cfg, stage, machine, asked)
-    if machine.is_main and outcome:
-        checkpoint = outcome.checkpoint
-        assert checkpoint is not None, "the main rank writes checkpoints"
-        with machine.working("writing the report"):
-            write_json(checkpoint.folder.parent / MIXTURE_FILE, mixed.state())
-            records.write_record(
-                lesson.section,
-                asked,
-                {
-                    **lesson.figures(outcome, answers, mixed),
-                    **outcome.figures(at_start),
-                    **{n: v for each in stage.callbacks for n, v in each.values().items()},
-                },
-                records.Provenance(
-                    stage.run_id, cfg.seed, inputs, {lesson.kind: checkpoint.fingerprint}
-                ),
-                records.Cost.since(started, machine),
-                cfg.report_dir,
-                tables=[*mixed.tables(), *(t for c in stage.callbacks for t in c.tables())],
-                metrics=checkpoint.folder.parent / METRICS_FILE,
-                files=[checkpoint.folder],
-            )
-            report.update(cfg.report_dir)
-        machine.print0(closing_lines(checkpoint.folder, machine))
-    machine.close()
-    if outcome is None:
-        raise SystemExit(PREEMPTED)
+    if source.split(":")[0] not in stages:
+        raise ValueError(f"--source={source}: it is one of {', '.join(stages)}, as in base:d4:400")
+    name = f"{source}:{cfg.model_tag}" if source in FOLDERS and cfg.model_tag else source
+    return machine.on_node("verifying the checkpoint", lambda: referred(name, machine.print0))
 
 
-def build_stage(
-    lesson: Lesson,
+def open_fine_tuning(
+    kind: Literal["mid", "sft"],
     parent: Checkpoint,
-    talk: Talk,
-    plan: Plan,
-    cfg: StageConfig,
+    chats: ChatMixture,
+    tuning: FinetuneConfig,
+    cfg: TrainConfig,
+    settings: Mapping[str, Any],
     inputs: Mapping[str, str],
     machine: Machine,
-) -> tuple[Stage, AnswerLoss, Resolution]:
-    """The stage that continues `parent`, what measures it on the way, and what it learns."""
-    model = load_model(parent, machine, plan.max_seq_len)
+) -> FineTuning:
+    """Pack the conversations and describe the run that trains `parent` on them."""
+    model = load_model(parent, machine, tuning.max_seq_len)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
-    T = model.cfg.max_seq_len
-    measured = val_rows(talk.measured, tokenizer, T, machine)
-    mixed, rows = train_rows(talk, cfg.seed, tokenizer, T, machine)
-    for line in mixed.lines():
+    T, seed = model.cfg.max_seq_len, cfg.seed
+    measured = val_rows(chats.measured, tokenizer, T, machine)
+    resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
+    for line in resolution.lines():
         machine.print0(line)
-    tokens = plan.num_epochs * rows.packed_train_rows * T
-    default = auto_batch(parent.state["identity"]["batch_tokens"], plan.num_iterations, tokens, T)
-    batch_tokens = divisible_batch(plan.total_batch_size, default, T, machine.world_size)
-    steps = plan.num_iterations or round(tokens / batch_tokens)
-    table = rules(cfg.optim, model.cfg.d_model, plan.init_lr_frac)
+    tokens = tuning.num_epochs * rows.packed_train_rows * T
+    default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
+    batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
+    table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
-    if plan.warm_start:
-        optimizer.load_state_dict(parent.optim_tensors())
-    apart = Apart(model, tokenizer.bos_id)
-    num_rows = plan.num_eval_tokens(machine) // T
+    masked = DocumentMaskedModel(model, tokenizer.bos_id)
+    num_rows = tuning.num_eval_tokens(machine) // T
     answers = AnswerLoss(
-        apart, measured, tokenizer, machine, num_rows, cfg.loop.eval_every, plan.eval_half
+        masked, measured, tokenizer, machine, num_rows, cfg.eval_every, tuning.eval_half
     )
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
-    stage = Stage(
-        kind=lesson.kind,
+    run = TrainingRun(
+        kind=kind,
         model=model,
-        trainable=apart,
+        objective=masked,
         optimizer=optimizer,
-        tokenizer=tokenizer,
-        rows=rows,
-        num_steps=max(1, steps),
+        loader=RowLoader(rows, split, batch_tokens, seed, machine),
+        machine=machine,
+        cfg=cfg,
+        tag=cfg.model_tag or parent.folder.parent.name,
+        num_steps=max(1, tuning.num_iterations or round(tokens / batch_tokens)),
         batch_tokens=batch_tokens,
-        split=lambda batch: signed_inputs_and_targets(batch, IGNORE),
+        schedule=tuning.schedule,
+        kernels=tuning.kernels,
+        callbacks=[answers],
+        tokenizer=tokenizer,
         identity={"parent": parent.fingerprint},
         state={
             "source": parent.state["source"],
-            "mixture": {**talk.description, "resolved": mixed.state()},
-            "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": dict(inputs)},
+            "mixture": {**chats.description, "resolved": resolution.state()},
+            "provenance": {"run_id": run_id, "seed": seed, "inputs": dict(inputs)},
         },
-        run_id=run_id,
+        settings=settings,
+        keep_optimizer=tuning.save_optimizer,
     )
-    more = lesson.callbacks(FineTuning(stage, parent, talk, mixed, rows, machine))
-    return replace(stage, callbacks=[answers, *more]), answers, mixed
+    return FineTuning(run, answers, resolution, rows, parent, chats)
+
+
+def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as they are stored -> tokens and targets, both (B, T)."""
+    return signed_inputs_and_targets(rows, IGNORE)
 
 
 def val_rows(
@@ -417,21 +349,21 @@ def encode_bucket(
 
 
 def train_rows(
-    talk: Talk, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
 
     def encode_all(verify: bool) -> dict[str, Encoded]:
         return {
             each.name: encode_bucket(each.name, each.train, tokenizer, max_seq_len, machine, verify)
-            for each in talk.learned
+            for each in chats.learned
         }
 
     machine.on_node("encoding conversations", lambda: bool(encode_all(verify=True)))
-    mix, encoded = talk.mix, encode_all(verify=False)  # from the disk
+    mix, encoded = chats.mix, encode_all(verify=False)  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
-    counts = resolve(talk.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
-    tags = {bucket.name: bucket.tags for bucket in talk.learned}
+    counts = resolve(chats.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
+    tags = {bucket.name: bucket.tags for bucket in chats.learned}
     found = [
         Resolved(name, tags[name], size, count, len(each), each.trained)
         for (name, each), size, count in zip(encoded.items(), available, counts, strict=True)

@@ -1,12 +1,12 @@
 """
-Reinforcement learning from right and wrong answers: roll out, score, update.
+Reinforcement learning on questions whose answers can be scored.
 
-    questions -> engine: n answers each -> reward - mean of the group -> weighted loss -> gradient
+    questions -> engine: n answers each -> advantages -> weighted micro-batches -> train
 
-REINFORCE on policy: every batch of answers is used for one update and forgotten, so there is no
-ratio to clip. The loss of a step is divided by all tokens that its answers sampled, on all ranks,
-so long answers weigh more than short ones, and no question more than another (Dr. GRPO,
-arXiv:2503.20783; the group's mean as baseline: arXiv:2402.03300). Knows no tasks, only rewards.
+REINFORCE on policy: every batch of answers is used for one update, so there is no ratio to clip.
+The loss of a step is divided by all tokens that its answers sampled, on all ranks, so long answers
+weigh more than short ones, and no question more than another (Dr. GRPO, arXiv:2503.20783; the
+group's mean as baseline: arXiv:2402.03300).
 """
 
 import math
@@ -14,16 +14,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from nanochat import records, stats
 from nanochat.chat_format import render_prompt
-from nanochat.common import StopRequest
+from nanochat.common import StoppedWaiting
 from nanochat.distributed import Machine
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
@@ -35,25 +34,17 @@ from nanochat.eval_chat import (
 )
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import (
-    Guard,
-    LoopConfig,
-    Progress,
-    Save,
-    give_up,
-    require_resumable,
-)
+from nanochat.train import Callback, MicroBatch, TrainingRun
 
 # ---- Evaluation before and after RL --------------------------------------------------------------
 
 
-class Standing(NamedTuple):
-    """How well a model does."""
+class EvalResult(NamedTuple):
+    """Rewards and held-out scores of a model."""
 
     rewards: list[float]
-    """Mean reward of each of the first questions that are practised."""
+    """Mean reward of each of the first training questions."""
     held_out: Outcomes
 
     @property
@@ -75,8 +66,11 @@ def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
     return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
 
 
-def figures(
-    metrics: Sequence[Mapping[str, Any]], names: Sequence[str], before: Standing, after: Standing
+def summarize(
+    metrics: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    before: EvalResult,
+    after: EvalResult,
 ) -> dict[str, Any]:
     """
     Rewards and pass@k on both sides; of several tasks, the change of each. `names` are the tasks of
@@ -98,7 +92,7 @@ def figures(
         if k <= len(before.held_out[0]):
             values[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
             values[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
-    items = [[sum(o) / len(o) for o in standing.held_out] for standing in (before, after)]
+    items = [[sum(o) / len(o) for o in result.held_out] for result in (before, after)]
     values |= changed("pass@1", *items)
     for name in sorted(set(names)) if len(set(names)) > 1 else ():
         of = [i for i, other in enumerate(names) if other == name]
@@ -140,9 +134,9 @@ class RLConfig:
     format_reward: float = 0.0
     """Added to the reward of an answer in the form that a right one must have, such as a number
     after ####."""
-    resample: int = 0
-    """How often a question whose answers all earned the same, which teaches nothing, is replaced by
-    another one."""
+    resample_zero_signal: int = 0
+    """How many times a question whose answers all earned the same, which gives no gradient, is
+    replaced by another one."""
     log_kl: bool = False
     """Log how far the model has moved from the one it began with, in nats a token of its answers;
     costs two more forward passes."""
@@ -151,8 +145,8 @@ class RLConfig:
         for name in ("examples_per_step", "num_samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.resample < 0:
-            raise ValueError(f"resample must be zero or positive, got {self.resample}")
+        if (resample := self.resample_zero_signal) < 0:
+            raise ValueError(f"resample_zero_signal must be zero or positive, got {resample}")
         if self.num_samples == 1:
             raise ValueError("num_samples=1: an answer is compared with others of its group")
         if self.temperature <= 0:
@@ -226,32 +220,10 @@ def examples(groups: Sequence[Group], cfg: RLConfig) -> list[Example]:
     return found
 
 
-def accumulate(
-    model: GPT, learned: Sequence[Example], rows_per_pass: int, pad: int, machine: Machine
-) -> float:
-    """
-    Leave the gradient of the policy loss in the model; returns the loss, the same on all ranks.
-
-    loss = sum of advantage * nats of the sampled tokens / their number, over the whole step.
-    """
-    total = machine.sum(float(num_sampled(learned)))[0]
-    loss = 0.0
-    for tokens, targets, weights in batches(learned, rows_per_pass, pad, machine.device):
-        part = model.loss(tokens, targets, weights=weights / total)
-        part.backward()
-        loss += part.item()
-    return machine.sum(loss)[0]
-
-
-def num_sampled(learned: Sequence[Example]) -> int:
-    """How many tokens there are to learn from."""
-    return sum(sum(t != IGNORE for t in e.targets) for e in learned)
-
-
-def batches(
+def pad_batches(
     learned: Sequence[Example], rows: int, pad: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens, targets and advantages, (B, T) each, B at most `rows`; like lengths together."""
+) -> Iterator[MicroBatch]:
+    """Micro-batches of at most `rows` examples, like lengths together; weights are advantages."""
     by_length = sorted(learned, key=lambda e: len(e.ids))
     for i in range(0, len(by_length), rows):
         batch = by_length[i : i + rows]
@@ -259,149 +231,26 @@ def batches(
         tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
         targets = [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch]
         weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
-        yield tokens, torch.tensor(targets, device=device), weights
+        yield MicroBatch(tokens, torch.tensor(targets, device=device), weights)
 
 
-def divergence(
-    model: GPT,
-    start: GPT,
-    learned: Sequence[Example],
-    rows_per_pass: int,
-    pad: int,
-    machine: Machine,
+def kl_to_reference(
+    model: GPT, reference: GPT, batches: Sequence[MicroBatch], machine: Machine
 ) -> float:
     """
-    KL divergence of `model` from `start` in nats a sampled token, the same on all ranks.
+    KL divergence of `model` from `reference` in nats per sampled token, the same on all ranks.
 
-    Estimated by exp(d) - 1 - d of d = log p_start - log p_model at the sampled tokens: never
+    Estimated by exp(d) - 1 - d of d = log p_reference - log p_model at the sampled tokens: never
     negative, and of little variance. Source: Schulman, "Approximating KL Divergence", 2020.
     """
-    total = 0.0
-    for tokens, targets, _ in batches(learned, rows_per_pass, pad, machine.device):
-        d = model.token_losses(tokens, targets) - start.token_losses(tokens, targets)  # 0 elsewhere
+    total = count = 0.0
+    for tokens, targets, *_ in batches:
+        losses, others = (m.token_losses(tokens, targets) for m in (model, reference))
+        d = losses - others  # 0 where a target does not count
         total += float((torch.expm1(d) - d).double().sum())
-    nats, count = machine.sum(total, float(num_sampled(learned)))
+        count += float((targets >= 0).sum())
+    nats, count = machine.sum(total, count)
     return nats / count if count else 0.0
-
-
-class Practice:
-    """What is practised: which questions a step asks, and what the answers to them earn."""
-
-    def __init__(
-        self,
-        task: Rewarding,
-        tokenizer: Tokenizer,
-        cfg: RLConfig,
-        seed: int,
-        machine: Machine,
-        questions: Sequence[int] | None = None,
-    ):
-        """
-        questions: which of the task's, by number; by default all.
-
-        Raises ValueError where there are none, or those of a step do not divide among the ranks.
-        """
-        if cfg.examples_per_step % machine.world_size:
-            raise ValueError(
-                f"examples_per_step {cfg.examples_per_step} does not divide among "
-                f"{machine.world_size} devices"
-            )
-        self.questions = range(len(task)) if questions is None else questions
-        if not self.questions:
-            raise ValueError("there is no question to practise")
-        self.task, self.tokenizer, self.cfg, self.seed = task, tokenizer, cfg, seed
-        self.machine, self.per_step = machine, cfg.examples_per_step
-
-    def num_steps(self, epochs: float) -> int:
-        """Steps in which the questions are gone through `epochs` times."""
-        return max(1, round(epochs * len(self.questions) / self.per_step))
-
-    def asked(self, step: int) -> range:
-        """This rank's questions of a step, counted over the whole run."""
-        first = step * self.per_step
-        return range(first + self.machine.rank, first + self.per_step, self.machine.world_size)
-
-    def number(self, asked: int, attempt: int = 0) -> int:
-        """Which question of the task is asked: every epoch and attempt has an order of its own."""
-        count = len(self.questions)
-        epoch, place = divmod(asked, count)
-        return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[place]]
-
-    def roll_out(self, engine: Engine, step: int) -> list[Group]:
-        """Answer this rank's questions of a step and score the answers."""
-        return self.ask(engine, self.asked(step))
-
-    def resampled(self, engine: Engine, step: int, groups: Sequence[Group]) -> list[Group]:
-        """The groups of `roll_out`; those without signal replaced where the settings say so."""
-        groups = list(groups)
-        for attempt in range(1, self.cfg.resample + 1):
-            silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.ask(engine, [self.asked(step)[n] for n in silent], attempt)
-            for n, group in zip(silent, others, strict=True):
-                groups[n] = group
-        return groups
-
-    def ask(self, engine: Engine, asked: Sequence[int], attempt: int = 0) -> list[Group]:
-        """
-        Answer questions `num_samples` times each, and score the answers.
-
-        Of a prompt that leaves no room for an answer, only the end is read. What is answered
-        depends on the question and when it is asked, not on ranks or company.
-        """
-        cfg, numbers = self.cfg, [self.number(count, attempt) for count in asked]
-        most = longest_prompt(engine, cfg.max_new_tokens)
-        waiting = []
-        with self.machine.working(f"generating answers to {len(asked)} questions"):
-            for count, i in zip(asked, numbers, strict=True):
-                seed = self.seed * 1_000_003 + count + attempt * 1_000_000_007
-                settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
-                prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
-                waiting.append(engine.submit(prompt, settings, cfg.num_samples))
-            while engine.busy:
-                engine.step()
-            return [
-                Group(group, [self.reward(i, answer) for answer in group])
-                for i, group in zip(numbers, waiting, strict=True)
-            ]
-
-    def reward(self, i: int, answer: Completion) -> float:
-        """What an answer to question i of the task earns."""
-        task, number = self.task.locate(i)
-        said = self.tokenizer.decode(answer.ids)
-        return (
-            task.score(task[number], said)
-            + self.cfg.format_reward * task.answered(said)
-            - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
-        )
-
-    def mean_rewards(self, engine: Engine, num_steps: int) -> list[float]:
-        """The mean reward of each question of the first steps, answered by the model as it is."""
-        mine = {}
-        for step in range(num_steps):
-            groups = self.roll_out(engine, step)
-            for asked, group in zip(self.asked(step), groups, strict=True):
-                mine[asked] = sum(group.rewards) / len(group.rewards)
-        every = {k: v for other in self.machine.gather(mine) for k, v in other.items()}
-        return [every[asked] for asked in sorted(every)]
-
-
-@dataclass(frozen=True)
-class Exam:
-    """Held-out questions, answered as training answers its own."""
-
-    task: Questions
-    num_samples: int
-    """Answers to each."""
-    sampling: Sampling
-    engine: Callable[[GPT], Engine]
-    machine: Machine
-
-    def take(self, model: GPT) -> Outcomes:
-        """The scores of a model as it is now."""
-        engine, count = self.engine(model), len(self.task)
-        return by_writing(
-            engine, self.task, count, self.sampling, self.num_samples, self.machine
-        ).outcomes
 
 
 @lru_cache(maxsize=8)
@@ -410,108 +259,225 @@ def shuffled(n: int, seed: str) -> list[int]:
     return random.Random(seed).sample(range(n), n)
 
 
-@dataclass(frozen=True)
-class PolicyRun:
-    """What the loop works on; `save`, `log` and `evaluate` are called as those of `train.Run`."""
-
-    model: GPT
-    optimizer: MuonAdamW
-    engine: Callable[[GPT], Engine]
-    """An engine with the weights that a model has now."""
-    machine: Machine
-    num_steps: int
-    rows_per_pass: int
-    practice: Practice
-    evaluate: Callable[[int], dict[str, float]]
-    save: Save
-    log: Callable[[int, dict[str, Any]], None]
-    loop: LoopConfig
-    start: GPT | None = None
-    """The model it began with, where the distance from it is to be logged."""
-    after_step: Callable[[int, dict[str, float]], None] = lambda done, figures: None
-    """Called on every rank after each step, when it is logged, told how many are done and what the
-    step gave: may raise to end the run."""
-
-
-def train_policy(run: PolicyRun, progress: Progress) -> bool:
+class RolloutLoader(Callback):
     """
-    Learn from `progress.step` to the end, rates falling linearly to 0. Returns False when asked to
-    stop early. The last thing is a checkpoint. Raises NotFinite, RanksDiffer and Refused as `train`
-    does.
+    The batches of RL: answers of the current model to the questions of a step, with advantages as
+    weights. Also a callback that logs the rewards of the step.
+
+    engine: model -> an engine with the weights it has now. questions: which of the task's, by
+    number; by default all. reference: the model from which the KL divergence is logged, if any.
+
+    Raises ValueError where there are no questions, or those of a step do not divide among ranks.
     """
-    if progress.step < run.num_steps:
-        require_resumable(progress)
-    guard = Guard(run.loop.guard, progress.health, run.machine, watch_spikes=False)
-    with StopRequest() as stop:
-        while progress.step < run.num_steps:
-            step = progress.step
-            if run.machine.any(stop.asked):
-                run.save(progress, final=True)
-                run.machine.print0(f"asked to stop: saved step {progress.step}")
-                return False
-            if step and run.loop.eval_every and step % run.loop.eval_every == 0:
-                run.log(step, run.evaluate(step))
-            guard.check_ranks(step, run.optimizer.named_params())
-            started = time.perf_counter()
-            figures = policy_step(run, step)
-            guard.note(step, figures["loss"], figures["grad_norm"], lambda at=step: f"of step {at}")
-            progress.step += 1
-            seconds = time.perf_counter() - started
-            progress.train_seconds += seconds
-            run.log(step, {**figures, "step_seconds": seconds})
-            run.after_step(progress.step, figures)
-            if guard.lost:
-                give_up(run.save, progress, guard)
-            every = run.loop.save_every
-            if every and progress.step % every == 0 and progress.step < run.num_steps:
-                run.save(progress)
-        progress.finished = True
-        run.save(progress, final=True)
-    return True
+
+    def __init__(
+        self,
+        task: Rewarding,
+        tokenizer: Tokenizer,
+        cfg: RLConfig,
+        seed: int,
+        machine: Machine,
+        model: GPT,
+        engine: Callable[[GPT], Engine],
+        questions: Sequence[int] | None = None,
+        reference: GPT | None = None,
+    ):
+        if cfg.examples_per_step % machine.world_size:
+            raise ValueError(
+                f"examples_per_step {cfg.examples_per_step} does not divide among "
+                f"{machine.world_size} devices"
+            )
+        self.questions = range(len(task)) if questions is None else questions
+        if not self.questions:
+            raise ValueError("there is no question to train on")
+        self.task, self.tokenizer, self.cfg, self.seed = task, tokenizer, cfg, seed
+        self.machine, self.model, self.engine, self.reference = machine, model, engine, reference
+        self.should_stop: Callable[[], bool] = lambda: False
+        self.metrics: dict[str, float] = {}
+        """Of the latest step."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most that the answers of a step sample, all ranks together."""
+        return self.cfg.examples_per_step * self.cfg.num_samples * self.cfg.max_new_tokens
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"rl": asdict(self.cfg)}
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps in `epochs` passes over the questions."""
+        return max(1, round(epochs * len(self.questions) / self.cfg.examples_per_step))
+
+    def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
+        if self.machine.any(self.should_stop()):
+            raise StoppedWaiting(f"asked to stop before step {step}")
+        started = time.perf_counter()
+        engine = self.engine(self.model)
+        groups = self.roll_out(engine, step)
+        self.metrics = self.count(groups)
+        groups = self.resampled(engine, step, groups)
+        self.metrics["rollout_seconds"] = time.perf_counter() - started
+        learned = examples(groups, self.cfg)
+        pad = self.tokenizer.bos_id
+        batches = list(pad_batches(learned, device_rows, pad, self.machine.device))
+        if self.reference is not None:  # of the copy that answered: rounding is not learning
+            kl = kl_to_reference(engine.model, self.reference, batches, self.machine)
+            self.metrics["kl"] = kl
+        return batches
+
+    def after_backward(self, scale: float) -> dict[str, float]:
+        return self.metrics
+
+    def row_names(self, step: int) -> str:
+        return f"of step {step}"
+
+    def describe(self, run: TrainingRun) -> dict[str, str]:
+        cfg = self.cfg
+        return {"rollouts": f"{cfg.examples_per_step} questions, {cfg.num_samples} answers to each"}
+
+    def count(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Means over the groups and answers of all ranks."""
+        answers = [answer for group in groups for answer in group.answers]
+        num_groups, silent, reward, count, tokens, cut_off, spread = self.machine.sum(
+            float(len(groups)),
+            float(sum(not group.has_signal for group in groups)),
+            sum(sum(group.rewards) for group in groups),
+            float(len(answers)),
+            float(sum(len(answer.ids) for answer in answers)),
+            float(sum(answer.finish == "length" for answer in answers)),
+            sum(statistics.pstdev(group.rewards) for group in groups),
+        )
+        return {
+            "reward": reward / count,
+            "answer_tokens": tokens / count,
+            "cut_off": cut_off / count,
+            "without_signal": silent / num_groups,
+            "reward_std": spread / num_groups,
+        }
+
+    def draws(self, step: int) -> range:
+        """This rank's questions of a step, counted over the whole run."""
+        first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
+        return range(first + self.machine.rank, first + per_step, self.machine.world_size)
+
+    def question(self, draw: int, attempt: int = 0) -> int:
+        """Which question of the task it is: every epoch and attempt has an order of its own."""
+        count = len(self.questions)
+        epoch, position = divmod(draw, count)
+        return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[position]]
+
+    def roll_out(self, engine: Engine, step: int) -> list[Group]:
+        """Answer this rank's questions of a step and score the answers."""
+        return self.answer(engine, self.draws(step))
+
+    def resampled(self, engine: Engine, step: int, groups: Sequence[Group]) -> list[Group]:
+        """The groups of `roll_out`; those without signal replaced where the settings say so."""
+        groups = list(groups)
+        for attempt in range(1, self.cfg.resample_zero_signal + 1):
+            silent = [n for n, group in enumerate(groups) if not group.has_signal]
+            others = self.answer(engine, [self.draws(step)[n] for n in silent], attempt)
+            for n, group in zip(silent, others, strict=True):
+                groups[n] = group
+        return groups
+
+    def answer(self, engine: Engine, draws: Sequence[int], attempt: int = 0) -> list[Group]:
+        """
+        Answer questions `num_samples` times each, and score the answers.
+
+        A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
+        question and its draw, not on ranks or on other prompts in the batch.
+        """
+        cfg, questions = self.cfg, [self.question(draw, attempt) for draw in draws]
+        most = longest_prompt(engine, cfg.max_new_tokens)
+        waiting = []
+        with self.machine.working(f"generating answers to {len(draws)} questions"):
+            for draw, i in zip(draws, questions, strict=True):
+                seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
+                settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
+                prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
+                waiting.append(engine.submit(prompt, settings, cfg.num_samples))
+            while engine.busy:
+                engine.step()
+            return [
+                Group(group, [self.reward(i, answer) for answer in group])
+                for i, group in zip(questions, waiting, strict=True)
+            ]
+
+    def reward(self, i: int, answer: Completion) -> float:
+        """The reward of an answer to question i of the task."""
+        task, number = self.task.locate(i)
+        text = self.tokenizer.decode(answer.ids)
+        return (
+            task.score(task[number], text)
+            + self.cfg.format_reward * task.answered(text)
+            - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
+        )
+
+    def mean_rewards(self, num_steps: int) -> list[float]:
+        """The mean reward of each question of the first steps, answered by the current model."""
+        engine, mine = self.engine(self.model), {}
+        for step in range(num_steps):
+            groups = self.roll_out(engine, step)
+            for draw, group in zip(self.draws(step), groups, strict=True):
+                mine[draw] = sum(group.rewards) / len(group.rewards)
+        found = {k: v for other in self.machine.gather(mine) for k, v in other.items()}
+        return [found[draw] for draw in sorted(found)]
 
 
-def policy_step(run: PolicyRun, step: int) -> dict[str, float]:
-    """Roll out, score, update once; what is worth knowing of it, the same on all ranks."""
-    started = time.perf_counter()
-    engine = run.engine(run.model)
-    groups = run.practice.roll_out(engine, step)
-    answering = time.perf_counter() - started
-    answers = [answer for group in groups for answer in group.answers]
-    dead = sum(not group.has_signal for group in groups)
-    totals = run.machine.sum(
-        float(len(groups)),
-        float(dead),
-        sum(sum(group.rewards) for group in groups),
-        float(len(answers)),
-        float(sum(len(answer.ids) for answer in answers)),
-        float(sum(answer.finish == "length" for answer in answers)),
-        sum(statistics.pstdev(group.rewards) for group in groups),
-    )
-    started = time.perf_counter()
-    groups = run.practice.resampled(engine, step, groups)
-    answering += time.perf_counter() - started
-    learned = examples(groups, run.practice.cfg)
-    pad = engine.tokenizer.bos_id
-    moved = {}
-    if run.start is not None:
-        ready = engine.model  # as it answered: rounding is not taken for learning
-        moved["kl"] = divergence(ready, run.start, learned, run.rows_per_pass, pad, run.machine)
-    loss = accumulate(run.model, learned, run.rows_per_pass, pad, run.machine)
-    norm = run.optimizer.reduce_gradients()
-    factor = 1 - step / run.num_steps
-    if math.isfinite(loss + norm) and norm:
-        run.optimizer.step(factor, decay_factor=factor)
-    else:
-        run.optimizer.drop_gradients()
-    return {
-        "reward": totals[2] / totals[3],
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": factor,
-        "answer_tokens": totals[4] / totals[3],
-        "cut_off": totals[5] / totals[3],
-        "without_signal": totals[1] / totals[0],
-        "reward_std": totals[6] / totals[0],
-        "rollout_seconds": answering,
-        **moved,
-    }
+class HeldOut(Callback):
+    """
+    Evaluates rewards and held-out answers before and after RL, and the latter every `every` steps.
+
+    num_rewards: training questions whose rewards are measured, rounded up to whole steps.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutLoader,
+        task: Questions,
+        num_samples: int,
+        sampling: Sampling,
+        every: int,
+        num_rewards: int,
+        num_steps: int,
+    ):
+        self.rollouts, self.task, self.every = rollouts, task, every
+        self.num_samples, self.sampling = num_samples, sampling
+        self.review = min(num_steps, math.ceil(num_rewards / rollouts.cfg.examples_per_step))
+        started = time.perf_counter()
+        self.before = self.after = self.measure()
+        self.seconds_per_answer = (time.perf_counter() - started) / (
+            len(self.before.rewards) * rollouts.cfg.num_samples + len(task) * num_samples
+        )
+        rollouts.machine.print0(f"before: {self.before}")
+
+    def measure(self) -> EvalResult:
+        """Evaluate the current model."""
+        return EvalResult(self.rollouts.mean_rewards(self.review), self.outcomes())
+
+    def outcomes(self) -> Outcomes:
+        """The scores of the answers to the held-out questions."""
+        rollouts, count = self.rollouts, len(self.task)
+        engine = rollouts.engine(rollouts.model)
+        return by_writing(
+            engine, self.task, count, self.sampling, self.num_samples, rollouts.machine
+        ).outcomes
+
+    def start(self, run: TrainingRun) -> None:
+        self.log = run.log
+
+    def before_step(self, step: int, share: float) -> None:
+        if step == 0:
+            self.log(0, self.before.logged)
+
+    def evaluate(
+        self, step: int, stopping: Callable[[], bool], last: bool
+    ) -> dict[str, float] | None:
+        if last:
+            self.after = self.measure()
+            self.rollouts.machine.print0(f"after: {self.after}")
+            return self.after.logged
+        if self.every and step % self.every == 0:
+            return {"pass_at_1": pass_at(self.outcomes(), 1).value}
+        return {}

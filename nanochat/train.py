@@ -1,14 +1,15 @@
 """
-The training loop: gradient accumulation, schedule, evaluation, checkpoints, anomalies.
+The training loop of every stage: gradients, update, evaluation, checkpoints, log.
 
-    rows of step n -> loss and gradients in micro-batches -> sum over ranks -> check -> update
+    loader -> micro-batches of a step -> loss and gradients -> sum over ranks -> check -> update
 
-A script says what to train; this file says how. A loss or gradient that is not finite never reaches
-the weights.
+A script describes a `TrainingRun`; `train` takes it from the checkpoint it resumes to its result. A
+loss or gradient that is not finite never reaches the weights.
 """
 
 import contextlib
 import gc
+import importlib
 import math
 import statistics
 import time
@@ -16,255 +17,98 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import UNEVALUATED, Interrupted, Refused, StoppedWaiting, StopRequest
-from nanochat.distributed import Machine
-from nanochat.hardware import utilization
+from nanochat import preflight, records, report
+from nanochat.anomaly import AnomalyDetector, NotFinite, require_equal_ranks
+from nanochat.checkpoint import (
+    ARCHITECTURES,
+    LOSS_BETA,
+    Checkpoint,
+    Checkpoints,
+    Progress,
+    SavingConfig,
+    closing_lines,
+    stage_folder,
+)
+from nanochat.common import (
+    PREEMPTED,
+    UNEVALUATED,
+    Interrupted,
+    StoppedWaiting,
+    StopRequest,
+    require_name,
+)
+from nanochat.dataloader import MixedRows, Rows
+from nanochat.distributed import Machine, MachineConfig
+from nanochat.gpt import GPT
+from nanochat.hardware import used_memory_bytes, utilization
+from nanochat.logger import METRICS_FILE, RunLog, RunLogConfig
 from nanochat.loss import Trainable
 from nanochat.optim import (
     MuonAdamW,
+    OptimConfig,
     ScheduleConfig,
     decay_factor,
     lr_factor,
     muon_momentum,
 )
+from nanochat.preflight import KernelConfig, Prepared
+from nanochat.tokenizer import Tokenizer
 
-# ---- Anomaly detection: non-finite steps, spikes, ranks that differ ------------------------------
-
-
-SPIKE_RATIO = 2.0  # times the highest loss of the window, and at least
-SPIKE_NATS = 0.5  # above it: a loss near 0 may double by chance
-SPIKE_WINDOW = 8  # steps: short, because the loss falls fast in the beginning
-SPIKE_FIRST = 3  # steps that must have been seen before one can be called a spike
-NORM_RATIO = 4.0  # times the median gradient norm of the window: a spike of the gradient
-NORM_WINDOW = 32  # steps
+MAX_TIMES_SEEN = 7  # times that a row came before; more are counted as this many
+UNTIMED_STEPS = 3  # the first steps compile and allocate; they are left out of a median
+CHECK_RANKS_EVERY = 100  # steps between checks that all ranks hold the same weights
 
 
 @dataclass(frozen=True)
-class GuardConfig:
-    max_bad_steps: int = 5
-    """So many losses or gradients in a row that are not finite stop the run; each is skipped."""
-    on_spike: Literal["warn", "skip"] = "warn"
-    """What becomes of a step whose loss is twice the highest of the 8 before: it is told of, or
-    skipped too."""
-    check_ranks_every: int = 100
-    """Steps between checks that all ranks hold the same weights; 0 = never."""
-
-    def __post_init__(self) -> None:
-        if self.max_bad_steps < 1:
-            raise ValueError(f"max_bad_steps must be at least 1, got {self.max_bad_steps}")
-        if self.check_ranks_every < 0:
-            raise ValueError(f"check_ranks_every counts steps, got {self.check_ranks_every}")
-
-
-class NotFinite(RuntimeError):
-    """The loss, the gradient or the weights are not finite, and the run cannot go on."""
-
-
-class RanksDiffer(RuntimeError):
-    """Ranks that must hold the same weights do not."""
-
-
-@dataclass
-class Health:
-    """What the guard remembers of a run; saved with each checkpoint."""
-
-    bad_steps: int = 0
-    """Steps skipped because something was not finite."""
-    spikes: int = 0
-    """Steps whose loss was far above those before them."""
-    losses: list[float] = field(default_factory=list)
-    """The latest losses that were neither."""
-    norm_spikes: int = 0
-    """Steps whose gradient was far larger than those before them, whatever their loss."""
-    norms: list[float] = field(default_factory=list)
-    """The latest gradient norms."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-Verdict = Literal["good", "spike", "bad"]
-
-
-class Guard:
-    """Judges the steps of one run. `watch_spikes` is off where a loss has no level (RL)."""
-
-    def __init__(
-        self, cfg: GuardConfig, health: Health, machine: Machine, watch_spikes: bool = True
-    ):
-        self.cfg, self.health, self.machine = cfg, health, machine
-        self.watch_spikes = watch_spikes
-        self.bad_in_a_row = self.spikes_in_a_row = 0
-
-    def judge(self, loss: float, norm: float) -> Verdict:
-        """What a step is, before its update; changes nothing."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return "bad"
-        seen = self.health.losses[-SPIKE_WINDOW:]
-        if not self.watch_spikes or len(seen) < SPIKE_FIRST:
-            return "good"
-        highest = max(seen)
-        return "spike" if loss > max(SPIKE_RATIO * highest, highest + SPIKE_NATS) else "good"
-
-    def allows(self, loss: float, norm: float) -> bool:
-        """Whether the update of such a step is to be made."""
-        verdict = self.judge(loss, norm)
-        return verdict == "good" or (verdict == "spike" and self.cfg.on_spike == "warn")
-
-    def note(self, step: int, loss: float, norm: float, rows: Callable[[], str]) -> Verdict:
-        """
-        Count a step, and say of a bad one which it was; `rows` names what it saw.
-
-        As many spikes in a row as the window is long are no spikes but a new level.
-        """
-        verdict, health = self.judge(loss, norm), self.health
-        health.norm_spikes += self.is_norm_spike(norm)
-        if math.isfinite(norm):
-            health.norms = [*health.norms, norm][-NORM_WINDOW:]
-        self.bad_in_a_row = self.bad_in_a_row + 1 if verdict == "bad" else 0
-        self.spikes_in_a_row = self.spikes_in_a_row + 1 if verdict == "spike" else 0
-        if verdict == "bad":
-            health.bad_steps += 1
-            self.machine.print0(
-                f"step {step}: loss {loss}, gradient norm {norm}: skipped on all ranks "
-                f"({self.bad_in_a_row} in a row); rows {rows()}"
-            )
-        elif verdict == "spike":
-            health.spikes += 1
-            done = "skipped on all ranks" if self.cfg.on_spike == "skip" else "learned all the same"
-            self.machine.print0(
-                f"step {step}: a spike, loss {loss:.4f} (the highest of the "
-                f"{len(health.losses)} steps before was {max(health.losses):.4f}), gradient norm "
-                f"{norm:.4g}: {done}; rows {rows()}"
-            )
-        if verdict == "good" or self.spikes_in_a_row == SPIKE_WINDOW:
-            health.losses = [*health.losses, loss][-SPIKE_WINDOW:]
-        return verdict
-
-    def is_norm_spike(self, norm: float) -> bool:
-        """Whether a gradient norm is far above those before it."""
-        seen = self.health.norms
-        return len(seen) >= SPIKE_WINDOW and norm > NORM_RATIO * statistics.median(seen)
-
-    def check_ranks(self, step: int, named: Mapping[str, Tensor]) -> None:
-        """At its cadence, `require_equal_ranks`."""
-        every = self.cfg.check_ranks_every
-        if every and step % every == 0:
-            require_equal_ranks(named, self.machine, step)
-
-    @property
-    def lost(self) -> bool:
-        """Whether so many steps in a row were bad that the run is to stop."""
-        return self.bad_in_a_row >= self.cfg.max_bad_steps
-
-
-def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity, or None."""
-    floats = {name: x for name, x in named.items() if x.is_floating_point()}
-    if not floats:
-        return None
-    finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
-    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
-
-
-def require_equal_ranks(named: Mapping[str, Tensor], machine: Machine, step: int) -> None:
-    """
-    Raise RanksDiffer, on every rank, naming the first parameter that is not the same on all.
-
-    named: float32 tensors. Compared are sums of their bits, so that one flipped bit is seen.
-    """
-    if machine.world_size == 1:
-        return
-    sums = [x.detach().view(torch.int32).sum(dtype=torch.int64) for x in named.values()]
-    found = machine.gather(torch.stack(sums).tolist())
-    for i, name in enumerate(named):
-        values = [sums[i] for sums in found]
-        common = max(values, key=values.count)  # of equals, rank 0's
-        if others := [rank for rank, value in enumerate(values) if value != common]:
-            raise RanksDiffer(
-                f"before step {step} the ranks do not hold the same weights: {name} is another one "
-                f"on rank {', '.join(map(str, others))} of {machine.world_size}. A device or a "
-                "link is at fault; --resume=auto goes on from the last checkpoint, best without it"
-            )
-
-
-# ---- The loop ------------------------------------------------------------------------------------
-
-
-LOSS_BETA = 0.9  # of the moving average of the training loss
-MOST_SEEN = 7  # times that a row came before; more are counted as so many
-UNTIMED_STEPS = 3  # the first steps compile and allocate; they are not part of a rate
-
-
-@dataclass(frozen=True)
-class LoopConfig:
+class TrainConfig:
+    device_batch_size: int | None = None
+    """Rows per forward pass on one device; never changes the result. Default: what fits."""
+    model_tag: str = ""
+    """Name of the folder of checkpoints. Default: d<depth>, or that of the parent checkpoint."""
+    seed: int = 0
+    """Seed of new weights and of the data order."""
     eval_every: int = 250
     """Steps between evaluations; 0 = only at the end."""
     save_every: int = 0
     """Steps between checkpoints; 0 = only at the end and when stopped."""
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    skip_if_done: bool = False
+    """Do nothing when the same training has finished before and its checkpoint is still there."""
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
+    saving: SavingConfig = field(default_factory=SavingConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    log: RunLogConfig = field(default_factory=RunLogConfig)
 
     def __post_init__(self) -> None:
-        for name in ("eval_every", "save_every"):
+        require_name("model_tag", self.model_tag)
+        if self.device_batch_size is not None and self.device_batch_size < 1:
+            raise ValueError(
+                f"device_batch_size must be at least 1, got {self.device_batch_size}; leave it out "
+                "to use the largest that fits"
+            )
+        for name in ("seed", "eval_every", "save_every"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} counts steps, got {getattr(self, name)}; 0 turns it off")
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
-@dataclass
-class Progress:
-    """Everything about a run that is neither weight nor setting; saved with each checkpoint."""
-
-    step: int = 0
-    """Steps done."""
-    loss_average: float = 0.0
-    """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
-    train_seconds: float = 0.0
-    """Time spent in timed steps, by all attempts together."""
-    timed_steps: int = 0
-    flops: float = 0.0
-    """Spent on all steps, forward and backward."""
-    clock_seconds: float = 0.0
-    """Time spent in all steps, the mean of the ranks: what a budget of seconds is compared with."""
-    averaged: bool = False
-    """The weights are the average that the run ended with: there is no going on from them."""
-    finished: bool = False
-    """All steps are done, as far as this run was planned."""
-    optimizer_missing: bool = False
-    """The checkpoint that was loaded holds no optimizer state: there is no going on from it."""
-    health: Health = field(default_factory=Health)
-    min_val: float | None = None
-    last_val: float | None = None
-    step_seconds: list[float] = field(default_factory=list)
-    """The latest steps, for a median rate."""
-
-    def state_dict(self) -> dict[str, Any]:
-        plain = {k: v for k, v in vars(self).items() if k != "step_seconds"}
-        return {**plain, "health": self.health.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.state_dict().keys() & state.keys():
-            setattr(self, name, state[name])
-        self.health = Health(**state["health"])
-
-    @property
-    def smooth_loss(self) -> float:
-        """The moving average, free of its start at 0."""
-        return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
+# ---- What extends a run --------------------------------------------------------------------------
 
 
 class Callback:
     """
     Extends a training run. Every method is called on every rank and does nothing by default; one
-    that raises ends the run. Figures that a method returns are logged.
+    that raises ends the run. Values that a method returns are logged.
     """
 
-    def start(self, run: "Run") -> None:
+    def start(self, run: "TrainingRun") -> None:
         """Before the first step of an attempt."""
 
     def before_step(self, step: int, share: float) -> None:
@@ -285,8 +129,8 @@ class Callback:
         self, step: int, stopping: Callable[[], bool], last: bool
     ) -> dict[str, float] | None:
         """
-        Before each step but the first, and once with `last` when all is trained. Returns figures,
-        the one to be smallest under "val_bpb"; None where `stopping()` interrupted it.
+        Before each step but the first, and once with `last` when all is trained. Returns metrics,
+        the one to minimize under "val_bpb"; None where `stopping()` interrupted it.
         """
         return {}
 
@@ -308,12 +152,12 @@ class Evaluator(Callback, ABC):
     every = 0
     rows_per_pass = 1
 
-    def start(self, run: "Run") -> None:
+    def start(self, run: "TrainingRun") -> None:
         self.rows_per_pass = run.device_rows
 
     @abstractmethod
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        """The figures. Raises Interrupted where `stopping()` became true."""
+        """The metrics. Raises Interrupted where `stopping()` became true."""
 
     def evaluate(
         self, step: int, stopping: Callable[[], bool], last: bool
@@ -336,51 +180,184 @@ class Evaluator(Callback, ABC):
             )
 
 
-class Save(Protocol):
-    """
-    Writes a checkpoint; `final` returns only when it is safe on disk. That of a run which is
-    `progress.finished` may leave out the optimizer state.
-    """
-
-    def __call__(self, progress: Progress, final: bool = False) -> None: ...
+# ---- Batches -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward pass, on the device."""
+
+    tokens: Tensor
+    """(B, T) int64."""
+    targets: Tensor
+    """(B, T) int64, IGNORE where one does not count."""
+    weights: Tensor | None = None
+    """(B, T) factors of the targets' losses. Default: 1."""
+    times_seen: int | None = None
+    """How often all of these rows came before, where that is counted and the same for all."""
+
+
+class Loader(Protocol):
+    """Gives the batches of a run: a pure function of the step and, in RL, of the model."""
+
+    should_stop: Callable[[], bool]
+    """Set by the loop."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be continued."""
+        ...
+
+    def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
+        """This rank's share of a step. Raises StoppedWaiting where `should_stop()`."""
+        ...
+
+    def row_names(self, step: int) -> str:
+        """Which rows a step trains on, for messages."""
+        ...
+
+    def describe(self, run: "TrainingRun") -> dict[str, str]:
+        """Lines for the screen before a run."""
+        ...
+
+
+class RowLoader:
     """
-    What to train. `rows(step)` gives this rank's (tokens, targets), both (rows, T) int64 arrays
-    with IGNORE among the targets where one does not count; `rows_name(step)` says which they
-    are, for messages. `save` is called on every rank.
+    Packed rows in batches of `batch_tokens` tokens over all ranks. split: rows as they are stored
+    -> tokens and targets, both (B, T) int64.
     """
 
-    model: Trainable
+    def __init__(
+        self,
+        rows: Rows | MixedRows,
+        split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+        batch_tokens: int,
+        seed: int,
+        machine: Machine,
+    ):
+        self.rows, self.split, self.seed, self.machine = rows, split, seed, machine
+        self.num_rows = batch_tokens // rows.max_seq_len
+        self.should_stop: Callable[[], bool] = lambda: False
+        rows.should_stop = lambda: self.should_stop()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"rows": self.rows.recipe, "batch_tokens": self.num_rows * self.rows.max_seq_len}
+
+    def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
+        share = (step, self.num_rows, self.seed, self.machine.rank, self.machine.world_size)
+        with self.machine.working("waiting for rows that are being packed"):
+            mine = self.rows.batch(*share)
+        seen = self.rows.times_seen(*share)
+        return cut(*self.split(mine), device_rows, self.machine.device, seen)
+
+    def row_names(self, step: int) -> str:
+        return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
+
+    def describe(self, run: "TrainingRun") -> dict[str, str]:
+        T, world_size = self.rows.max_seq_len, self.machine.world_size
+        epochs = self.rows.epochs_for(run.num_steps * self.num_rows)
+        repeats = "not all packed yet" if epochs is None else f"{epochs:.2f} epochs"
+        passes = self.num_rows // (run.device_rows * world_size)
+        return {
+            "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
+            "batch": f"{run.batch_tokens:,} tokens: {passes} passes of {run.device_rows} rows on "
+            f"each of {world_size} devices",
+        }
+
+
+def cut(
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    device_rows: int,
+    device: torch.device,
+    times_seen: np.ndarray | None = None,
+) -> list[MicroBatch]:
+    """
+    Micro-batches of `device_rows` rows, copied to `device` all at once. Where some rows came
+    before, rows are ordered by how often, so that most micro-batches have one number.
+    """
+    seen = None
+    if times_seen is not None and times_seen.any():
+        order = np.argsort(times_seen, kind="stable")
+        tokens, targets, seen = tokens[order], targets[order], times_seen[order]
+    x, y = to_device(tokens, device), to_device(targets, device)
+    found = []
+    for i in range(0, len(tokens), device_rows):
+        rows = slice(i, i + device_rows)
+        same = seen is not None and len(set(seen[rows].tolist())) == 1
+        times = min(int(seen[i]), MAX_TIMES_SEEN) if seen is not None and same else None
+        found.append(MicroBatch(x[rows], y[rows], times_seen=times))
+    return found
+
+
+def to_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """
+    Copy to the device; each call pins memory of its own, so no later step can overwrite it. Only a
+    contiguous copy is asynchronous: of a slice PyTorch copies unpinned memory.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(x))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainingRun:
+    """What is trained, on what, for how long. The last group of fields is set by `train`."""
+
+    kind: Literal["base", "mid", "sft", "rl"]
+    model: GPT
     optimizer: MuonAdamW
+    loader: Loader
     machine: Machine
+    cfg: TrainConfig
+    tag: str
+    """Name of the folder of checkpoints."""
     num_steps: int
-    """Steps to train; at most so many where `max_seconds` may end the run before."""
+    """Steps to train; the most there can be where `max_seconds` ends the run before."""
     batch_tokens: int
-    """Tokens per step, all ranks together."""
-    device_rows: int
-    """Rows per micro-batch on one device."""
-    flops_per_token: Callable[[], float]
-    """Of the model as it is at a step."""
-    rows: Callable[[int], tuple[np.ndarray, np.ndarray]]
-    rows_name: Callable[[int], str]
-    save: Save
-    log: Callable[[int, dict[str, Any]], None]
+    """Tokens per step, all ranks together; in RL, the most that can be sampled."""
     schedule: ScheduleConfig
-    loop: LoopConfig
-    grad_clip: float = 0.0
-    stop: StopRequest = field(default_factory=StopRequest)
-    times_seen: Callable[[int], np.ndarray] | None = None
-    """How often each of the rows of a step came before; None where nobody knows."""
-    max_seconds: float | None = None
-    """Training ends with the step that reaches so many seconds of steps; evaluations and saving
-    are not counted. The schedules then follow the clock."""
+    momentum: Callable[[int, float, ScheduleConfig], float] = muon_momentum
+    """(step, steps of the run, schedule) -> Muon's momentum."""
+    kernels: KernelConfig = KernelConfig()
+    prepared: Prepared | None = None
+    """Kernels and micro-batch where they are not to be chosen (RL), for a run from step 0."""
+    objective: Trainable | None = None
+    """Gives the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
+    max_seconds: float | None = None
+    """Training ends with the step that reaches this many seconds of steps, evaluations and saves
+    not counted. The schedules then follow the clock."""
+    finds_spikes: bool = True
+    """Off where the loss has no level."""
+
+    tokenizer: Tokenizer | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """What else a checkpoint must agree with to be continued."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What else a checkpoint holds; "provenance" among it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the script, for log, checkpoint and record."""
+    keep_optimizer: bool = True
+    """Whether the checkpoint of the finished run holds the optimizer state."""
+    background: Callable[[], AbstractContextManager] = nullcontext
+    """Entered around the training."""
+    bytes_to_pack: int = 0
+    """What that will write to the disk."""
+
+    device_rows: int = 1
+    """Rows per micro-batch on one device."""
+    save: Callable[..., None] = lambda progress, final=False: None
+    """Writes a checkpoint; `final` returns only when it is safe on disk. Called on every rank."""
+    log: Callable[[int, dict[str, Any]], None] = lambda step, values: None
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def horizon(self, progress: Progress) -> float:
-        """How many steps the run will have in all: as told, or as the clock will allow."""
+        """How many steps the run will have in all: num_steps, or what the clock allows."""
         if self.max_seconds is None or not progress.clock_seconds:
             return self.num_steps
         return min(self.num_steps, progress.step * self.max_seconds / progress.clock_seconds)
@@ -390,59 +367,55 @@ class Run:
         return progress.step >= self.horizon(progress)
 
 
-def train(run: Run, progress: Progress) -> bool:
+def run_loop(run: TrainingRun, progress: Progress) -> bool:
     """
     Train from `progress.step` to the end. Returns False when the run was asked to stop early.
 
-    The last thing before the final evaluation is a checkpoint. Asked to stop, it leaves the
+    The last thing before the final evaluation is a checkpoint. Asked to stop, it drops the
     evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
     RanksDiffer, and Refused for more steps after the weights were averaged or where the checkpoint
     of the finished run holds no optimizer state.
     """
     if not run.finished(progress):
-        require_resumable(progress)
-    guard = Guard(run.loop.guard, progress.health, run.machine)
+        progress.require_resumable()
+    detector = AnomalyDetector(progress.health, run.machine, run.finds_spikes)
     for callback in run.callbacks:
         callback.start(run)
     with run.stop as stop:
+        run.loader.should_stop = lambda: stop.asked
         while not run.finished(progress):
             step, horizon = progress.step, run.horizon(progress)
             for callback in run.callbacks:
                 callback.before_step(step, step / horizon)
             if step:
-                evaluate(run, progress, step, stop)
-            guard.check_ranks(step, run.optimizer.named_params())
+                evaluate(run, progress, last=False)
+            if step % CHECK_RANKS_EVERY == 0:
+                require_equal_ranks(run.optimizer.named_params(), run.machine, step)
             started = time.perf_counter()
-            done = train_step(run, step, lambda: stop.asked, guard.allows, horizon)
-            loss, norm = done.loss, done.norm
+            done = train_step(run, step, horizon)
             if done.stopped:
                 run.save(progress, final=True)
-                run.machine.print0(f"asked to stop: saved step {progress.step}")
+                run.machine.print0(f"asked to stop: saved step {step}")
                 return False
             seconds = time.perf_counter() - started
             if run.max_seconds is not None:  # all ranks must agree on when to end
                 seconds = run.machine.sum(seconds)[0] / run.machine.world_size
-            progress.clock_seconds += seconds
-            spiked = guard.is_norm_spike(norm)
-            verdict = guard.note(step, loss, norm, lambda at=step: run.rows_name(at))
-            progress.step += 1
-            progress.flops += run.batch_tokens * run.flops_per_token()
-            average = loss if verdict == "good" else progress.smooth_loss
-            average = average if math.isfinite(average) else 0.0
-            progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * average
-            if step >= UNTIMED_STEPS:
-                progress.train_seconds += seconds
-                progress.timed_steps += 1
-                progress.step_seconds = [*progress.step_seconds[-999:], seconds]
+            spiked = detector.is_norm_spike(done.norm)
+            count_step(run, progress, detector, done, seconds)
             log_step(run, progress, horizon, done, seconds, spiked)
             for callback in run.callbacks:
                 callback.after_step(done, progress)
             if step == 0:
                 gc.collect()
-                gc.freeze()  # what lives now lives on: keep it out of every later collection
-            if guard.lost:
-                give_up(run.save, progress, guard)
-            every = run.loop.save_every
+                gc.freeze()  # what is alive now stays: keep it out of every later collection
+            if detector.should_abort:
+                run.save(progress, final=True)
+                raise NotFinite(
+                    f"{detector.bad_in_a_row} steps in a row were not finite, the last one step "
+                    f"{step}; the weights before them are saved. Lower the learning rates, or look "
+                    "at those rows"
+                )
+            every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
         for callback in run.callbacks:
@@ -452,187 +425,32 @@ def train(run: Run, progress: Progress) -> bool:
         progress.finished = True
         run.save(progress, final=True)
         with last_evaluation(run.machine):
-            return evaluate(run, progress, progress.step, stop, last=True)
+            return evaluate(run, progress, last=True)
 
 
-def require_resumable(progress: Progress) -> None:
-    """
-    Raise Refused where training cannot go on from `progress`; for runs with steps left to train.
-    """
-    progress.finished = False
-    if progress.averaged:
-        raise Refused(
-            f"the run ended after step {progress.step} with the average of its weights, and cannot "
-            "be made longer",
-            "another --model_tag, or no --ema_decay",
-        )
-    if progress.optimizer_missing:
-        raise Refused(
-            f"the run finished at step {progress.step}, and its last checkpoint holds no optimizer "
-            "state, so it cannot be made longer",
-            "train all steps anew with --resume=never, and keep the optimizer state of the last "
-            "checkpoint with --save_optimizer",
-        )
-
-
-def give_up(save: Save, progress: Progress, guard: Guard) -> None:
-    """Save the weights, which no bad step has touched, and raise NotFinite."""
-    save(progress, final=True)
-    raise NotFinite(
-        f"{guard.bad_in_a_row} steps in a row were not finite, the last one step "
-        f"{progress.step - 1}; the weights before them are saved. Lower the rates, or look at "
-        "those rows"
-    )
-
-
-class Step(NamedTuple):
-    """What became of a step; the same on every rank."""
-
-    loss: float
-    """Mean nats per counted target."""
-    norm: float
-    """Of the gradient."""
-    stopped: bool = False
-    """A rank was asked to stop meanwhile: it is as if the step had not begun."""
-    figures: Mapping[str, float] = {}
-    """What else is to be logged of it."""
-
-
-def train_step(
-    run: Run,
-    step: int,
-    stopping: Callable[[], bool] = lambda: False,
-    allows: Callable[[float, float], bool] = lambda loss, norm: math.isfinite(loss + norm),
-    horizon: float | None = None,
-) -> Step:
-    """
-    One optimizer step of a run of `horizon` steps, by default its num_steps. An update happens only
-    when its loss and norm are allowed to make one, and when no rank was asked to stop meanwhile.
-    """
-    machine, optimizer = run.machine, run.optimizer
-    horizon = horizon or run.num_steps
-    try:
-        tokens, targets = (to_device(x, machine.device) for x in run.rows(step))
-    except StoppedWaiting:
-        tokens = targets = torch.empty(0, 1, dtype=torch.int64)
-    local = torch.zeros((), device=machine.device)
-    tally = SeenTally(run.times_seen(step) if run.times_seen and len(tokens) else None)
-    if (order := tally.order) is not None:
-        order = order.to(tokens.device)
-        tokens, targets = tokens[order], targets[order]
-    with contextlib.ExitStack() as stack:
-        for callback in run.callbacks:
-            stack.enter_context(callback.forward_context(step / horizon))
-        for i in range(0, len(tokens), run.device_rows):
-            if stopping():
-                break
-            loss = run.model.loss(tokens[i : i + run.device_rows], targets[i : i + run.device_rows])
-            # divided by what a full step counts, so that gradients have a fixed scale in bf16
-            (loss / run.batch_tokens).backward()
-            local += loss.detach()
-            tally.add(i, run.device_rows, loss, targets)
-    counted = (targets >= 0).sum()
-    nats, count, asked, *seen = machine.sum(
-        float(local), float(counted), float(stopping()), *tally.sums()
-    )
-    if asked:
-        optimizer.drop_gradients()
-        return Step(math.nan, math.nan, stopped=True)
-    norm = optimizer.reduce_gradients()
-    scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
-    figures = by_times_seen(seen)
-    for callback in run.callbacks:
-        figures |= callback.after_backward(scale)
-    norm *= scale
-    loss_mean = nats / count if count else 0.0
-    if not allows(loss_mean, norm):
-        optimizer.drop_gradients()
-    else:
-        if run.grad_clip and norm > run.grad_clip:
-            scale *= run.grad_clip / norm
-        optimizer.step(
-            lr_factor(step, horizon, run.schedule),
-            muon_momentum(step, horizon, run.schedule),
-            decay_factor(step, horizon),
-            scale,
-        )
-    machine.synchronize()
-    return Step(loss_mean, norm, figures=figures)
-
-
-class SeenTally:
-    """
-    Sums the loss of a step by how often its rows came before, where some did: the rows are taken in
-    that order, and a micro-batch counts whose rows all came as often.
-    """
-
-    def __init__(self, seen: np.ndarray | None):
-        self.order: Tensor | None = None
-        self.seen = np.empty(0, np.int64)
-        if seen is not None and seen.any():
-            order = np.argsort(seen, kind="stable")
-            self.order, self.seen = torch.from_numpy(order), seen[order]
-        self.losses: list[tuple[int, Tensor, Tensor]] = []
-
-    def add(self, first: int, rows: int, loss: Tensor, targets: Tensor) -> None:
-        """A micro-batch of `rows` rows from place `first` on."""
-        if len(set(self.seen[first : first + rows].tolist())) == 1:
-            times = min(int(self.seen[first]), MOST_SEEN)
-            counted = (targets[first : first + rows] >= 0).sum()
-            self.losses.append((times, loss.detach(), counted))
-
-    def sums(self) -> list[float]:
-        """Nats and counted targets of each number of times, one after the other."""
-        found = [0.0] * 2 * (MOST_SEEN + 1)
-        for times, loss, counted in self.losses:
-            found[2 * times] += float(loss)
-            found[2 * times + 1] += float(counted)
-        return found
-
-
-def by_times_seen(sums: Sequence[float]) -> dict[str, float]:
-    """The mean loss of rows that came before so many times, as it is logged."""
-    pairs = enumerate(zip(sums[::2], sums[1::2], strict=True))
-    return {f"loss_seen_{times}": nats / count for times, (nats, count) in pairs if count}
-
-
-def to_device(x: np.ndarray, device: torch.device) -> Tensor:
-    """
-    Copy to the device; each call pins memory of its own, so no later step can overwrite it. Only a
-    contiguous copy runs beside the device's work: of a slice PyTorch copies unpinned memory.
-    """
-    tensor = torch.from_numpy(np.ascontiguousarray(x))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-def evaluate(
-    run: Run, progress: Progress, step: int, stop: StopRequest, last: bool = False
-) -> bool:
+def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
     """Measure, keep the smallest validation value, log. False when asked to stop instead."""
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for callback in run.callbacks:
-        found = callback.evaluate(step, lambda: stop.asked, last)
+        found = callback.evaluate(progress.step, lambda: run.stop.asked, last)
         if found is None:
-            run.machine.print0(f"asked to stop: evaluation at step {step} aborted")
+            run.machine.print0(f"asked to stop: evaluation at step {progress.step} aborted")
             return False
-        figures |= found
-    value = figures.get("val_bpb")
+        metrics |= found
+    value = metrics.get("val_bpb")
     if value is not None:
         progress.last_val = value
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
-    if figures:
-        run.log(step, figures)
+    if metrics:
+        run.log(progress.step, metrics)
     return True
 
 
 @contextlib.contextmanager
 def last_evaluation(machine: Machine) -> Iterator[None]:
     """
-    What is measured when the model is saved: out of memory, it ends the run with UNEVALUATED.
-
-    The same command with --resume=auto then measures again, without training.
+    Around what is measured when the model is saved: out of memory, it ends the run with
+    UNEVALUATED. The same command with --resume=auto then measures again, without training.
     """
     try:
         yield
@@ -640,38 +458,346 @@ def last_evaluation(machine: Machine) -> Iterator[None]:
         machine.print0(
             "the model is trained and saved, but memory ran out in its last evaluation; the same "
             "command with --resume=auto evaluates it, best with fewer rows at a time: a smaller "
-            "--device_batch_size, in RL --slots"
+            "--device_batch_size"
         )
         raise SystemExit(UNEVALUATED) from error
 
 
-def log_step(
-    run: Run, progress: Progress, horizon: float, done: Step, seconds: float, spiked: bool
+class Step(NamedTuple):
+    """Result of a step; the same on every rank."""
+
+    loss: float
+    """Mean nats per counted target."""
+    norm: float
+    """Of the gradient."""
+    tokens: int = 0
+    """That were trained on, padding included, all ranks together."""
+    stopped: bool = False
+    """A rank was asked to stop meanwhile: it is as if the step had not begun."""
+    metrics: Mapping[str, float] = {}
+    """What else is to be logged of it."""
+
+
+def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Step:
+    """
+    One optimizer step of a run of `horizon` steps, by default its num_steps. There is no update
+    where loss or gradient are not finite or no target counts, nor when a rank was asked to stop.
+    """
+    machine, optimizer = run.machine, run.optimizer
+    horizon = horizon or run.num_steps
+    objective = run.objective or run.model
+    loss_by_times_seen = torch.zeros(MAX_TIMES_SEEN + 1, 2, dtype=torch.float64)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        try:
+            micro_batches = run.loader.micro_batches(step, run.device_rows)
+        except StoppedWaiting:
+            micro_batches = []
+        for callback in run.callbacks:
+            stack.enter_context(callback.forward_context(step / horizon))
+        for each in micro_batches:
+            if run.stop.asked:
+                break
+            weights = {} if each.weights is None else {"weights": each.weights}
+            loss = objective.loss(each.tokens, each.targets, **weights)
+            # divided by what a full step counts, so that gradients have a fixed scale in bf16
+            (loss / run.batch_tokens).backward()
+            losses.append(loss.detach())
+    counted = [(each.targets >= 0).sum() for each in micro_batches]
+    for each, loss, count in zip(micro_batches, losses, counted, strict=False):
+        if each.times_seen is not None:
+            loss_by_times_seen[each.times_seen] += torch.tensor([float(loss), float(count)])
+    nats, count, tokens, stopping, *by_times_seen = machine.sum(
+        float(sum(losses)),
+        float(sum(counted)),
+        float(sum(each.tokens.numel() for each in micro_batches)),
+        float(run.stop.asked),
+        *loss_by_times_seen.flatten().tolist(),
+    )
+    if stopping:
+        optimizer.drop_gradients()
+        return Step(math.nan, math.nan, stopped=True)
+    norm = optimizer.reduce_gradients()
+    scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
+    pairs = zip(by_times_seen[::2], by_times_seen[1::2], strict=True)
+    metrics = {f"loss_seen_{n}": loss / of for n, (loss, of) in enumerate(pairs) if of}
+    for callback in run.callbacks:
+        metrics |= callback.after_backward(scale)
+    loss, norm = nats / count if count else 0.0, norm * scale
+    if count and math.isfinite(loss + norm):
+        if run.cfg.optim.grad_clip and norm > run.cfg.optim.grad_clip:
+            scale *= run.cfg.optim.grad_clip / norm
+        optimizer.step(
+            lr_factor(step, horizon, run.schedule),
+            run.momentum(step, horizon, run.schedule),
+            decay_factor(step, horizon),
+            scale,
+        )
+    else:
+        optimizer.drop_gradients()
+    machine.synchronize()
+    return Step(loss, norm, int(tokens), metrics=metrics)
+
+
+def count_step(
+    run: TrainingRun, progress: Progress, detector: AnomalyDetector, done: Step, seconds: float
 ) -> None:
-    """Hand the figures of the step just done to the log; its rates were those of `horizon`."""
-    step = progress.step - 1
-    rate = run.batch_tokens / seconds
-    used = utilization(rate * run.flops_per_token(), run.machine.device, run.machine.world_size)
-    figures = {
+    """Enter a step into the progress of the run."""
+    step = progress.step
+    verdict = detector.record(step, done.loss, done.norm, lambda: run.loader.row_names(step))
+    loss = done.loss if verdict == "good" else progress.smooth_loss
+    loss = loss if math.isfinite(loss) else 0.0
+    progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * loss
+    progress.step += 1
+    progress.flops += done.tokens * run.model.flops_per_token()
+    progress.clock_seconds += seconds
+    if step >= UNTIMED_STEPS:
+        progress.train_seconds += seconds
+        progress.timed_steps += 1
+        progress.step_seconds = [*progress.step_seconds[-999:], seconds]
+
+
+def log_step(
+    run: TrainingRun,
+    progress: Progress,
+    horizon: float,
+    done: Step,
+    seconds: float,
+    spiked: bool,
+) -> None:
+    """Log the step just done; its learning rates were those of `horizon`."""
+    step, machine = progress.step - 1, run.machine
+    rate = done.tokens / seconds
+    used = utilization(rate * run.model.flops_per_token(), machine.device, machine.world_size)
+    values = {
         "loss": done.loss,
         "smooth_loss": progress.smooth_loss,
         "lr": lr_factor(step, horizon, run.schedule),
         "grad_norm": done.norm,
         "tokens_per_second": rate,
         "step_seconds": seconds,
-        **done.figures,
+        **done.metrics,
     }
     if spiked:
-        figures["norm_spike"] = done.norm
+        values["norm_spike"] = done.norm
     if used is not None:
-        figures["mfu"] = used
+        values["mfu"] = used
     if run.max_seconds is not None:
-        figures["seconds_left"] = max(0.0, run.max_seconds - progress.clock_seconds)
-    run.log(step, figures)
+        values["seconds_left"] = max(0.0, run.max_seconds - progress.clock_seconds)
+    run.log(step, values)
 
 
-def median_rate(run: Run, progress: Progress) -> float | None:
-    """Tokens per second over the latest timed steps; None where there were none."""
-    if not progress.step_seconds:
-        return None
-    return run.batch_tokens / statistics.median(progress.step_seconds)
+# ---- From an opened model and its rows to a record -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a finished run leaves for its record."""
+
+    run: TrainingRun
+    prepared: Prepared
+    progress: Progress
+    folder: Path
+    """Of the run's checkpoints and metrics."""
+    checkpoint: Checkpoint | None
+    """The last one; None on the ranks that do not write."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At the median of the latest timed steps; None where there were none."""
+        seconds = self.progress.step_seconds
+        return self.run.batch_tokens / statistics.median(seconds) if seconds else None
+
+    @property
+    def utilization(self) -> float | None:
+        """Share of the device's peak (MFU) at the median step, None where one is unknown."""
+        rate, machine = self.tokens_per_second, self.run.machine
+        if rate is None:
+            return None
+        flops = self.progress.flops / (self.progress.step * self.run.batch_tokens)  # of a token
+        return utilization(rate * flops, machine.device, machine.world_size)
+
+    def values(self, memory_at_start: int) -> dict[str, Any]:
+        """Values that the record of every training on rows ends with."""
+        rate, health = self.tokens_per_second, self.progress.health
+        return {
+            "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
+            "Batch tokens": self.run.batch_tokens,
+            "Rows per device pass": self.prepared.device_rows,
+            "Compute dtype": str(self.run.machine.dtype).removeprefix("torch."),
+            "Compiled": self.prepared.compiled,
+            "Stated memory": f"{self.prepared.memory.total / 2**20:.2f}MiB",
+            "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
+            "Skipped steps": health.bad_steps,
+            "Loss spikes": health.spikes,
+            "Gradient norm spikes": health.norm_spikes,
+        }
+
+
+class Stopwatch(NamedTuple):
+    """Taken when a script begins, for the cost in its record."""
+
+    seconds: float
+    memory_bytes: int
+
+    @staticmethod
+    def start() -> "Stopwatch":
+        return Stopwatch(time.perf_counter(), used_memory_bytes(torch.device("cpu")))
+
+
+def finished_before(
+    section: str,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    cfg: TrainConfig,
+    machine: Machine,
+) -> bool:
+    """Whether --skip_if_done finds this very training recorded and its checkpoint intact."""
+    if not cfg.skip_if_done:
+        return False
+    key = records.stage_key(settings, inputs)
+    found = machine.on_main(
+        "verifying files", lambda: records.finished(section, key, cfg.report_dir) is not None
+    )
+    if found:
+        machine.print0(f"{section}: finished already, skipped")
+    return found
+
+
+def train(run: TrainingRun) -> TrainingResult:
+    """
+    Resume or begin, check what fits, train, save and evaluate.
+
+    Raises Refused where the run cannot finish, or where another one writes to its folder;
+    SystemExit(PREEMPTED) when it was asked to stop: saved, not finished.
+    """
+    cfg, model, machine = run.cfg, run.model, run.machine
+    tokenizer = run.tokenizer
+    assert tokenizer is not None, "a checkpoint holds the tokenizer"
+    folder = stage_folder(run.kind) / run.tag
+    with Checkpoints(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
+        identity = {
+            **run.loader.identity,
+            "model": asdict(model.cfg),
+            "seed": cfg.seed,
+            "optim": asdict(cfg.optim),
+            "schedule": asdict(run.schedule),
+            **run.identity,
+        }
+        progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
+        prepared = prepare(run, progress, checkpoints)
+        state = {"stage": run.kind, "identity": identity, "settings": run.settings, **run.state}
+        log = RunLog(
+            cfg.log,
+            checkpoints.folder,
+            is_main=machine.is_main,
+            first_step=progress.step,
+            total_steps=run.num_steps if run.max_seconds is None else None,
+            run_id=run.state["provenance"]["run_id"],
+            settings=run.settings,
+        )
+        run.log = log.log
+        run.save = lambda progress, final=False: checkpoints.save(
+            model, run.optimizer, tokenizer, state, progress, final
+        )
+        run.callbacks = [*run.callbacks, *model_callbacks(run)]
+        with log, run.background():
+            done = run_loop(run, progress)
+    if not done:
+        machine.close()
+        raise SystemExit(PREEMPTED)
+    return TrainingResult(run, prepared, progress, folder, checkpoints.saved)
+
+
+def model_callbacks(run: TrainingRun) -> list[Callback]:
+    """The callbacks that every training of this kind of model needs."""
+    for name, module in ARCHITECTURES.items():
+        if hasattr(run.model.cfg, name):
+            make = importlib.import_module(module).callbacks
+            return make(run.model, run.optimizer, run.cfg.seed)
+    return []
+
+
+def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> Prepared:
+    """Choose kernels and micro-batch, check memory and disk, and print it all on one screen."""
+    cfg, model, machine = run.cfg, run.model, run.machine
+    left = run.num_steps - progress.step
+    saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
+    disk = preflight.require_disk(
+        checkpoints.folder,
+        machine,
+        checkpoints=checkpoints.disk_bytes(model, saves),
+        rows=run.bytes_to_pack,
+    )
+    memory, most = {}, ""
+    if run.prepared is not None:
+        prepared, seconds = run.prepared, run.prepared.train_seconds * left / run.num_steps
+    else:
+        prepared = preflight.prepare(
+            run.kernels,
+            model,
+            run.objective or model,
+            run.optimizer,
+            machine,
+            run.batch_tokens,
+            left * run.batch_tokens,
+            cfg.device_batch_size,
+            timed=run.max_seconds is not None,
+        )
+        seconds = prepared.train_seconds
+        stated = preflight.describe_memory(prepared.memory, prepared.device_rows, machine)
+        memory = {"memory": stated}
+    run.device_rows = prepared.device_rows
+    if run.max_seconds is not None:
+        seconds = max(0.0, min(seconds, run.max_seconds - progress.clock_seconds))
+        most = f"{run.max_seconds:g} s of steps, at most "
+    inputs = run.state["provenance"]["inputs"]
+    preflight.screen(
+        {
+            **preflight.describe(model, machine, prepared.compiled),
+            **memory,
+            "disk": disk,
+            "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
+            **run.loader.describe(run),
+            "training": f"{most}{run.num_steps:,} steps; from step {progress.step:,}",
+            "estimate": f"about {preflight.duration(seconds)} of training, "
+            + preflight.price(seconds, None, machine),
+        },
+        machine,
+    )
+    return prepared
+
+
+def write_section(
+    section: str,
+    result: TrainingResult,
+    values: Mapping[str, Any],
+    began: Stopwatch,
+    tables: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write the record of a finished run, render the report, and print the next command."""
+    run, checkpoint, machine = result.run, result.checkpoint, result.run.machine
+    if checkpoint is not None:
+        if run.kind != "rl":
+            values = {**values, **result.values(began.memory_bytes)}
+        provenance = run.state["provenance"]
+        with machine.working("writing the report"):
+            records.write_record(
+                section,
+                run.settings,
+                {**values, **{k: v for each in run.callbacks for k, v in each.values().items()}},
+                records.Provenance(
+                    provenance["run_id"],
+                    run.cfg.seed,
+                    provenance["inputs"],
+                    {run.kind: checkpoint.fingerprint},
+                ),
+                records.Cost.since(began.seconds, machine),
+                run.cfg.report_dir,
+                tables=[*tables, *(table for each in run.callbacks for table in each.tables())],
+                metrics=result.folder / METRICS_FILE,
+                files=[checkpoint.folder],
+            )
+            report.update(run.cfg.report_dir)
+        machine.print0(closing_lines(checkpoint.folder, machine))
+    machine.close()

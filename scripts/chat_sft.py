@@ -8,94 +8,67 @@ Reads   mid_checkpoints/<tag>/ (or base_) and the training splits of the tasks i
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from nanochat.checkpoint import Checkpoint
-from nanochat.config import settings, start
-from nanochat.finetune import (
-    AnswerLoss,
-    Lesson,
-    Plan,
-    Talk,
-    fine_tune,
-)
-from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
-from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MixConfig, Resolution, read_buckets
+from nanochat.config import start
+from nanochat.finetune import FinetuneConfig, FineTuning
 from nanochat.optim import OptimConfig, ScheduleConfig
-from nanochat.stage import Outcome, StageConfig
-from nanochat.train import LoopConfig
-from tasks.buckets import buckets
-from tasks.defaults import defaults
+from nanochat.train import TrainConfig, TrainingResult
+from scripts import mid_train
+from scripts.mid_train import MidTrain, fine_tune
 
 SECTION = "Chat SFT"
+MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000"
+BUILTIN_MIXTURES = {
+    "embedded": "world_chat=1000,world_facts=4000,world_choice=300,world_problems=1500,"
+    "world_spelling=1500"
+}
 RETIRED = {
+    **mid_train.RETIRED,
     "target_examples_per_step": "a step has --total_batch_size tokens of packed conversations",
     "aqua_train_examples": "say how many in the mixture: --mixture=aqua=20000,...",
     "aqua_val_examples": "validation takes its share of every task of the --mixture",
     "eval_steps": "--eval_tokens says how much is evaluated",
     "eval_metrics_every": "scripts.chat_eval scores the finished model on tasks",
     "eval_metrics_max_problems": "scripts.chat_eval has --max_problems",
-    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
-    "arm_floor": "it is a flag of scripts.lab.sweep",
 }
 
 
-def stage_config() -> StageConfig:
-    """Rates fall linearly from their peak to 0."""
-    return StageConfig(
-        optim=OptimConfig(weight_decay=0.0),
-        schedule=ScheduleConfig(warmup_steps=0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        loop=LoopConfig(eval_every=100),
-    )
-
-
 @dataclass(frozen=True)
-class ChatSft:
-    source: Literal["base", "mid"] = "mid"
-    """Which stage's checkpoint to start from."""
-    mix: MixConfig = field(default_factory=MixConfig)
-    plan: Plan = field(default_factory=lambda: Plan(init_lr_frac=0.3))
-    waive_families: str = ""
-    """Data sets, with commas between them, that may be trained on although a final benchmark was
-    made of them too (scripts.lab.hold_out)."""
-    canaries: SentinelConfig = field(default_factory=SentinelConfig)
-    stage: StageConfig = field(default_factory=stage_config)
+class ChatSft(MidTrain):
+    """The flags of midtraining, with other defaults."""
+
+
+DEFAULTS = ChatSft(
+    source="mid",
+    # learning rates fall linearly from their peak to 0
+    tuning=FinetuneConfig(
+        init_lr_frac=0.3, schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)
+    ),
+    train=TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0)),
+)
 
 
 def main(cfg: ChatSft) -> None:
-    def talk(parent: Checkpoint) -> Talk:
-        mix = cfg.mix.otherwise(defaults(parent.state["source"]).sft)
-        measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
-        return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
-
-    lesson = Lesson(
-        SECTION,
-        "sft",
-        cfg.source,
-        talk,
-        figures,
-        check=lambda talk: require_fair(talk.learned, talk.measured, cfg.waive_families),
-        callbacks=partial(watch_fine_tuning, cfg.canaries),
-    )
-    fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))
+    stages = ("base", "mid")
+    fine_tune(cfg, "sft", stages, SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
 
 
-def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:
-    """What the section shows."""
+def summarize(tuning: FineTuning, result: TrainingResult) -> dict[str, Any]:
+    """What the section shows first."""
+    progress = result.progress
     return {
-        "Training rows": mixed.documents,
-        "Number of iterations": outcome.run.num_steps,
-        "Training loss": outcome.progress.smooth_loss,
-        "Validation loss": answers.loss,
-        "DDP world size": outcome.run.machine.world_size,
-        "Minimum validation bpb": outcome.progress.min_val,
-        "Final validation bpb": outcome.progress.last_val,
-        **answers.by_bucket,
+        "Training rows": tuning.resolution.documents,
+        "Number of iterations": result.run.num_steps,
+        "Training loss": progress.smooth_loss,
+        "Validation loss": tuning.answers.loss,
+        "DDP world size": result.run.machine.world_size,
+        "Minimum validation bpb": progress.min_val,
+        "Final validation bpb": progress.last_val,
+        **tuning.answers.by_bucket,
     }
 
 
 if __name__ == "__main__":
-    start(main, ChatSft(), __doc__, RETIRED)
+    start(main, DEFAULTS, __doc__, RETIRED)

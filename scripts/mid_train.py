@@ -1,5 +1,5 @@
 """
-Midtraining: a base model learns the form of conversations, of tools and of questions.
+Midtraining: a base model learns the format of conversations, tools and questions.
 
     python -m scripts.mid_train                                    # the base model written last
     torchrun --nproc_per_node=8 -m scripts.mid_train -- --mixture="smoltalk,mmlu,gsm8k"
@@ -8,85 +8,129 @@ Reads   base_checkpoints/<tag>/ and the training splits of the tasks in the mixt
 Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtraining"
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from nanochat.checkpoint import Checkpoint
+from nanochat.common import fingerprint, write_json
 from nanochat.config import settings, start
+from nanochat.distributed import init_machine
 from nanochat.finetune import (
-    AnswerLoss,
-    Lesson,
-    Plan,
-    Talk,
-    fine_tune,
+    ChatMixture,
+    FinetuneConfig,
+    FineTuning,
+    open_fine_tuning,
+    open_parent,
+    parent_inputs,
 )
 from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MixConfig, Resolution, read_buckets
+from nanochat.mixture import MIXTURE_FILE, MixConfig, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
-from nanochat.stage import Outcome, StageConfig
-from nanochat.train import LoopConfig
+from nanochat.train import (
+    Stopwatch,
+    TrainConfig,
+    TrainingResult,
+    finished_before,
+    train,
+    write_section,
+)
 from tasks.buckets import buckets
-from tasks.defaults import defaults
 
 SECTION = "Midtraining"
+MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
+BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
+    "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
+}
 RETIRED = {
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
+    "once": "it is now --skip_if_done",
+    "hourly_rate": "it is a flag of scripts.report",
+    **dict.fromkeys(("from_tag", "from_step"), "--source=base:d4:400 names tag and step"),
+    "warm_start": "it was deleted; the last commit that has it is 484885b",
     "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
     "arm_floor": "it is a flag of scripts.lab.sweep",
 }
 
 
-def stage_config() -> StageConfig:
-    """Rates stay at their peak for most of the way, then fall to 0."""
-    return StageConfig(
-        optim=OptimConfig(weight_decay=0.0),
-        schedule=ScheduleConfig(warmup_steps=0, warmdown_ratio=0.5, final_lr_frac=0.0),
-        loop=LoopConfig(eval_every=150),
-    )
-
-
 @dataclass(frozen=True)
 class MidTrain:
+    source: str = "base"
+    """The checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
     mix: MixConfig = field(default_factory=MixConfig)
-    plan: Plan = field(default_factory=Plan)
+    tuning: FinetuneConfig = field(default_factory=FinetuneConfig)
     waive_families: str = ""
-    """Data sets, with commas between them, that may be trained on although a final benchmark was
-    made of them too (scripts.lab.hold_out)."""
-    canaries: SentinelConfig = field(default_factory=lambda: SentinelConfig(sentinel_every=0))
-    stage: StageConfig = field(default_factory=stage_config)
+    """Data sets, separated by commas, that may be trained on although a final benchmark was made
+    from them too (scripts.lab.hold_out)."""
+    canaries: SentinelConfig = field(default_factory=SentinelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+DEFAULTS = MidTrain(
+    # learning rates stay at their peak for half of the run, then fall to 0
+    tuning=FinetuneConfig(schedule=ScheduleConfig(0, warmdown_ratio=0.5, final_lr_frac=0.0)),
+    canaries=SentinelConfig(sentinel_every=0),
+    train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
+)
 
 
 def main(cfg: MidTrain) -> None:
-    def talk(parent: Checkpoint) -> Talk:
-        mix = cfg.mix.otherwise(defaults(parent.state["source"]).mid)
-        measured, own = cfg.plan.val_mixture or mix.mixture, read_buckets(mix.buckets)
-        return Talk(mix, buckets(mix.mixture, own), buckets(measured, own))
-
-    lesson = Lesson(
-        SECTION,
-        "mid",
-        "base",
-        talk,
-        figures,
-        check=lambda talk: require_fair(talk.learned, talk.measured, cfg.waive_families),
-        callbacks=partial(watch_fine_tuning, cfg.canaries),
-    )
-    fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))
+    fine_tune(cfg, "mid", ("base",), SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
 
 
-def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[str, Any]:
-    """What the section shows."""
+def fine_tune(
+    cfg: MidTrain,
+    kind: Literal["mid", "sft"],
+    stages: tuple[str, ...],
+    section: str,
+    mixture: str,
+    builtin_mixtures: Mapping[str, str],
+    summarize: Callable[[FineTuning, TrainingResult], dict[str, Any]],
+) -> None:
+    """
+    Train a checkpoint of one of `stages` on conversations and record it.
+
+    mixture: the default; builtin_mixtures: that of a model trained on a built-in data set.
+    """
+    began = Stopwatch.start()
+    machine = init_machine(cfg.train.machine, cfg.train.seed)
+    parent = open_parent(cfg.source, stages, cfg.train, machine)
+
+    # Data: the conversations of the mixture, and those that measure the loss
+    with machine.working("loading conversations"):
+        dataset = parent.state["source"].get("dataset")
+        mix = cfg.mix.otherwise(builtin_mixtures.get(dataset, mixture))
+        own, measured = read_buckets(mix.buckets), cfg.tuning.val_mixture or mix.mixture
+        chats = ChatMixture(mix, buckets(mix.mixture, own), buckets(measured, own))
+    require_fair(chats.learned, chats.measured, cfg.waive_families)
+    eval_tokens = cfg.tuning.num_eval_tokens(machine)
+    asked = {**settings(cfg), "mixture": mix.mixture, "eval_tokens": eval_tokens}
+    inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
+    if finished_before(section, asked, inputs, cfg.train, machine):
+        return machine.close()
+
+    # Model, optimizer, rows and validation loss; then the canaries
+    tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, asked, inputs, machine)
+    tuning.run.callbacks = [tuning.answers, *watch_fine_tuning(cfg.canaries, tuning)]
+
+    result = train(tuning.run)
+    if result.checkpoint:
+        path = result.folder / MIXTURE_FILE
+        write_json(path, tuning.resolution.state())
+    write_section(section, result, summarize(tuning, result), began, tuning.resolution.tables())
+
+
+def summarize(tuning: FineTuning, result: TrainingResult) -> dict[str, Any]:
+    """What the section shows first."""
     return {
-        "Number of iterations": outcome.run.num_steps,
-        "DDP world size": outcome.run.machine.world_size,
-        "Minimum validation bpb": outcome.progress.min_val,
-        "Final validation bpb": outcome.progress.last_val,
-        "Validation loss": answers.loss,
-        **answers.by_bucket,
+        "Number of iterations": result.run.num_steps,
+        "DDP world size": result.run.machine.world_size,
+        "Minimum validation bpb": result.progress.min_val,
+        "Final validation bpb": result.progress.last_val,
+        "Validation loss": tuning.answers.loss,
+        **tuning.answers.by_bucket,
     }
 
 
 if __name__ == "__main__":
-    start(main, MidTrain(), __doc__, RETIRED)
+    start(main, DEFAULTS, __doc__, RETIRED)

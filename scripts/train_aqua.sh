@@ -69,23 +69,23 @@ source dev/setup.sh
 source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/aqua}"
 tag="d$depth"
-go=(--run="${WANDB_RUN:-dummy}" --resume=auto --once)
+go=(--run="${WANDB_RUN:-dummy}" --resume=auto --skip_if_done)
 learned="arc_easy,arc_challenge,aqua=20000,gsm8k,smoltalk:$TALK=$talk"
 evaluate() { # AQuA on all of its questions, then the others
-    local score=(scripts.chat_eval --source="$1" --model_tag="$tag" "${chat[@]}" --once)
+    local score=(scripts.chat_eval --source="$1" --model_tag="$tag" "${chat[@]}" --skip_if_done)
     train "${score[@]}" --task_name="AQUA" &&
         train "${score[@]}" --task_name="GSM8K|ARC-Easy|ARC-Challenge|MMLU" ${others[@]+"${others[@]}"}
 }
 fetch_suite
 
-stage "tokenizer" python -m scripts.tok_train --dataset="$TEXT" "${tokenizer[@]}" --once
-stage "tokenizer evaluation" python -m scripts.tok_eval --once
+stage "tokenizer" python -m scripts.tok_train --dataset="$TEXT" "${tokenizer[@]}" --skip_if_done
+stage "tokenizer evaluation" python -m scripts.tok_eval --skip_if_done
 stage "base model" train scripts.base_train --depth="$depth" --arch=classic "${base[@]}" \
     ${estimate[@]+"${estimate[@]}"} "${go[@]}"
-stage "base model loss" train scripts.base_loss --model_tag="$tag" "${loss[@]}" --once
+stage "base model loss" train scripts.base_loss --model_tag="$tag" "${loss[@]}" --skip_if_done
 if [ "$few_shot" = 1 ]; then
     stage "base model evaluation" train scripts.base_eval --model_tag="$tag" "${suite[@]}" \
-        ${core[@]+"${core[@]}"} --once
+        ${core[@]+"${core[@]}"} --skip_if_done
 fi
 stage "midtraining" train scripts.mid_train --model_tag="$tag" "${mid[@]}" "${go[@]}"
 stage "chat evaluation mid" evaluate mid

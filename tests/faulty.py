@@ -12,13 +12,13 @@ import torch
 
 from nanochat import train
 from nanochat.distributed import Machine
-from nanochat.train import Run
+from nanochat.train import TrainingRun
 
 FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 plain_step = train.train_step
 
 
-def strike(run: Run) -> None:
+def strike(run: TrainingRun) -> None:
     """Break something."""
     # one that every rank updates for itself: others are put together anew in every step
     weight = next(part.params[0] for part in run.optimizer.parts if not part.spread)
@@ -28,7 +28,7 @@ def strike(run: Run) -> None:
         weight.data.view(torch.int32).view(-1)[0] ^= 1 << 20
 
 
-def faulty_step(run: Run, step: int, *rest):
+def faulty_step(run: TrainingRun, step: int, *rest):
     machine: Machine = run.machine
     if machine.rank == RANK and step == STEP:
         strike(run)
@@ -37,8 +37,9 @@ def faulty_step(run: Run, step: int, *rest):
 
 if __name__ == "__main__":
     train.train_step = faulty_step
+    train.CHECK_RANKS_EVERY = 5
     from nanochat.config import start
-    from scripts.base_train import BaseTrain, main
+    from scripts.base_train import BaseTrain, pretrain
 
     sys.argv[1:4] = []
-    start(main, BaseTrain(), __doc__)
+    start(pretrain, BaseTrain(), __doc__)

@@ -15,19 +15,15 @@ import numpy as np
 import torch
 
 from nanochat import attention
-from nanochat.checkpoint import build_model
+from nanochat.checkpoint import Progress, build_model
 from nanochat.common import MissingInput
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, rules
 from nanochat.preflight import KernelConfig, set_kernels
-from nanochat.train import (
-    LoopConfig,
-    Progress,
-    Run,
-    train,
-)
+from nanochat.train import TrainConfig, TrainingRun, run_loop
 from tests.conftest import TINY
+from tests.test_train import Given
 
 ROWS, T, STEPS = 8, TINY.max_seq_len, 6
 
@@ -94,11 +90,11 @@ def main() -> None:
     now = (*named.values(), *optimizer.local_state().values())
     assert all(torch.equal(x, before) for x, before in zip(now, kept, strict=True))
     schedule = ScheduleConfig(warmup_steps=2)
-    run = Run(
-        model, optimizer, machine, STEPS, ROWS * T, 2, lambda: 1.0, rows, str,
-        lambda progress, final=False: None, log, schedule, LoopConfig(),
+    run = TrainingRun(
+        "base", model, optimizer, Given(rows), machine, TrainConfig(), "ranks", STEPS, ROWS * T,
+        schedule, device_rows=2, log=log,
     )  # fmt: skip
-    train(run, Progress())
+    run_loop(run, Progress())
     digest = hashlib.sha256()
     for p in model.parameters():
         digest.update(p.detach().numpy().tobytes())

@@ -124,7 +124,7 @@ def by_one_and_two(base: Path, words: list[str], stage: str) -> tuple[Path, Path
 
 def test_one_and_two_processes_fine_tune_alike(base):
     words = (
-        "-m scripts.mid_train --from_tag=one --mixture=world_chat=300,world_facts=100 "
+        "-m scripts.mid_train --source=base:one --mixture=world_chat=300,world_facts=100 "
         "--max_seq_len=64 --num_iterations=6 --total_batch_size=512 --eval_tokens=1024 "
         "--dtype=float32"
     ).split()
@@ -136,8 +136,8 @@ def test_one_and_two_processes_fine_tune_alike(base):
 
 def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
     words = (
-        "-m scripts.mid_train --from_tag=one --mixture=world_facts=100 --max_seq_len=64 "
-        "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small --once "
+        "-m scripts.mid_train --source=base:one --mixture=world_facts=100 --max_seq_len=64 "
+        "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small --skip_if_done "
         "--resume=auto --num_iterations="
     )
     python(base, *(words + "2").split())
@@ -201,10 +201,10 @@ def test_two_processes_end_by_the_clock_together(base):
 def test_one_and_two_processes_practise_alike(base):
     """What is learned here is to be brief: a base model gets nothing right."""
     words = (
-        "-m scripts.chat_rl --source=base --from_tag=one --num_iterations=3 "
+        "-m scripts.chat_rl --source=base:one --num_iterations=3 "
         "--task=world_spelling=50,world_facts=50 "
         "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
-        "--resample=1 "
+        "--resample_zero_signal=1 "
         "--eval_examples=6 --eval_samples=2 --dtype=float32"
     ).split()
     one, two = by_one_and_two(base, words, "chatrl_checkpoints")

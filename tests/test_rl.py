@@ -6,25 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.checkpoint import build_model
+from nanochat.checkpoint import Progress, build_model
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.gpt import GPTConfig, for_inference
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.rl import (
     Group,
-    PolicyRun,
-    Practice,
     RLConfig,
-    accumulate,
+    RolloutLoader,
     advantages,
-    divergence,
     examples,
+    kl_to_reference,
+    pad_batches,
     shuffled,
-    train_policy,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import LoopConfig, Progress
+from nanochat.train import TrainConfig, TrainingRun, run_loop, train_step
 from tasks.base import Mixture
 from tests.conftest import lively
 
@@ -35,6 +33,10 @@ CFG = RLConfig(examples_per_step=4, num_samples=6, max_new_tokens=6, top_k=None)
 def model_of(seed=0):
     cfg = GPTConfig(265, 2, 32, 4, 2, 8, 48)
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+
+
+def batches_of(learned, rows):
+    return list(pad_batches(learned, rows, TOKENIZER.bos_id, torch.device("cpu")))
 
 
 def answer(prompt, ids, sampled=None, end=None, finish="stop"):
@@ -78,11 +80,15 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
                 want = want - e.advantage * logp[place, target] / count
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
+        run = run_of(machine, model)
+        run.loader.micro_batches = lambda step, device_rows, rows=rows: batches_of(learned, rows)
         model.zero_grad()
-        loss = accumulate(model, learned, rows, TOKENIZER.bos_id, machine)
-        assert loss == pytest.approx(want.item(), rel=1e-4)
+        run.optimizer.reduce_gradients = lambda: 1.0
+        scales = []
+        run.optimizer.step = lambda lr, momentum, decay, scale, to=scales: to.append(scale)
+        assert train_step(run, 0).loss == pytest.approx(want.item(), rel=1e-4)
         for p, w in zip(model.parameters(), wanted, strict=True):
-            torch.testing.assert_close(p.grad, w, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(p.grad * scales[0], w, rtol=1e-3, atol=1e-6)
 
 
 def test_the_distance_from_the_start_is_that_of_the_definition(machine):
@@ -102,10 +108,10 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
         ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
-        found = divergence(model, start, learned, rows, TOKENIZER.bos_id, machine)
+        found = kl_to_reference(model, start, batches_of(learned, rows), machine)
         assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
-    assert divergence(model, model, learned, 2, TOKENIZER.bos_id, machine) == 0.0
-    assert divergence(model, start, [], 2, TOKENIZER.bos_id, machine) == 0.0
+    assert kl_to_reference(model, model, batches_of(learned, 2), machine) == 0.0
+    assert kl_to_reference(model, start, [], machine) == 0.0
 
 
 class LowTokens:
@@ -129,71 +135,88 @@ class LowTokens:
         return len(answer) > 2
 
 
-def practise(machine, steps, log=None, seed=0):
-    model = model_of(seed)
+def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     table = rules(OptimConfig(weight_decay=0.0, scalar_lr=0.0), 32)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
-    entries = []
-    run = PolicyRun(
+    loader = loader_of(machine, seed=seed, model=model)
+    return TrainingRun(
+        kind="rl",
         model=model,
         optimizer=optimizer,
-        engine=lambda model: Engine(for_inference(model), TOKENIZER, slots=16),
+        loader=loader,
         machine=machine,
-        num_steps=steps,
-        rows_per_pass=8,
-        practice=Practice(LowTokens(), TOKENIZER, CFG, seed, machine),
-        evaluate=lambda step: {},
-        save=unsaved,
-        log=log or (lambda step, values: entries.append(values)),
-        loop=LoopConfig(eval_every=0),
+        cfg=TrainConfig(),
+        tag="tiny",
+        num_steps=num_steps,
+        batch_tokens=loader.max_tokens,
+        schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
+        callbacks=[loader],
+        finds_spikes=False,
+        device_rows=8,
+        log=log,
     )
-    assert train_policy(run, Progress())
+
+
+def entries_of(machine, steps, seed=0):
+    entries = []
+    run = run_of(machine, model_of(seed), steps, seed, lambda step, values: entries.append(values))
+    assert run_loop(run, Progress())
     return entries
 
 
 def test_reward_rises(machine):
-    rewards = [entry["reward"] for entry in practise(machine, 25)]
+    rewards = [entry["reward"] for entry in entries_of(machine, 25)]
     assert sum(rewards[:4]) / 4 < 0.85
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
 def test_the_same_seed_practises_the_same(machine):
-    a, b = practise(machine, 3), practise(machine, 3)
+    a, b = entries_of(machine, 3), entries_of(machine, 3)
     for x, y in zip(a, b, strict=True):
         assert 0 < x.pop("rollout_seconds") < x.pop("step_seconds")
         y.pop("step_seconds"), y.pop("rollout_seconds")
+        x.pop("tokens_per_second"), y.pop("tokens_per_second")
     assert a == b
-    assert a != practise(machine, 3, seed=1)
+    assert a != entries_of(machine, 3, seed=1)
 
 
 def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
-    table = rules(OptimConfig(weight_decay=0.0), 32)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     model.head.weight.register_hook(lambda g: g * math.inf)
     progress = Progress()
-    run = PolicyRun(
-        model, optimizer, lambda ready: Engine(ready, TOKENIZER), machine, 1, 8,
-        Practice(LowTokens(), TOKENIZER, CFG, 0, machine), lambda step: {}, unsaved,
-        lambda step, values: None, LoopConfig(eval_every=0),
-    )  # fmt: skip
-    train_policy(run, progress)
+    run_loop(run_of(machine, model), progress)
     assert progress.health.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def unsaved(progress, final=False):
-    """A run that leaves nothing behind."""
+def test_R7_a_signal_before_the_rollouts_ends_the_run(machine):
+    saved, run = [], run_of(machine, model_of(), num_steps=3)
+    run.save = lambda progress, final=False: saved.append(progress.step)
+
+    def stop_after_the_first(step, values):
+        run.stop.asked = True
+
+    run.log = stop_after_the_first
+    run.loader.answer = lambda *args, answer=run.loader.answer: (
+        pytest.fail("it rolls out") if run.stop.asked else answer(*args)
+    )
+    assert not run_loop(run, Progress()) and saved == [1]
 
 
-def practice_of(machine, task=None, questions=None, seed=0, **changed):
+def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed):
     cfg = replace(CFG, **changed)
-    return Practice(task or LowTokens(), TOKENIZER, cfg, seed, machine, questions)
+
+    def engine(model):
+        return Engine(for_inference(model), TOKENIZER, slots=16)
+
+    task = task or LowTokens()
+    model = model or model_of()
+    return RolloutLoader(task, TOKENIZER, cfg, seed, machine, model, engine, questions)
 
 
-def numbers(practice, step):
-    return [practice.number(asked) for asked in practice.asked(step)]
+def numbers(loader, step):
+    return [loader.question(draw) for draw in loader.draws(step)]
 
 
 def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
@@ -205,63 +228,63 @@ def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
         return step()
 
     monkeypatch.setattr(engine, "step", recorded)
-    practice_of(machine, examples_per_step=2).roll_out(engine, 0)
+    loader_of(machine, examples_per_step=2).roll_out(engine, 0)
     assert set(names) == {"generating answers to 2 questions"}
 
 
 def test_every_epoch_asks_every_question_once_in_another_order(machine):
-    practice = practice_of(machine, seed=3, examples_per_step=5)
-    epochs = [[i for step in (s, s + 1) for i in numbers(practice, step)] for s in (0, 2)]
+    loader = loader_of(machine, seed=3, examples_per_step=5)
+    epochs = [[i for step in (s, s + 1) for i in numbers(loader, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1] == shuffled(10, "3-1-0")
 
 
 def test_ranks_share_the_questions_of_a_step_or_it_is_refused(machine):
     first, second = (type(machine)(r, r, 2, machine.device, machine.dtype) for r in (0, 1))
-    one, two = practice_of(first), practice_of(second)
-    assert sorted([*one.asked(3), *two.asked(3)]) == list(practice_of(machine).asked(3))
+    one, two = loader_of(first), loader_of(second)
+    assert sorted([*one.draws(3), *two.draws(3)]) == list(loader_of(machine).draws(3))
     with pytest.raises(ValueError, match="5 does not divide among 2 devices"):
-        practice_of(first, examples_per_step=5)
+        loader_of(first, examples_per_step=5)
 
 
 def test_an_answer_in_the_right_form_earns_something_where_asked_for(machine):
     said = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
-    plain, formed = practice_of(machine), practice_of(machine, format_reward=0.25)
+    plain, formed = loader_of(machine), loader_of(machine, format_reward=0.25)
     assert [plain.reward(1, a) for a in said] == [1.0, 0.0, 1.0]
     assert [formed.reward(1, a) for a in said] == [1.0, 0.25, 1.25]
-    brief = practice_of(machine, length_penalty=0.6)
+    brief = loader_of(machine, length_penalty=0.6)
     assert [brief.reward(1, a) for a in said] == pytest.approx([0.9, -0.4, 0.7])
 
 
 def test_only_the_chosen_questions_are_practised(machine):
-    practice = practice_of(machine, questions=[3, 7, 8, 9], examples_per_step=2)
-    assert practice.num_steps(2.0) == 4
-    assert sorted(i for step in (0, 1) for i in numbers(practice, step)) == [3, 7, 8, 9]
+    loader = loader_of(machine, questions=[3, 7, 8, 9], examples_per_step=2)
+    assert loader.num_steps(2.0) == 4
+    assert sorted(i for step in (0, 1) for i in numbers(loader, step)) == [3, 7, 8, 9]
     with pytest.raises(ValueError, match="no question"):
-        practice_of(machine, questions=[])
+        loader_of(machine, questions=[])
 
 
 def test_questions_without_signal_are_replaced_where_asked_for(machine):
     engine = Engine(for_inference(model_of()), TOKENIZER, slots=16)
-    practice = practice_of(machine, num_samples=3, examples_per_step=10, resample=2)
-    groups = practice.roll_out(engine, 0)
-    learned = practice.resampled(engine, 0, groups)
+    loader = loader_of(machine, num_samples=3, examples_per_step=10, resample_zero_signal=2)
+    groups = loader.roll_out(engine, 0)
+    learned = loader.resampled(engine, 0, groups)
     silent = [n for n, group in enumerate(groups) if not group.has_signal]
     assert 1 < len(silent) < 10
     still = [n for n, group in enumerate(learned) if not group.has_signal]
     assert set(still) < set(silent)
     for n in range(10):
         assert n in silent or learned[n] is groups[n]
-    again = practice.resampled(engine, 0, groups)  # the same others, whatever the company
+    again = loader.resampled(engine, 0, groups)  # the same others, whatever the company
     assert [g.rewards for g in again] == [g.rewards for g in learned]
-    assert practice_of(machine, num_samples=3).resampled(engine, 0, groups) == groups
+    assert loader_of(machine, num_samples=3).resampled(engine, 0, groups) == groups
 
 
 def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
-    engine = Engine(for_inference(model_of()), TOKENIZER, slots=16)
-    practice = practice_of(machine)
-    found = practice.mean_rewards(engine, 2)
-    groups = [group for step in (0, 1) for group in practice.roll_out(engine, step)]
+    loader = loader_of(machine)
+    found = loader.mean_rewards(2)
+    engine = loader.engine(loader.model)
+    groups = [group for step in (0, 1) for group in loader.roll_out(engine, step)]
     assert found == [sum(group.rewards) / 6 for group in groups]
     assert len(set(found)) > 1
 
@@ -279,14 +302,20 @@ class High(LowTokens):
 
 def test_what_a_mixture_asks_is_rewarded_by_the_task_it_is_of(machine):
     tasks = Mixture([LowTokens(), High()])
-    practice = practice_of(machine, tasks)
+    loader = loader_of(machine, tasks)
     low = [type(tasks.locate(i)[0]) is LowTokens for i in range(20)]
     assert sorted(low) == [False] * 10 + [True] * 10
-    assert [practice.reward(i, answer([1], [65])) for i in range(20)] == low
+    assert [loader.reward(i, answer([1], [65])) for i in range(20)] == low
 
 
 @pytest.mark.parametrize(
-    "bad", [{"num_samples": 1}, {"temperature": 0.0}, {"examples_per_step": 0}, {"resample": -1}]
+    "bad",
+    [
+        {"num_samples": 1},
+        {"temperature": 0.0},
+        {"examples_per_step": 0},
+        {"resample_zero_signal": -1},
+    ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from nanochat import checkpoint
+from nanochat.anomaly import AnomalyState, NotFinite
 from nanochat.checkpoint import (
     Checkpoints,
     CorruptCheckpoint,
+    Progress,
     SavingConfig,
     build_model,
     checkpoint_bytes,
@@ -28,7 +30,6 @@ from nanochat.common import REPOSITORY, Refused, base_dir
 from nanochat.distributed import Machine
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Health, NotFinite, Progress, require_resumable
 from tests.conftest import TINY
 
 
@@ -48,12 +49,12 @@ def run(base, tiny_gpt, tokenizer, machine):
     folder, optimizer = stage_folder("base") / "tiny", new_optimizer(tiny_gpt, machine)
     identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
 
-    def open_with(**changed):
+    def open_with(machine=machine, keep_optimizer=True, asynchronous=None, **changed):
         cfg = SavingConfig(**changed)
-        return Checkpoints(folder, changed.pop("machine", machine), cfg)
+        return Checkpoints(folder, machine, cfg, keep_optimizer, asynchronous)
 
     def save(checkpoints, step, final=False, **more):
-        progress = Progress(step=step, health=Health(bad_steps=1, losses=[1.5]), **more)
+        progress = Progress(step=step, health=AnomalyState(bad_steps=1, losses=[1.5]), **more)
         state = {"identity": identity}
         checkpoints.save(tiny_gpt, optimizer, tokenizer, state, progress, final)
 
@@ -75,9 +76,9 @@ def test_what_is_saved_is_what_a_run_goes_on_with(run, machine):
     with run.open(resume="auto") as checkpoints:
         run.save(checkpoints, 7)
         fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
-        other, progress = new_optimizer(fresh, machine), Progress()
-        checkpoints.begin(run.identity, False, fresh, other, progress, 10)
-    assert (progress.step, progress.health) == (7, Health(1, 0, [1.5]))
+        other = new_optimizer(fresh, machine)
+        progress = checkpoints.begin(run.identity, fresh, other, 10)
+    assert (progress.step, progress.health) == (7, AnomalyState(1, 0, [1.5]))
     for name, p in fresh.named_parameters():
         assert torch.equal(p, run.model.get_parameter(name)), name
 
@@ -87,23 +88,20 @@ def test_R6_another_model_text_or_seed_is_refused_by_name(run):
         run.save(checkpoints, 1)
 
         def resume(identity, allow):
-            return checkpoints.resume(identity, allow, run.model, run.optimizer, Progress())
+            checkpoints.cfg = SavingConfig("auto", allow_data_change=allow)
+            return checkpoints.begin(identity, run.model, run.optimizer, 10).step
 
         other = {**run.identity, "rows": {"tokenizer": "xyz"}}
         with pytest.raises(ValueError, match="rows.tokenizer: was 'abc', now 'xyz'"):
             resume(other, False)
-        assert resume(other, True)
+        assert resume(other, True) == 1
         with pytest.raises(ValueError, match="seed: was 0, now 1"):
             resume({**other, "seed": 1}, True)
 
 
-@pytest.mark.parametrize(
-    ("stage", "flag", "kept"),
-    [("base", None, True), ("mid", None, False), ("rl", None, False), ("sft", True, True)],
-)
-def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, stage, flag, kept):
-    cfg = SavingConfig(save_optimizer=flag).of_stage(stage)
-    with run.open(save_optimizer=cfg.save_optimizer) as checkpoints:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, kept):
+    with run.open(keep_optimizer=kept) as checkpoints:
         for step, finished in ((1, False), (2, True)):  # stopped by a signal, finished
             run.save(checkpoints, step, final=True, finished=finished)
             assert checkpoints.saved.has_optimizer is (kept or not finished)
@@ -114,14 +112,13 @@ def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, stage, f
 
 
 def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
-    with run.open(save_optimizer=False) as checkpoints:
+    with run.open(keep_optimizer=False) as checkpoints:
         run.save(checkpoints, 2, final=True, finished=True)
-    progress = Progress()
-    with run.open(resume="auto", save_optimizer=True) as checkpoints:
-        checkpoints.begin(run.identity, False, run.model, run.optimizer, progress, 3)
+    with run.open(resume="auto", keep_optimizer=True) as checkpoints:
+        progress = checkpoints.begin(run.identity, run.model, run.optimizer, 3)
         assert progress.step == 2
         with pytest.raises(Refused, match="step 2(.|\n)*--resume=never(.|\n)*--save_optimizer"):
-            require_resumable(progress)
+            progress.require_resumable()
         # saved again as it is, it does not get the state of an optimizer that did nothing
         progress.finished = True
         checkpoints.save(
@@ -133,7 +130,7 @@ def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
 def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
-        checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 10)
+        checkpoints.begin(run.identity, run.model, run.optimizer, 10)
     assert not run.folder.exists()
     (aside,) = run.folder.parent.glob("tiny.before-*")
     assert open_checkpoint(aside).step == 1
@@ -155,41 +152,40 @@ def test_what_torchrun_starts_again_goes_on_unasked(
     first = replace(machine, launch="a" if launch else "")
     with Checkpoints(run.folder, first) as checkpoints:
         run.save(checkpoints, saved_step)
-    progress = Progress()
     again = replace(machine, launch=launch, restarts=restarts)
     with Checkpoints(run.folder, again) as checkpoints:
-        checkpoints.begin(run.identity, False, run.model, run.optimizer, progress, 9)
+        progress = checkpoints.begin(run.identity, run.model, run.optimizer, 9)
     assert progress.step == (saved_step if goes_on else 0)
 
 
-def test_R9_the_room_that_checkpoints_still_need_is_known(run):
+def test_R9_the_room_that_checkpoints_still_need_is_known(run, machine):
     size = checkpoint_bytes(run.model)
     with run.open(keep=3) as checkpoints:
-        assert [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 99)] == [size, 4 * size]
+        assert [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 99)] == [size, 4 * size]
         run.save(checkpoints, 1)
         written = sum(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
-        assert checkpoints.bytes_to_come(run.model, saves=99) == 4 * size - written
+        assert checkpoints.disk_bytes(run.model, saves=99) == 4 * size - written
     assert size < written < 1.5 * size
     small = sum(p.numel() for p in run.model.parameters()) * 4
-    cfg = SavingConfig(keep=1, save_optimizer=False)
-    with Checkpoints(run.folder, run.open().machine, cfg) as checkpoints:
-        found = [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 2, 99)]
+    with run.open(keep=1, keep_optimizer=False) as checkpoints:
+        found = [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 2, 99)]
         assert found == [small, size, size]
-    with Checkpoints(run.folder.with_name("new"), run.open().machine, cfg) as checkpoints:
-        found = [checkpoints.bytes_to_come(run.model, saves=n) for n in (1, 2, 3, 99)]
+    new = run.folder.with_name("new")
+    with Checkpoints(new, machine, SavingConfig(keep=1), keep_optimizer=False) as checkpoints:
+        found = [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 2, 3, 99)]
         assert found == [small, size + small, 2 * size, 2 * size]
 
 
 def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoint(run, machine):
     for launch in ("old", "new"):
         with Checkpoints(run.folder, replace(machine, launch=launch)) as checkpoints:
-            checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 9)
+            checkpoints.begin(run.identity, run.model, run.optimizer, 9)
             run.save(checkpoints, 3)
             (run.folder / "step_000003" / "model.safetensors").unlink()
     assert len(list(run.folder.parent.glob("tiny.before-*"))) == 1
     with run.open(resume="auto") as checkpoints:
         with pytest.raises(CorruptCheckpoint, match="--resume=never starts anew"):
-            checkpoints.begin(run.identity, False, run.model, run.optimizer, Progress(), 9)
+            checkpoints.begin(run.identity, run.model, run.optimizer, 9)
 
 
 class SecondNode(Machine):
@@ -211,15 +207,15 @@ def test_R15_nodes_that_see_different_checkpoints_do_not_start(run, machine):
     second = SecondNode(1, 0, 2, machine.device, machine.dtype)
     checkpoints = Checkpoints(run.folder, second)
     for first, complaint in (
-        ((4, good), r"rank 1 finds step 3 \(\w+\) in .*, rank 0 step 4 .*shared disk"),
-        ((3, "0" * 16), r"rank 1 finds step 3 .*, rank 0 step 3 \(0000"),
-        (None, "rank 1 finds step 3 .*, rank 0 no checkpoint"),
+        (f"step 4 ({good})", r"rank 1 finds step 3 \(\w+\) in .*, rank 0 step 4 .*shared disk"),
+        (f"step 3 ({'0' * 16})", r"rank 1 finds step 3 .*, rank 0 step 3 \(0000"),
+        ("no checkpoint", "rank 1 finds step 3 .*, rank 0 no checkpoint"),
     ):
         SecondNode.first = first
         with pytest.raises(CorruptCheckpoint, match=complaint):
-            checkpoints.chosen()
-    SecondNode.first = (3, good)
-    assert checkpoints.chosen().step == 3
+            checkpoints.newest()
+    SecondNode.first = f"step 3 ({good})"
+    assert checkpoints.newest().step == 3
 
 
 # ------------------------------------------------------------------------------------------------
@@ -324,9 +320,9 @@ def test_a_base_directory_below_a_file_is_rejected_with_the_fix(tmp_path, monkey
 def test_R8_a_full_disk_leaves_the_old_checkpoint_and_stops_or_goes_on(
     run, monkeypatch, capsys, beside, policy
 ):
-    with run.open(on_save_error=policy, async_save=beside) as checkpoints:
+    with run.open(on_save_error=policy, asynchronous=beside) as checkpoints:
         run.save(checkpoints, 1)
-        checkpoints.written()
+        checkpoints.wait()
         with monkeypatch.context() as patch:
             patch.setattr("nanochat.checkpoint.save_tensors", full_disk)
             if policy == "stop":
@@ -374,7 +370,7 @@ def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, m
     monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args: go.wait(30) and write(*args))
     at_save = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     state_at_save = {n: x.clone() for n, x in run.optimizer.state_dict().items()}
-    with run.open(async_save=True) as checkpoints:
+    with run.open(asynchronous=True) as checkpoints:
         run.save(checkpoints, 1)
         with torch.no_grad():
             for p in run.model.parameters():
@@ -392,7 +388,7 @@ def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, m
 
 
 def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
-    with run.open(async_save=True) as checkpoints:
+    with run.open(asynchronous=True) as checkpoints:
         for step in (1, 2):
             run.save(checkpoints, step)
         run.save(checkpoints, 3, final=True)
@@ -404,8 +400,7 @@ def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
 def test_saving_is_asynchronous_on_gpus_unless_told(run, machine):
     on_gpu = replace(machine, device=torch.device("cuda"))
     for flag, expected in ((None, (False, True)), (True, (True, True)), (False, (False, False))):
-        cfg = SavingConfig(async_save=flag)
-        found = tuple(Checkpoints(run.folder, m, cfg).asynchronous for m in (machine, on_gpu))
+        found = tuple(run.open(m, asynchronous=flag).asynchronous for m in (machine, on_gpu))
         assert found == expected
 
 

@@ -18,10 +18,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
-from nanochat.checkpoint import Checkpoint
+from nanochat.checkpoint import Checkpoint, Progress
 from nanochat.common import BROKEN, Refused
 from nanochat.distributed import Machine
-from nanochat.finetune import FineTuning
+from nanochat.finetune import FineTuning, split
 from nanochat.gpt import GPT
 from nanochat.lab.canary_suite import (
     Asked,
@@ -30,7 +30,7 @@ from nanochat.lab.canary_suite import (
     pretraining_text,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Progress, Run, Step
+from nanochat.train import Callback, Step, TrainingRun
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
@@ -137,13 +137,15 @@ class Watch(Callback):
     spiked: set[str] = field(default_factory=set)
     """Sentinels beyond what is broken at the latest look."""
 
-    def start(self, run: Run) -> None:
+    def start(self, run: TrainingRun) -> None:
         self.log = run.log
 
     def after_step(self, done: Step, progress: Progress) -> None:
         step = progress.step
         findings = self.first_step(done.loss) if step == 1 else []
         if self.cfg.due(step, self.num_steps):
+            if (silent := done.metrics.get("without_signal")) is not None:
+                findings += self.practised(step, silent)
             findings += self.look(step, self.model, progress.smooth_loss)
             self.log(step, {f"sentinel_{name}": x for name, x in self.measured.items()})
         stop_if_broken(findings, self.cfg)
@@ -248,22 +250,21 @@ def open_watch(
     return Watch(cfg, suite, before, model, num_steps, machine)
 
 
-def watch_fine_tuning(cfg: SentinelConfig, run: FineTuning) -> list[Callback]:
-    """The canaries of a training on conversations: they ask what it learns."""
-    stage, mixed = run.stage, run.mixed
+def watch_fine_tuning(cfg: SentinelConfig, tuning: FineTuning) -> list[Callback]:
+    """The canaries of a training on conversations: they ask about what it trains on."""
+    run, mixed, rows = tuning.run, tuning.resolution, tuning.rows
     shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    learned = [bucket for bucket in run.talk.learned if shares[bucket.name]]
+    learned = [bucket for bucket in tuning.chats.learned if shares[bucket.name]]
     chats = {bucket.name: cast(Asked, bucket.val) for bucket in learned}
     taught = {bucket.name: cast(Taught, bucket.train) for bucket in learned}
     watch = open_watch(
-        cfg, run.parent, stage.model, chats, stage.num_steps, run.machine, taught, shares
+        cfg, tuning.parent, run.model, chats, run.num_steps, run.machine, taught, shares
     )
     if watch is None:
         return []
-    rows = run.rows
     some = rows.batch(0, min(LOOKED_AT, rows.packed_train_rows), seed=0)
-    watch.rows = watch.suite.beside(*stage.split(some))
-    watch.first_pass = rows.packed_train_rows * rows.max_seq_len / stage.batch_tokens
+    watch.rows = watch.suite.beside(*split(some))
+    watch.first_pass = rows.packed_train_rows * rows.max_seq_len / run.batch_tokens
     return [watch]
 
 

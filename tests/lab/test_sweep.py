@@ -350,7 +350,7 @@ def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path)
     again = study.confirmation(Done(job, tmp_path / "key"))
     assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
     assert flags_of(again)["model_tag"] == "sweep-key"  # its own checkpoint
-    assert "--once" in job.commands[0] and "--once" not in again.commands[0]
+    assert "--skip_if_done" in job.commands[0] and "--skip_if_done" not in again.commands[0]
 
 
 def test_a_study_of_which_all_runs_broke_says_so(tmp_path):
