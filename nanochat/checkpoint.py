@@ -56,6 +56,7 @@ from nanochat.tokenizer import Tokenizer
 FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
+SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
 # .replaced: the same step was being saved again when the process died
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 
@@ -86,12 +87,7 @@ class Checkpoint:
         return OPTIM_FILE in self.state["files"]
 
     def optim_tensors(self) -> dict[str, Tensor]:
-        """Raises Refused where the optimizer state was not kept."""
-        if not self.has_optimizer:
-            raise Refused(
-                f"{self.folder} holds no optimizer state",
-                "train that checkpoint anew with --save_optimizer",
-            )
+        """The optimizer state, where it was kept."""
         return load_file(self.folder / OPTIM_FILE)
 
     def verify(self) -> None:
@@ -130,28 +126,15 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     state: Mapping[str, Any],
     keep: int = 2,
-) -> Checkpoint:
-    """`write_checkpoint` of a model as it is now."""
-    weights = weights_on_host(model)
-    return write_checkpoint(folder, step, weights, model.cfg, optim_tensors, tokenizer, state, keep)
-
-
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Tensor],
-    cfg: GPTConfig,
-    optim_tensors: Mapping[str, Tensor] | None,
-    tokenizer: Tokenizer,
-    state: Mapping[str, Any],
-    keep: int = 2,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """
     Write `folder`/step_<step>, then point `latest` at it and drop all but the newest `keep`.
+    weights: those of the model, by default as they are now.
 
     The old checkpoints stay untouched until the new one is complete; when writing fails, what
     was begun is removed and the error, an OSError where the disk is at fault, is raised. One
-    process at a time may call this (`disk.RunLock`).
+    process at a time may call this (`RunLock`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -159,7 +142,7 @@ def write_checkpoint(
     temporary.mkdir()
     try:
         tokenizer.save(temporary)
-        save_tensors(weights, temporary / MODEL_FILE)
+        save_tensors(weights or weights_on_host(model), temporary / MODEL_FILE)
         if optim_tensors is not None:
             save_tensors(optim_tensors, temporary / OPTIM_FILE)
         files = {}
@@ -170,7 +153,7 @@ def write_checkpoint(
             **state,
             "format": FORMAT,
             "step": step,
-            "model": asdict(cfg),
+            "model": asdict(model.cfg),
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -186,9 +169,9 @@ def write_checkpoint(
     with contextlib.suppress(OSError):  # it is committed: the rest can wait for the next save
         write_atomic(folder / "latest", final.name + "\n")
         sweep(folder)
-    for old in list_steps(folder)[:-keep]:
+    for old, path in list(step_folders(folder).items())[:-keep]:
         if old != step:
-            shutil.rmtree(step_folder(folder, old), ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
     return Checkpoint(final, step, record)
 
 
@@ -243,21 +226,11 @@ def read_state(path: Path) -> dict[str, Any]:
     return rest
 
 
-def list_steps(folder: Path) -> list[int]:
-    """The committed steps of a folder in numeric order."""
-    if not folder.is_dir():
-        return []
-    names = (STEP_FOLDER.fullmatch(p.name) for p in folder.iterdir())
-    return sorted({int(m[1]) for m in names if m})
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """The folder of a step, however many digits its name has."""
-    names = {p: STEP_FOLDER.fullmatch(p.name) for p in folder.iterdir()}
-    found = [p for p, m in names.items() if m and int(m[1]) == step]
-    if not found:
-        raise FileNotFoundError(f"no step {step} in {folder}; there are {list_steps(folder)}")
-    return max(found)  # step_ before .replaced_
+def step_folders(folder: Path) -> dict[int, Path]:
+    """The committed steps of a folder in numeric order, and where they are."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # step_ comes after .replaced_
+    found = {int(m[1]): path for path in paths if (m := STEP_FOLDER.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
 def open_checkpoint(
@@ -266,14 +239,16 @@ def open_checkpoint(
     """
     The newest good checkpoint of a folder, or exactly `step`; None where there is none.
 
-    Damaged checkpoints are named and passed over. Raises CorruptCheckpoint when the step asked
+    Damaged checkpoints are reported and skipped. Raises CorruptCheckpoint when the step asked
     for is damaged, or when there are checkpoints and all are.
     """
-    wanted = list_steps(folder)[::-1] if step is None else [step]
+    folders = step_folders(folder)
+    if step is not None and step not in folders:
+        raise FileNotFoundError(f"no step {step} in {folder}; there are {list(folders)}")
     last_error: Exception | None = None
-    for number in wanted:
+    for number in reversed(folders) if step is None else [step]:
+        path = folders[number]
         try:
-            path = step_folder(folder, number)
             checkpoint = Checkpoint(path, number, read_state(path / "state.json"))
             checkpoint.verify()
             return checkpoint
@@ -281,7 +256,7 @@ def open_checkpoint(
             if step is not None:
                 raise
             last_error = error
-            say(f"checkpoint passed over: {error}")
+            say(f"skipping a damaged checkpoint: {error}")
     if last_error is not None:
         raise CorruptCheckpoint(f"no good checkpoint is left in {folder}") from last_error
     return None
@@ -289,9 +264,9 @@ def open_checkpoint(
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
     """The newest state of a folder that can be read; its files are not verified."""
-    for step in list_steps(folder)[::-1]:
+    for path in reversed(step_folders(folder).values()):
         with contextlib.suppress(OSError, ValueError):
-            return read_state(step_folder(folder, step) / "state.json")
+            return read_state(path / "state.json")
     return None
 
 
@@ -349,20 +324,19 @@ def newest_stage() -> str:
 
 def maker(stage: str) -> str:
     """The script that writes the checkpoints of a stage."""
-    scripts = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
-    return f"scripts.{scripts[stage]}"
+    return f"scripts.{SCRIPTS[stage]}"
 
 
-def closing_lines(folder: Path, machine: Machine) -> str:
+def closing_lines(stage: str, checkpoint: Checkpoint, machine: Machine) -> str:
     """What a training prints last: where its checkpoint is, and the next command."""
-    stage = next(s for s, name in FOLDERS.items() if folder.parts[-3] == f"{name}_checkpoints")
-    tag = folder.parent.name
-    run = "python" if machine.world_size == 1 else f"torchrun --nproc_per_node={machine.local_size}"
-    last = "" if machine.world_size == 1 else " --"
-    following = {"base": "mid", "mid": "sft", "sft": "rl"}.get(stage)
-    lines = [f"checkpoint: {folder}"]
-    if following:
-        lines += [f"next: {run} -m {maker(following)}{last} --model_tag={tag}"]
+    tag, stages = checkpoint.folder.parent.name, list(SCRIPTS)
+    run, dashes = "python", ""
+    if machine.world_size > 1:
+        run, dashes = f"torchrun --nproc_per_node={machine.local_size}", " --"
+    lines = [f"checkpoint: {checkpoint.folder}"]
+    if stage != "rl":
+        following = maker(stages[stages.index(stage) + 1])
+        lines += [f"next: {run} -m {following}{dashes} --model_tag={tag}"]
     if stage in ("sft", "rl"):
         lines += [f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}"]
     return "\n".join(lines)
@@ -568,10 +542,9 @@ class Checkpoints:
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             waits = final or not self.asynchronous
-            weights = weights_on_host(model, copy=not waits)
             write = partial(
-                write_checkpoint, self.folder, progress.step, weights, model.cfg,
-                optim_tensors, tokenizer, state, self.cfg.keep,
+                save_checkpoint, self.folder, progress.step, model, optim_tensors, tokenizer, state,
+                self.cfg.keep, weights_on_host(model, copy=not waits),
             )  # fmt: skip
             self.pending = (progress.step, self.writer.submit(write))
             problem = self.wait() if waits else missed
@@ -600,7 +573,7 @@ class Checkpoints:
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
-            last = list_steps(self.folder)[-1:]
+            last = list(step_folders(self.folder))[-1:]
             raise NotFinite(
                 f"{found[0]} holds numbers that are not finite: not saved. "
                 + (f"--resume=auto goes on from step {last[0]}" if last else "There is none before")
@@ -692,7 +665,7 @@ class Checkpoints:
 
     def make_room(self) -> None:
         """Move the checkpoints of an earlier run of this name out of the way, deleting nothing."""
-        if self.machine.is_main and list_steps(self.folder):
+        if self.machine.is_main and step_folders(self.folder):
             when = time.strftime("%y%m%d-%H%M%S")
             aside = self.folder.rename(f"{self.folder}.before-{when}")
             self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")

@@ -205,19 +205,15 @@ class Loader(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued."""
-        ...
 
     def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
         """This rank's share of a step. Raises StoppedWaiting where `should_stop()`."""
-        ...
 
     def row_names(self, step: int) -> str:
         """Which rows a step trains on, for messages."""
-        ...
 
     def describe(self, run: "TrainingRun") -> dict[str, str]:
         """Lines for the screen before a run."""
-        ...
 
 
 class RowLoader:
@@ -799,5 +795,5 @@ def write_section(
                 files=[checkpoint.folder],
             )
             report.update(run.cfg.report_dir)
-        machine.print0(closing_lines(checkpoint.folder, machine))
+        machine.print0(closing_lines(run.kind, checkpoint, machine))
     machine.close()

@@ -51,7 +51,6 @@ RETIRED = {
     "solved_to": "it is now --max_pass_rate",
     "split": "RL trains on the training split",
     "slots": f"{SLOTS} answers are generated at a time",
-    "compile_engine": "decoding is compiled on GPUs, and on a CPU where it pays",
 }
 
 
@@ -83,6 +82,8 @@ class ChatRL:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run model-written code unsandboxed, with your permissions, where there is no sandbox."""
+    compile_engine: bool | None = None
+    """Compile the decode step. Default: on a GPU, and on a CPU where enough is generated."""
     save_optimizer: bool = False
     """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
     rl: RLConfig = field(default_factory=RLConfig)
@@ -192,7 +193,7 @@ def open_engine(cfg, model, tokenizer, task, machine):
     samples = cfg.rl.num_samples
     answers = (cfg.num_iterations or 0) * cfg.rl.examples_per_step * samples
     answers = answers or round(cfg.num_epochs * len(task) * samples)
-    compiled = choose_fused_engine(None, machine, answers * cfg.rl.max_new_tokens)
+    compiled = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     engine = Engine(for_inference(model), tokenizer, SLOTS, tool=tool, compiled=compiled)
 

@@ -18,7 +18,7 @@ PLACES = {
     "pack": ("nanochat.packing", "pack_shard"),
     "encode": ("nanochat.chat_packing", "write_encoded"),
     "verify": ("nanochat.checkpoint", "read_state"),
-    "write": ("nanochat.checkpoint", "write_checkpoint"),
+    "write": ("nanochat.checkpoint", "save_checkpoint"),
     "suite": ("nanochat.evaluators", "open_suite"),
     "step": ("nanochat.train", "train_step"),
 }

@@ -12,15 +12,14 @@ from nanochat.checkpoint import (
     CorruptCheckpoint,
     build_model,
     find_checkpoint,
-    list_steps,
     load_model,
     open_checkpoint,
     save_checkpoint,
     stage_folder,
+    step_folders,
 )
 from nanochat.common import (
     MissingInput,
-    Refused,
     json_text,
     sealed,
 )
@@ -78,7 +77,7 @@ def test_a_loaded_bigram_table_bounds_its_sparse_gradient(folder, tokenizer, mac
 def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(save, folder):
     for step in (999_999, 1_000_000, 1_000_001):
         save(step)
-    assert list_steps(folder) == [1_000_000, 1_000_001]
+    assert list(step_folders(folder)) == [1_000_000, 1_000_001]
     assert open_checkpoint(folder).step == 1_000_001
     assert (folder / "latest").read_text() == "step_1000001\n"
 
@@ -223,8 +222,7 @@ def test_R30_a_state_that_was_edited_and_sealed_again_is_none(
 def test_R30_files_that_are_not_listed_are_not_read(save, folder):
     save(1)
     reseal(folder / "step_000001" / "state.json", lambda s: s["files"].pop("optim.safetensors"))
-    with pytest.raises(Refused, match="no optimizer state(.|\n)*--save_optimizer"):
-        open_checkpoint(folder).optim_tensors()
+    assert not open_checkpoint(folder).has_optimizer
 
 
 def test_the_tag_written_last_is_found_first(save, folder, tiny_gpt, tokenizer):

@@ -137,8 +137,8 @@ def test_one_and_two_processes_fine_tune_alike(base):
 def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
     words = (
         "-m scripts.mid_train --source=base:one --mixture=world_facts=100 --max_seq_len=64 "
-        "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small --skip_if_done "
-        "--resume=auto --num_iterations="
+        "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small "
+        "--skip_if_done --resume=auto --num_iterations="
     )
     python(base, *(words + "2").split())
     (saved,) = (base / "mid_checkpoints" / "small").glob("step_*")
@@ -188,7 +188,7 @@ def test_one_and_two_processes_recurse_alike(base):
 def test_two_processes_end_by_the_clock_together(base):
     """Each measures other seconds; what they agree on ends both with the same step."""
     words = (
-        "-m scripts.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
+        "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--max_wallclock_seconds=1.5 --eval_tokens=1024 --dtype=float32 --model_tag=clock"
     ).split()
     python(base, *torchrun(2), *words)

@@ -20,7 +20,7 @@ from nanochat.checkpoint import build_model
 from nanochat.common import Refused
 from nanochat.finetune import (
     AnswerLoss,
-    Apart,
+    DocumentMaskedModel,
     auto_batch,
     val_rows,
 )
@@ -47,7 +47,7 @@ def model_of(**changes):
 def gradient(model, batches):
     """Loss per counted target and its gradient over (tokens, targets) batches."""
     model.zero_grad()
-    apart = Apart(model, TOKENIZER.bos_id)
+    apart = DocumentMaskedModel(model, TOKENIZER.bos_id)
     count = sum((targets != IGNORE).sum() for _, targets in batches)
     total = 0.0
     for tokens, targets in batches:
@@ -103,7 +103,7 @@ def test_R28_one_rank_of_a_node_verifies_conversations(machine):
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
-    apart = Apart(model_of(), TOKENIZER.bos_id)
+    apart = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
         return AnswerLoss(apart, buckets, TOKENIZER, machine, 8, every=1, half=half)

@@ -366,8 +366,8 @@ def test_R8_a_limit_of_the_system_itself_leaves_the_old_checkpoint(run):
 def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, monkeypatch):
     """Weights and optimizer move on while the writer is held back; `latest` waits for it."""
     go = threading.Event()
-    write = checkpoint.write_checkpoint
-    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args: go.wait(30) and write(*args))
+    write = checkpoint.save_checkpoint
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: go.wait(30) and write(*args))
     at_save = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     state_at_save = {n: x.clone() for n, x in run.optimizer.state_dict().items()}
     with run.open(asynchronous=True) as checkpoints:

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from nanochat.checkpoint import list_steps
+from nanochat.checkpoint import step_folders
 from nanochat.common import HUNG, PREEMPTED
 from nanochat.logger import read_metrics
 from tests.training_runs import (
@@ -76,7 +76,7 @@ def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
     for kill in range(kills):
         process = begin(base, *words, f"--model_tag={tag}", "--resume=auto")
         target = newest + int(rng.integers(1, 5))
-        while (list_steps(run) or [0])[-1] < target and process.poll() is None:
+        while max(step_folders(run), default=0) < target and process.poll() is None:
             time.sleep(0.001)
         deadline = time.monotonic() + 2
         while kill % 2 and not list(run.glob(".saving*")) and time.monotonic() < deadline:
@@ -87,7 +87,7 @@ def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
         assert process.returncode == -signal.SIGKILL, text[-3000:]
         if newest:
             assert f"resumed {run / f'step_{newest:06d}'}" in text
-        newest = list_steps(run)[-1]
+        newest = max(step_folders(run))
         inside += bool(list(run.glob(".saving*")))
         logged = [e["step"] for e in read_metrics(run / "metrics.jsonl") if "loss" in e]
         assert newest >= logged[-1] - 1  # lost: at most the step that was not saved yet
@@ -175,7 +175,7 @@ def test_R7_a_signal_ends_a_run_soon_with_its_step_saved(base, whom):
     saved = re.search(r"asked to stop: saved step (\d+)", text)
     assert saved, text[-3000:]
     step = int(saved[1])
-    assert list_steps(folder(base, tag))[-1] == step
+    assert max(step_folders(folder(base, tag))) == step
     entries = [e["step"] for e in read_metrics(folder(base, tag) / "metrics.jsonl")]
     assert max(entries) <= step + 1
     if whom == "alone":
@@ -246,7 +246,7 @@ def test_R16_a_frozen_rank_is_named_and_nobody_waits_for_long(base, rank):
 
 BY_THE_CLOCK = [*SMALL[1:], "--depth=2", "--max_wallclock_seconds=1", "--eval_tokens=1024"]
 SLOW_JOBS = {  # job -> the script that does it, and its flags
-    "pack": ("base_train", [*BY_THE_CLOCK, "--max_seq_len=48", "--total_batch_size=768"]),
+    "pack": ("golf.base_train", [*BY_THE_CLOCK, "--max_seq_len=48", "--total_batch_size=768"]),
     "write": ("base_train", SMALL),
     "suite": ("base_train", [*SMALL, "--core_metric_every=20", "--core_metric_max_per_task=2"]),
     "verify": ("mid_train", ["--source=base:one", "--mixture=world_facts=50", *TUNE]),

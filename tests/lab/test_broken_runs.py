@@ -9,11 +9,11 @@ from nanochat import chat_packing, finetune
 from nanochat.checkpoint import stage_folder
 from nanochat.common import Refused, read_json
 from nanochat.distributed import MachineConfig
-from nanochat.finetune import Plan
+from nanochat.finetune import FinetuneConfig
 from nanochat.lab import canary_suite
 from nanochat.lab.canaries import Broken, SentinelConfig
 from nanochat.mixture import MixConfig
-from nanochat.stage import StageConfig
+from nanochat.train import TrainConfig
 from scripts import chat_sft
 from scripts.chat_sft import ChatSft
 
@@ -31,22 +31,22 @@ def tune(trained_base, base, monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 
-    def tuning(init_lr_frac=0.7, on_broken="stop"):
-        plan = Plan(
-            from_tag="one",
+    def run_tuning(init_lr_frac=0.7, on_broken="stop"):
+        tuning = FinetuneConfig(
             num_iterations=STEPS,
             total_batch_size=512,
             max_seq_len=128,
             init_lr_frac=init_lr_frac,
             eval_tokens=1024,
         )
-        stage = StageConfig(model_tag="tuned", machine=MachineConfig("cpu", "float32"))
-        mix = MixConfig("world_facts=300,world_chat=100")
-        chat_sft.main(
-            ChatSft("base", mix, plan, canaries=SentinelConfig(on_broken=on_broken), stage=stage)
+        cfg = TrainConfig(model_tag="tuned", machine=MachineConfig("cpu", "float32"))
+        mix, canaries = (
+            MixConfig("world_facts=300,world_chat=100"),
+            SentinelConfig(on_broken=on_broken),
         )
+        chat_sft.main(ChatSft("base:one", mix, tuning, canaries=canaries, train=cfg))
 
-    return tuning
+    return run_tuning
 
 
 def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_sentinels_saw(tune, base):
