@@ -296,10 +296,10 @@ def open_fine_tuning(
         callbacks=[answers],
         tokenizer=tokenizer,
         identity={"parent": parent.fingerprint},
+        provenance={"run_id": run_id, "seed": seed, "inputs": dict(inputs)},
         state={
             "source": parent.state["source"],
             "mixture": {**chats.description, "resolved": resolution.state()},
-            "provenance": {"run_id": run_id, "seed": seed, "inputs": dict(inputs)},
         },
         settings=settings,
         keep_optimizer=tuning.save_optimizer,

@@ -205,15 +205,19 @@ class Loader(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued."""
+        ...
 
     def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
         """This rank's share of a step. Raises StoppedWaiting where `should_stop()`."""
+        ...
 
     def row_names(self, step: int) -> str:
         """Which rows a step trains on, for messages."""
+        ...
 
     def describe(self, run: "TrainingRun") -> dict[str, str]:
         """Lines for the screen before a run."""
+        ...
 
 
 class RowLoader:
@@ -334,8 +338,10 @@ class TrainingRun:
     tokenizer: Tokenizer | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What else a checkpoint must agree with to be continued."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """run_id of the pipeline, seed, and inputs: the fingerprints of what was read."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What else a checkpoint holds; "provenance" among it."""
+    """What else a checkpoint holds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the script, for log, checkpoint and record."""
     keep_optimizer: bool = True
@@ -682,14 +688,20 @@ def train(run: TrainingRun) -> TrainingResult:
         }
         progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
         prepared = prepare(run, progress, checkpoints)
-        state = {"stage": run.kind, "identity": identity, "settings": run.settings, **run.state}
+        state = {
+            "stage": run.kind,
+            "identity": identity,
+            "settings": run.settings,
+            "provenance": run.provenance,
+            **run.state,
+        }
         log = RunLog(
             cfg.log,
             checkpoints.folder,
             is_main=machine.is_main,
             first_step=progress.step,
             total_steps=run.num_steps if run.max_seconds is None else None,
-            run_id=run.state["provenance"]["run_id"],
+            run_id=run.provenance["run_id"],
             settings=run.settings,
         )
         run.log = log.log
@@ -747,7 +759,7 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
     if run.max_seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - progress.clock_seconds))
         most = f"{run.max_seconds:g} s of steps, at most "
-    inputs = run.state["provenance"]["inputs"]
+    inputs = run.provenance["inputs"]
     preflight.screen(
         {
             **preflight.describe(model, machine, prepared.compiled),
@@ -776,18 +788,12 @@ def write_section(
     if checkpoint is not None:
         if run.kind != "rl":
             values = {**values, **result.values(began.memory_bytes)}
-        provenance = run.state["provenance"]
         with machine.working("writing the report"):
             records.write_record(
                 section,
                 run.settings,
                 {**values, **{k: v for each in run.callbacks for k, v in each.values().items()}},
-                records.Provenance(
-                    provenance["run_id"],
-                    run.cfg.seed,
-                    provenance["inputs"],
-                    {run.kind: checkpoint.fingerprint},
-                ),
+                records.Provenance(**run.provenance, outputs={run.kind: checkpoint.fingerprint}),
                 records.Cost.since(began.seconds, machine),
                 run.cfg.report_dir,
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],

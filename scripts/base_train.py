@@ -32,7 +32,7 @@ from nanochat.loss import IGNORE
 from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
-from nanochat.scaling import ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
+from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
@@ -129,13 +129,8 @@ def pretrain(
     machine = init_machine(cfg.train.machine, seed)
 
     # Data: tokenizer, rows, and whether this very training was done before
-    corpus, run_id = open_text(cfg, machine)
+    corpus, run_id, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
-    inputs = {
-        "rows": corpus.fingerprint,
-        "tokenizer": tokenizer.fingerprint,
-        "data": corpus.texts.fingerprint,
-    }
     asked = {**settings(cfg), "eval_tokens": cfg.evaluation.tokens(machine)}
     if finished_before(SECTION, asked, inputs, cfg.train, machine):
         return machine.close()
@@ -148,25 +143,13 @@ def pretrain(
     model = build_model(shape, machine.device, machine.dtype, seed)
 
     # Horizon and optimizer
-    horizon = plan_horizon(
-        model.num_used_params(),
-        model.flops_per_token(),
-        T,
-        cfg.num_iterations,
-        cfg.target_flops,
-        cfg.target_param_data_ratio,
-        cfg.total_batch_size,
-        machine.world_size,
-    )
-    num_steps = horizon.num_steps
-    if max_seconds is not None and cfg.num_iterations is None:
-        step_seconds = estimate_seconds(model, horizon.batch_tokens, machine)
-        num_steps = machine.broadcast(math.ceil(2 * max_seconds / step_seconds))  # at most
+    horizon, num_steps = plan(cfg, model, max_seconds, machine)
     table = rules(scaled_optim(cfg.train.optim, horizon), shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, ema_decay)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
+    # Evaluators and the run
     evaluators = open_evaluators(cfg, corpus, model, validation, machine)
     run = TrainingRun(
         kind="base",
@@ -184,11 +167,11 @@ def pretrain(
         max_seconds=max_seconds,
         tokenizer=tokenizer,
         identity=identity,
+        provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={
             "horizon": asdict(horizon),
             "source": corpus.texts.describe(),
             **({"mixture": mixed.state()} if mixed else {}),
-            "provenance": {"run_id": run_id, "seed": seed, "inputs": inputs},
         },
         settings=asked,
         background=lambda: pack_in_background(corpus, needed, evaluators[0], machine),
@@ -202,8 +185,34 @@ def pretrain(
     write_section(SECTION, result, summarize(result), began, mixed.tables() if mixed else ())
 
 
-def open_text(cfg: BaseTrain, machine: Machine) -> tuple[Corpus, str]:
-    """Open tokenizer, source and rows, the main rank first, so that one process writes; run id."""
+def plan(
+    cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: Machine
+) -> tuple[Horizon, int]:
+    """
+    The horizon as if there were no clock, and the most steps that there can be: with a clock twice
+    as many as it is estimated to allow, for which text is packed.
+    """
+    horizon = plan_horizon(
+        model.num_used_params(),
+        model.flops_per_token(),
+        cfg.max_seq_len,
+        cfg.num_iterations,
+        cfg.target_flops,
+        cfg.target_param_data_ratio,
+        cfg.total_batch_size,
+        machine.world_size,
+    )
+    if max_seconds is None or cfg.num_iterations is not None:
+        return horizon, horizon.num_steps
+    step_seconds = estimate_seconds(model, horizon.batch_tokens, machine)
+    return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))
+
+
+def open_text(cfg: BaseTrain, machine: Machine) -> tuple[Corpus, str, dict[str, str]]:
+    """
+    Open tokenizer, source and rows, the main rank first, so that one process writes. Returns the
+    corpus, the id of the pipeline run, and the fingerprints of what is read.
+    """
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
     texts = machine.on_main(
@@ -216,7 +225,8 @@ def open_text(cfg: BaseTrain, machine: Machine) -> tuple[Corpus, str]:
         open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
     machine.barrier()
     verifies = machine.local_rank == 0
-    return open_corpus(texts, tokenizer, cfg.max_seq_len, run_id, verifies), run_id
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id, verifies)
+    return corpus, run_id, {"rows": corpus.fingerprint, **inputs}
 
 
 def open_evaluators(

@@ -11,7 +11,7 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 from dataclasses import dataclass, field, replace
 
 from nanochat import records
-from nanochat.checkpoint import FOLDERS, SavingConfig, load_model
+from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
 from nanochat.distributed import Machine, init_machine
 from nanochat.engine import Engine, Sampling
@@ -34,7 +34,7 @@ from nanochat.train import (
     train,
     write_section,
 )
-from tasks.base import Task
+from tasks.base import Mixture, Task
 from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.registry import key_of
 
@@ -126,21 +126,9 @@ def main(cfg: ChatRL) -> None:
     require_access({task.name for task in held_out.tasks}, False, {})
     require_other_families({t.name: TAGS[key_of(t.name)].parent for t in train_task.tasks})
 
-    # Model, the engine that answers with it, and rollouts as batches
-    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    # Model, rollouts with it as batches, optimizer
     model = load_model(parent, machine)
-    engine = open_engine(cfg, model, tokenizer, train_task, machine)
-    rollouts = RolloutLoader(
-        train_task,
-        tokenizer,
-        cfg.rl,
-        seed,
-        machine,
-        model,
-        engine,
-        filter_by_pass_rate(cfg, train_task, engine(model), machine),
-        for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None,
-    )
+    rollouts = open_rollouts(cfg, parent, model, train_task, machine)
     num_steps = cfg.num_iterations or rollouts.num_steps(cfg.num_epochs)
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
@@ -172,12 +160,10 @@ def main(cfg: ChatRL) -> None:
         prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         finds_spikes=False,
-        tokenizer=tokenizer,
+        tokenizer=rollouts.tokenizer,
         identity={"task": spec, **inputs},
-        state={
-            "source": parent.state["source"],
-            "provenance": {"run_id": run_id, "seed": seed, "inputs": inputs},
-        },
+        provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
+        state={"source": parent.state["source"]},
         settings=asked,
         keep_optimizer=cfg.save_optimizer,
     )
@@ -188,9 +174,11 @@ def main(cfg: ChatRL) -> None:
     write_section(SECTION, result, values, began)
 
 
-def open_engine(cfg, model, tokenizer, task, machine):
-    """Model -> the one engine, with the weights that the model has now."""
-    samples = cfg.rl.num_samples
+def open_rollouts(
+    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: Machine
+) -> RolloutLoader:
+    """Rollouts on the questions of `task` that are wanted, by one engine."""
+    tokenizer, samples = Tokenizer.read(parent.folder / "tokenizer.json"), cfg.rl.num_samples
     answers = (cfg.num_iterations or 0) * cfg.rl.examples_per_step * samples
     answers = answers or round(cfg.num_epochs * len(task) * samples)
     compiled = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
@@ -201,7 +189,11 @@ def open_engine(cfg, model, tokenizer, task, machine):
         refresh(engine.model, model)
         return engine
 
-    return refreshed
+    chosen = filter_by_pass_rate(cfg, task, engine, machine)
+    reference = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
+    return RolloutLoader(
+        task, tokenizer, cfg.rl, cfg.train.seed, machine, model, refreshed, chosen, reference
+    )
 
 
 def filter_by_pass_rate(
