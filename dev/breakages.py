@@ -32,8 +32,8 @@ SFT = "--eval_every=0 --eval_tokens=16384 --total_batch_size=2048"
 SCRIPTS = {
     "mid": f"scripts.chat_sft {SFT}",
     "base": f"scripts.chat_sft {SFT}",
-    "sft": "scripts.chat_rl --resample_zero_signal=1 --num_samples=8 --max_new_tokens=32 --eval_examples=50 "
-    "--eval_every=0",
+    "sft": "scripts.chat_rl --resample_zero_signal=1 --num_samples=8 "
+    "--max_new_tokens=32 --eval_examples=50 --eval_every=0",
 }
 HEALTHY = {
     "as recommended": ("mid", ""),
@@ -64,7 +64,7 @@ class Breakages:
 def job(base: str, name: str, source: str, flags: str, plant: str = "") -> Job:
     """One training, from a checkpoint of the stage `source`."""
     rate = "" if "init_lr_frac" in flags else f"--init_lr_frac={RATE[source]}"
-    words = f"{SCRIPTS[source]} --source={source} --from_tag={base} {rate} {flags}"
+    words = f"{SCRIPTS[source]} --source={source}:{base} {rate} {flags}"
     common = "--log_every=20 --keep=1 --model_tag={tag} --on_broken=stop"
     common += f" --num_iterations={STEPS[source]}"
     before = ["dev.plant", plant] if plant else []

@@ -13,11 +13,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from nanochat.checkpoint import SavingConfig, checkpoint_bytes, stage_folder
+from nanochat.checkpoint import checkpoint_bytes, stage_folder
 from nanochat.common import base_dir, default_rate, free_bytes, require_free
 from nanochat.config import parse, start
 from nanochat.distributed import Machine
@@ -26,7 +26,7 @@ from nanochat.hardware import peak_of
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
-from nanochat.train import LoopConfig
+from nanochat.train import TrainConfig
 from scripts import (
     base_train,
     chat_rl,
@@ -35,8 +35,6 @@ from scripts import (
 )
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
-from scripts.chat_sft import ChatSft
-from scripts.mid_train import MidTrain
 from scripts.tok_train import TokTrain
 from tasks.defaults import HUB, WORLD
 from tasks.registry import TASKS, why_unavailable
@@ -209,23 +207,23 @@ def disk_uses(
     embedded: bool,
 ) -> list[Use]:
     """What the run writes, part by part, in order."""
-    tag = base.stage.model_tag or f"d{base.depth}"
+    tag = base.train.model_tag or f"d{base.depth}"
     data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
     hub = not (embedded or base.data.data_dir or tokenizer.data.data_dir)
     text = max(horizon.tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
     rows = horizon.tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
-    mid = parse(MidTrain(), args=shlex.split(cfg.mid))
-    sft = parse(ChatSft(), args=shlex.split(cfg.sft))
+    mid = parse(mid_train.DEFAULTS, args=shlex.split(cfg.mid))
+    sft = parse(chat_sft.DEFAULTS, args=shlex.split(cfg.sft))
     rl = parse(ChatRL(), args=shlex.split(cfg.rl))
     tasks_there = bytes_in(data / "tasks")
     return [
         file_use("text", text * hub * (not trained), bytes_in(data) - tasks_there),
         file_use("rows", rows * (not trained), bytes_in(base_dir() / "rows")),
         file_use("tasks", 0 if embedded else HUB_TASK_BYTES, tasks_there),
-        checkpoint_use("base", base_train.SECTION, base.stage, horizon.num_steps, model, tag),
-        checkpoint_use("mid", mid_train.SECTION, mid.stage, mid.plan.num_iterations, model, tag),
-        checkpoint_use("sft", chat_sft.SECTION, sft.stage, sft.plan.num_iterations, model, tag),
-        checkpoint_use("rl", chat_rl.SECTION, rl, rl.num_iterations, model, tag),
+        checkpoint_use("base", base_train.SECTION, base.train, horizon.num_steps, model, tag),
+        checkpoint_use("mid", mid_train.SECTION, mid.train, mid.tuning.num_iterations, model, tag),
+        checkpoint_use("sft", chat_sft.SECTION, sft.train, sft.tuning.num_iterations, model, tag),
+        checkpoint_use("rl", chat_rl.SECTION, rl.train, rl.num_iterations, model, tag),
     ]
 
 
@@ -234,17 +232,8 @@ def file_use(name: str, size: float, there: float) -> Use:
     return Use(name, size, size, there)
 
 
-class Saves(Protocol):
-    """The settings of a stage that decide how many checkpoints it writes."""
-
-    @property
-    def saving(self) -> SavingConfig: ...
-    @property
-    def loop(self) -> LoopConfig: ...
-
-
 def checkpoint_use(
-    stage: str, section: str, cfg: Saves, steps: int | None, model: GPT, tag: str
+    stage: str, section: str, cfg: TrainConfig, steps: int | None, model: GPT, tag: str
 ) -> Use:
     """
     Of a stage's checkpoints: `keep` and the one being written. The last one of mid, SFT and RL has
@@ -254,8 +243,8 @@ def checkpoint_use(
     if finished(section, stage, tag):
         return file_use(name, there, there)
     keep, size = cfg.saving.keep, checkpoint_bytes(model)
-    last = checkpoint_bytes(model, bool(cfg.saving.of_stage(stage).save_optimizer))
-    every = cfg.loop.save_every
+    last = checkpoint_bytes(model, optimizer=stage == "base")
+    every = cfg.save_every
     on_the_way = 0 if not every else keep + 1 if steps is None else (steps - 1) // every
     peak = max(size * min(on_the_way, keep + 1), size * min(on_the_way, keep) + last)
     return Use(name, peak, size * min(on_the_way, keep - 1) + last, there)

@@ -44,7 +44,7 @@ class Soups:
 def fine_tuning(cfg: Soups, seed: int) -> Job:
     """One ingredient."""
     words = (
-        f"scripts.chat_sft --from_tag={cfg.base} --num_iterations={cfg.num_iterations} "
+        f"scripts.chat_sft --source=mid:{cfg.base} --num_iterations={cfg.num_iterations} "
         f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 --log_every=20 "
         "--eval_tokens=16384 --model_tag={tag}"
     )

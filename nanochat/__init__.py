@@ -32,12 +32,12 @@ The core, in reading order; a module imports only from those above it:
     eval_bpb        bits per byte
     eval_core       few-shot tasks and CORE
     eval_chat       tasks answered in chat
-    train           the training loop
-    checkpoint      checkpoints of a run
-    stage           a training stage around the loop
-    evaluators      evaluation during pretraining
     plots           figures of the report
     report          report.md
+    anomaly         non-finite steps, spikes, ranks that differ
+    checkpoint      checkpoints of a run
+    train           the training loop of every stage
+    evaluators      evaluation during pretraining
     finetune        mid training and SFT
     rl              reinforcement learning
 

@@ -124,11 +124,11 @@ def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, o
         parse(BaseTrain(), None, [flag], retired=ELSEWHERE)
     assert exit.value.code == 2 and ours in capsys.readouterr().err
     cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--d_model=64"])
-    assert cfg.stage.kernels.compile is False and cfg.shape.d_model == 64
+    assert cfg.kernels.compile is False and cfg.shape.d_model == 64
 
 
 def test_a_value_of_the_wrong_type_is_named(capsys):
-    assert "yes or no" in refused(capsys, "--skip_if_done=maybe")
+    assert "yes or no" in refused(capsys, "--once=maybe")
     assert "depth" in refused(capsys, "--depth=deep")
 
 

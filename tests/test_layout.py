@@ -110,8 +110,8 @@ def test_tasks_use_only_the_part_without_tensors(name):
     assert not any(i.split(".")[0] == "torch" for i in imports_of(name))
 
 
-def test_the_loop_imports_no_model_tokenizer_or_evaluation():
-    modules = ("gpt", "tokenizer", "dataset", "dataloader", "eval_bpb", "checkpoint")
+def test_the_loop_imports_no_evaluation_or_stage():
+    modules = ("dataset", "mixture", "engine", "eval_core", "eval_chat", "finetune", "rl")
     assert not own_imports("nanochat/train.py") & {f"nanochat.{m}" for m in modules}
 
 

@@ -62,11 +62,12 @@ class Given:
 
     identity = {}
 
-    def __init__(self, rows, times_seen=None):
+    def __init__(self, rows, times_seen=None, device="cpu"):
         self.rows, self.times_seen, self.should_stop = rows, times_seen, lambda: False
+        self.device = torch.device(device)
 
     def micro_batches(self, step, device_rows):
-        return cut(*self.rows(step), device_rows, torch.device("cpu"), self.times_seen)
+        return cut(*self.rows(step), device_rows, self.device, self.times_seen)
 
     def row_names(self, step):
         return f"rows of {step}"

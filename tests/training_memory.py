@@ -19,8 +19,9 @@ from nanochat.hardware import resident_peak
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig, prepare
 from nanochat.scaling import ShapeConfig, shape_for_depth
-from nanochat.train import LoopConfig, Run, train_step
+from nanochat.train import TrainConfig, TrainingRun, train_step
 from tests.conftest import TINY
+from tests.test_train import Given
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
@@ -29,23 +30,21 @@ def train(model: GPT, optimizer: MuonAdamW, machine: Machine, device_rows: int) 
     """Train three steps; returns the peak of allocated bytes."""
     torch.cuda.reset_peak_memory_stats()
     rng = np.random.default_rng(0)
-    run = Run(
+    run = TrainingRun(
+        kind="base",
         model=model,
         optimizer=optimizer,
+        loader=Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda"),
         machine=machine,
+        cfg=TrainConfig(),
+        tag="memory",
         num_steps=3,
         batch_tokens=ROWS * T,
-        device_rows=device_rows,
-        flops_per_token=model.flops_per_token,
-        rows=lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))),
-        rows_name=str,
-        save=lambda progress, final=False: None,
-        log=lambda step, figures: None,
         schedule=ScheduleConfig(),
-        loop=LoopConfig(),
+        device_rows=device_rows,
     )
     for step in range(run.num_steps):
-        train_step(run, step, allows=lambda loss, norm: True)
+        train_step(run, step)
     return torch.cuda.max_memory_allocated()
 
 

@@ -34,7 +34,7 @@ from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.eval_bpb import ByRow, bits_by_row
-from nanochat.finetune import Apart, val_rows
+from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
 from nanochat.lab.soup import (
@@ -93,7 +93,9 @@ class Judge:
         self.model = load_model(first, machine)
         self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
         self.is_text = first.state["stage"] == "base"
-        self.scorer = self.model if self.is_text else Apart(self.model, self.tokenizer.bos_id)
+        self.scorer = (
+            self.model if self.is_text else DocumentMaskedModel(self.model, self.tokenizer.bos_id)
+        )
         rows = judged_by(cfg, first, self.tokenizer, self.model.cfg.max_seq_len, machine)
         num_rows = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(rows))
         split = inputs_and_targets if self.is_text else signed_inputs_and_targets
