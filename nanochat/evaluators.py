@@ -6,16 +6,19 @@ Evaluation during pretraining: bits per byte, few-shot scores, samples.
 Each has a cadence of its own; all are measured at the end.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import Machine
 from nanochat.eval_bpb import (
     Batch,
+    Scorer,
     bits_per_byte,
     bucket_figures,
     pooled,
@@ -98,36 +101,47 @@ class PretrainEvalConfig:
 
 class ValidationLoss(Evaluator):
     """
-    Bits per byte on validation rows, of a mixture equally many of each text.
+    Bits per byte on validation rows, of a mixture the same number of rows of each bucket.
 
-    rows: of each text that is trained on. every: steps between measurements, 0 = only at the end.
+    rows: by bucket. eval_tokens: in all, at least a row of each bucket. every: steps between
+    measurements, 0 = only at the end. half: of the rows, see PretrainEvalConfig.
     """
 
     def __init__(
         self,
-        cfg: PretrainEvalConfig,
-        model: GPT,
+        model: Scorer,
         tokenizer: Tokenizer,
         rows: Mapping[str, Rows],
-        every: int,
         machine: Machine,
+        eval_tokens: int,
+        every: int,
+        half: int = 0,
     ) -> None:
-        self.cfg, self.model, self.rows, self.every = cfg, model, rows, every
-        self.token_bytes, self.machine = tokenizer.token_bytes(), machine
+        self.model, self.rows, self.machine = model, rows, machine
+        self.token_bytes, self.bos_id = tokenizer.token_bytes(), tokenizer.bos_id
+        self.every, self.half = every, half
+        T = next(iter(rows.values())).max_seq_len
+        self.num_rows = max(1, eval_tokens // T // len(rows))
+        self.loss = math.nan
+        """Nats per counted token."""
+        self.by_bucket: dict[str, float] = {}
+        """Bits per byte of each bucket, where there are several."""
 
     def require_rows(self) -> None:
-        """Wait for the validation rows of each text. Raises Refused where there is none."""
+        """Wait for the validation rows of each bucket. Raises Refused where there is none."""
         for rows in self.rows.values():
-            rows.require_val_rows(self.cfg.eval_half)
+            rows.require_val_rows(self.half)
+
+    def stored_batches(self, rows: Rows) -> Iterator[np.ndarray]:
+        """This rank's validation rows of one bucket, as they are stored."""
+        machine = self.machine
+        return rows.val_batches(
+            self.rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.half
+        )
 
     def batches(self, rows: Rows) -> Iterator[Batch]:
-        """This rank's validation batches of one text."""
-        machine, T = self.machine, self.model.cfg.max_seq_len
-        num_rows = max(1, self.cfg.tokens(machine) // T // len(self.rows))
-        mine = rows.val_batches(
-            self.rows_per_pass, num_rows, machine.rank, machine.world_size, self.cfg.eval_half
-        )
-        return row_batches(mine, self.rows_per_pass)
+        """This rank's validation batches of one bucket: tokens and targets."""
+        return row_batches(self.stored_batches(rows), self.rows_per_pass)
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
         found = {
@@ -136,7 +150,10 @@ class ValidationLoss(Evaluator):
             )
             for name, rows in self.rows.items()
         }
-        return {"val_bpb": pooled(found.values()).value, **bucket_figures(found)}
+        every = pooled(found.values())
+        self.loss = every.nats / every.tokens if every.tokens else math.nan
+        self.by_bucket = bucket_figures(found)
+        return {"val_bpb": every.value, **self.by_bucket}
 
 
 class FewShotScore(Evaluator):

@@ -6,7 +6,6 @@ Training on conversations: what midtraining and supervised fine-tuning share.
 Every conversation in a row attends only to itself, so packing changes no loss and no gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -28,11 +27,7 @@ from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, referred
 from nanochat.common import Refused
 from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import Machine
-from nanochat.eval_bpb import (
-    bits_per_byte,
-    bucket_figures,
-    pooled,
-)
+from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.mixture import (
@@ -48,7 +43,7 @@ from nanochat.optim import MuonAdamW, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import divisible_batch
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Evaluator, RowLoader, TrainConfig, TrainingRun
+from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 MIN_ROWS = 8  # in a batch, where its size is not given
@@ -162,64 +157,29 @@ class FinetuneConfig:
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
 
-class AnswerLoss(Evaluator):
-    """Bits per byte and loss of the answers in validation rows; keeps the last measurement."""
+class AnswerLoss(ValidationLoss):
+    """Bits per byte and loss of the answers in validation rows."""
 
-    def __init__(
-        self,
-        model: DocumentMaskedModel,
-        buckets: Mapping[str, Rows],
-        tokenizer: Tokenizer,
-        machine: Machine,
-        num_rows: int,
-        every: int,
-        half: int = 0,
-    ):
-        """num_rows: in all, shared among the buckets; at least one of each. half: see
-        FinetuneConfig."""
-        self.half, self.every = half, every
-        self.model, self.buckets, self.machine = model, buckets, machine
-        self.num_rows = max(1, num_rows // len(buckets))
-        self.token_bytes = tokenizer.token_bytes()
-        self.bos_id = tokenizer.bos_id
-        self.loss = math.nan
-        """Nats per counted token."""
-        self.by_bucket: dict[str, float] = {}
-        """Bits per byte of each bucket, where there are several."""
-        for name, rows in buckets.items():
-            self.require_scorable(name, rows)
-
-    def require_scorable(self, name: str, rows: Rows) -> None:
-        """Raise Refused unless a byte of an answer is scored in a bucket."""
-        rows.require_val_rows(self.half)
-        some = rows.val_batches(64, self.num_rows, half=self.half)
-        if not any(self.token_bytes[batch[batch >= 0]].any() for batch in some):
-            raise Refused(
-                f"the validation conversations of {name} have no byte of an answer to score",
-                "another --val_mixture, or conversations with answers",
-            )
+    def require_rows(self) -> None:
+        """Raise Refused unless a byte of an answer is scored in every bucket."""
+        super().require_rows()
+        for name, rows in self.rows.items():
+            some = rows.val_batches(64, self.num_rows, half=self.half)
+            if not any(self.token_bytes[batch[batch >= 0]].any() for batch in some):
+                raise Refused(
+                    f"the validation conversations of {name} have no byte of an answer to score",
+                    "another --val_mixture, or conversations with answers",
+                )
 
     def batches(self, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""
-        machine, T, rows_per_pass = self.machine, rows.max_seq_len, self.rows_per_pass
-        mine = rows.val_batches(
-            rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.half
-        )
-        for batch in mine:
-            blank = np.full((rows_per_pass - len(batch), T + 1), ~self.bos_id, batch.dtype)
+        for batch in self.stored_batches(rows):
+            missing = (self.rows_per_pass - len(batch), rows.max_seq_len + 1)
+            blank = np.full(missing, ~self.bos_id, batch.dtype)
             yield signed_inputs_and_targets(np.concatenate([batch, blank]), IGNORE)
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        found = {
-            name: bits_per_byte(
-                self.model, self.batches(rows), self.token_bytes, self.machine, stopping
-            )
-            for name, rows in self.buckets.items()
-        }
-        every = pooled(found.values())
-        self.loss = every.nats / every.tokens if every.tokens else math.nan
-        self.by_bucket = bucket_figures(found)
-        return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
+        return {**super().measure(stopping), "val_loss": self.loss}
 
 
 @dataclass(frozen=True)
@@ -275,10 +235,9 @@ def open_fine_tuning(
     table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     masked = DocumentMaskedModel(model, tokenizer.bos_id)
-    num_rows = tuning.num_eval_tokens(machine) // T
-    answers = AnswerLoss(
-        masked, measured, tokenizer, machine, num_rows, cfg.eval_every, tuning.eval_half
-    )
+    eval_tokens, half = tuning.num_eval_tokens(machine), tuning.eval_half
+    answers = AnswerLoss(masked, tokenizer, measured, machine, eval_tokens, cfg.eval_every, half)
+    answers.require_rows()
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     run = TrainingRun(
         kind=kind,

@@ -238,7 +238,10 @@ def open_evaluators(
 ) -> list[Callback]:
     """The validation loss, and what else was asked for."""
     evaluation, tokenizer = cfg.evaluation, corpus.tokenizer
-    loss = validation(evaluation, model, tokenizer, corpus.rows, cfg.train.eval_every, machine)
+    eval_tokens, half = evaluation.tokens(machine), evaluation.eval_half
+    loss = validation(
+        model, tokenizer, corpus.rows, machine, eval_tokens, cfg.train.eval_every, half
+    )
     evaluators: list[Callback] = [loss]
     if evaluation.sample_every:
         evaluators.append(Samples(evaluation, model, tokenizer, machine))

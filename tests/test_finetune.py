@@ -106,7 +106,9 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     apart = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
-        return AnswerLoss(apart, buckets, TOKENIZER, machine, 8, every=1, half=half)
+        found = AnswerLoss(apart, TOKENIZER, buckets, machine, 8 * 63, every=1, half=half)
+        found.require_rows()
+        return found
 
     figures = answer_loss(good=good).measure(lambda: False)
     assert figures and np.isfinite(list(figures.values())).all()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from nanochat.recursion.model import (
     recursive_config,
 )
 from nanochat.recursion.presets import RecursionConfig
+from nanochat.train import TrainConfig, model_callbacks
 from tests.conftest import TINY, lively
 
 CPU = torch.device("cpu")
@@ -401,4 +403,5 @@ def test_the_configuration_decides_the_class_and_its_callbacks():
     for cfg, kind in ((PLAIN, GPT), (recursive(), RecursiveGPT)):
         model = checkpoint.new_model(cfg)
         assert type(model) is kind
-        assert len(checkpoint.model_callbacks(model, None, 0)) == (kind is RecursiveGPT)
+        run = SimpleNamespace(model=model, optimizer=None, cfg=TrainConfig())
+        assert len(model_callbacks(run)) == (kind is RecursiveGPT)
