@@ -44,7 +44,7 @@ from nanochat.common import (
 from nanochat.dataloader import differences
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig, config_from
-from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, NotFinite, Progress, first_not_finite, require_equal_ranks
@@ -369,7 +369,7 @@ def closing_lines(folder: Path, machine: Machine) -> str:
 
 # Other models than GPT: a field that only their configuration has -> a module with `read_config`,
 # `new_model` and `callbacks`
-ARCHITECTURES = {"n_loops": "nanochat.recursion.metrics"}
+ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
@@ -388,6 +388,17 @@ def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     return GPT(cfg, dtype)
 
 
+def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity that an earlier commit gave a run, as this one has it."""
+    upgraded = dict(recorded)
+    for name in {"optim", "schedule"} & recorded.keys():
+        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
+        upgraded[name] = dict(kept)
+    if "value_embeddings" in recorded.get("model", ()):
+        upgraded["model"] = asdict(read_config(recorded["model"]))
+    return upgraded
+
+
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """
     A new model on `device`. Its weights follow from the seed alone: a CPU draws them, one parameter
@@ -401,10 +412,9 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
 
 def model_callbacks(model: GPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
     """The callbacks that every training of this kind of model needs."""
-    for field, module in ARCHITECTURES.items():
-        if hasattr(model.cfg, field):
-            return importlib.import_module(module).callbacks(model, optimizer, seed)
-    return []
+    found = [module for field, module in ARCHITECTURES.items() if hasattr(model.cfg, field)]
+    modules = map(importlib.import_module, found)
+    return [each for module in modules for each in module.callbacks(model, optimizer, seed)]
 
 
 def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
@@ -609,7 +619,7 @@ class Checkpoints:
         found = self.chosen()
         if found is None:
             return False
-        changed = differences(found.state["identity"], identity)
+        changed = differences(upgrade_identity(found.state["identity"]), identity)
         allowed = allow_change and all(line.startswith("rows.") for line in changed)
         if changed and not allowed:
             raise ValueError(

@@ -552,7 +552,7 @@ def train_step(
             scale *= run.grad_clip / norm
         optimizer.step(
             lr_factor(step, horizon, run.schedule),
-            muon_momentum(step, horizon, run.schedule),
+            muon_momentum(step, horizon),
             decay_factor(step, horizon),
             scale,
         )

@@ -31,13 +31,13 @@ from nanochat.lab.held_out import require_other_families
 from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
 from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, Resolution, open_corpus, open_texts
-from nanochat.optim import MuonAdamW, rules
+from nanochat.optim import MuonAdamW, OptimConfig, Rule
 from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.scaling import (
     Horizon,
     ShapeConfig,
     plan_horizon,
-    scaled_optim,
+    scaled_rules,
     shape_for_depth,
 )
 from nanochat.stage import (
@@ -61,11 +61,16 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
     "--device_batch_size, in rows",
     "learning_rate": "each kind of weight has its own: --matrix_lr, --embedding_lr, "
-    "--unembedding_lr, --scalar_lr",
+    "--unembedding_lr",
     "warmup_ratio": "--warmup_steps counts steps",
     **dict.fromkeys(
-        ("qat_start", "quantize", "quant_clip"), "it is a flag of scripts.golf.base_train"
+        ("qat_start", "quantize", "quant_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
+        + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
+        + ("decay_rule",),
+        "it is a flag of scripts.golf.base_train",
     ),
+    "value_embeddings": "--value_every=0 leaves the value embeddings out",
+    **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
     **dict.fromkeys(
         ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
         + ("supervision_base", "improvement_bonus", "bptt_loops"),
@@ -152,12 +157,14 @@ def pretrain(
     callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     validation: type[ValidationLoss] = ValidationLoss,
     choices: Mapping[str, Any] = {},
+    rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
     """
     Train a base model and record it; tracks extend it.
 
     adapt: the configuration of a depth -> that of another model. callbacks: further ones.
     choices: further settings that decide the result; a run with others is not resumed.
+    rules: optimizer settings, horizon and width -> the update rules.
     """
     started, at_start = time.perf_counter(), used_memory_bytes(torch.device("cpu"))
     machine, report_dir = init_machine(cfg.stage.machine, cfg.stage.seed), cfg.stage.report_dir
@@ -191,7 +198,7 @@ def pretrain(
         evaluators.append(FewShotScore(evaluation, model, tokenizer, bundle, machine))
     corpus = text.corpus
     mixed, needed = corpus.resolve_amounts(steps * horizon.batch_tokens // T, machine)
-    table = rules(scaled_optim(cfg.stage.optim, horizon), shape.d_model)
+    table = rules(cfg.stage.optim, horizon, shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, cfg.ema_decay)
     stage = Stage(

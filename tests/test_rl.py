@@ -131,7 +131,7 @@ class LowTokens:
 
 def practise(machine, steps, log=None, seed=0):
     model = model_of(seed)
-    table = rules(OptimConfig(weight_decay=0.0, scalar_lr=0.0), 32)
+    table = rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     entries = []
     run = PolicyRun(
