@@ -30,15 +30,15 @@ from nanochat.stats import mean
 COMMON = (
     "--depth=4 --max_seq_len=512 --total_batch_size=4096 --compile=1 --eval_every=0 "
     "--log_every=100 --eval_tokens=4096 --head_dim=32 --tie_embeddings=1 --n_kv_head=1 "
-    "--matrix_lr=0.03 --tied_lr=0.02 --bigram_rows=0 --value_every=2"
+    "--matrix_lr=0.03 --tied_lr=0.02 --bigram_rows=0"
 )
 GOLF = (
-    f"{COMMON} --d_model=128 --mlp_ratio=3 --value_embeddings=1 "
+    f"{COMMON} --d_model=128 --mlp_ratio=3 --value_every=2 "
     "--quantize=*.mlp.*=int5,*=int6 --qat_start=0.85 --weight_decay=0.5"
 )
 ARMS = {
     "golf": GOLF,
-    "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_embeddings=0 --quantize=*=fp16 "
+    "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_every=0 --quantize=*=fp16 "
     "--weight_decay=0.25",  # it takes twice the steps: what the rule of scaling.py gives for those
     "no late quantisation": f"{GOLF} --qat_start=1",
     "XSA in all layers": f"{GOLF} --xsa_last_n=4",

@@ -6,21 +6,22 @@ Recursion against plain models of equal cost: presets x seeds trained, each judg
 Every run but the twins spends as many FLOPs as --steps steps of the plain model, within 4%: that
 model itself (equal parameters), a deeper one per preset (equal tokens), and the recursive one. The
 twins are the plain model trained on the recursive one's tokens. --others=1 adds arms that are no
-presets.
+presets. The runs in dev/LOG.md had one key/value head, MLPs of three times the width and a tied
+head, which today only scripts.golf.base_train has; 484885b is the last commit that runs them.
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
 Writes  sweeps/recursion/ there, logs and records in sweeps/runs/. Run nothing beside it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
+from nanochat.checkpoint import new_model
 from nanochat.common import base_dir
 from nanochat.config import start
 from nanochat.lab.sweep import Job, Sweep, SweepConfig
 from nanochat.logger import read_metrics
-from nanochat.recursion.model import new_model
 from nanochat.recursion.presets import Preset, RecursionConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.stats import mean
@@ -29,17 +30,16 @@ from nanochat.tokenizer import Tokenizer
 BATCH = 4096
 T = 512
 DEPTH = 4
-SHAPE = ShapeConfig(d_model=128, head_dim=32, n_kv_head=1, mlp_ratio=3, tie_embeddings=True)
+SHAPE = ShapeConfig(d_model=128, head_dim=32, value_every=2, bigram_rows=0)
 COMMON = (
     f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 --log_every=50 "
-    "--eval_tokens=65536 --matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 "
-    "--bigram_rows=0 --value_every=2 "
-    + " ".join(f"--{name}={value}" for name, value in SHAPE.given().items())
+    "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
+    + " ".join(f"--{name}={value}" for name, value in asdict(SHAPE).items())
 )
 # Also within the budget: plain repetition, from the start and from the middle, and the rates that
 # the presets once came with.
 OTHERS = {
-    "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001 --tied_lr=0.01",
+    "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001",
 }
 
 

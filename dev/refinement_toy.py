@@ -58,9 +58,9 @@ def floor(transitions: Tensor, ids: Tensor) -> float:
 
 def losses_of(model, ids: Tensor) -> list[Tensor]:
     """Mean nats of each loop."""
-    run = model.begin(ids[:, :-1])
-    states = enumerate(model.states(run, LOOPS), start=1)
-    logits = [model.logits(model.read_out(run, state, k)) for k, state in states]
+    ctx = model.prepare(ids[:, :-1])
+    states = enumerate(model.states(ctx, LOOPS), start=1)
+    logits = [model.logits(model.read_out(ctx, state, k)) for k, state in states]
     return [F.cross_entropy(x.mT, ids[:, 1:]) for x in logits]
 
 

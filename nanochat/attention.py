@@ -1,5 +1,5 @@
 """
-Attention: kernels behind one call, and the KV cache.
+Attention: rotary positions, kernels behind one call, and the KV cache.
 
     q (B, T, H, D), k and v (B, T, G, D) -> attend -> (B, T, H, D)
     KVCache(slots x capacity) -> view(slots, T) -> one forward pass writes and reads it
@@ -7,6 +7,7 @@ Attention: kernels behind one call, and the KV cache.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,6 +15,26 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# ---- Rotary positions ----------------------------------------------------------------------------
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines of positions, (..., 1, D/2) each
+
+
+def rotary(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> Rope:
+    """Cosines and sines (..., 1, D/2) of positions (...). RoFormer, arXiv:2104.09864."""
+    step = torch.arange(0, head_dim, 2, device=positions.device).float()
+    angle = positions.float()[..., None, None] * theta ** (-step / head_dim)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel pairs (i, i + D/2) of x (B, T, heads, D) by their position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
 
 # ---- Attention in blocks of queries, for CPUs and a compiler -------------------------------------
 # A block of queries is multiplied with the keys it may see as plain batched matmuls, near the
@@ -127,21 +148,27 @@ def attend(
     scale: float | None = None,
     backend: Backend = "sdpa",
     mask: Any = None,
+    cache: "tuple[CacheView, int] | None" = None,
 ) -> Tensor:
     """
     Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
 
     q (B, T, H, D); k, v (B, T, G, D) with G dividing H. `scale` multiplies the scores, by
-    default D^-0.5. `mask`: what `shared_mask` returned for this shape, so that layers share it; or
-    (B, 1, T, T) bool within the causal window, True where a query sees a key. Returns (B, T, H, D)
-    in the dtype of q. Raises ValueError for an unknown backend.
+    default D^-0.5. `mask`: what `make_mask` returned for this shape, so that layers share it; or
+    (B, 1, T, T) bool within the causal window, True where a query sees a key. `cache`: a view and
+    the number of a layer in it; k and v are added to it, and a mask (B, 1, T, M) is one of all that
+    it holds. Returns (B, T, H, D) in the dtype of q. Raises ValueError for an unknown backend.
     """
     if scale is None:
         scale = float(q.size(-1) ** -0.5)
-    if window is not None and window >= q.size(1) - 1:
-        window = None
+    if cache is not None:
+        view, layer = cache
+        view.write(layer, k, v)
+        if mask is not None:
+            return attend_stored(q, *view.read(layer), mask, scale)
+    window = None if window is None or window >= q.size(1) - 1 else window
     if mask is None:
-        mask = shared_mask(backend, q.size(1), window, q.device)
+        mask = make_mask(backend, q.size(1), window, q.device)
     if backend == "blocks":
         return attend_blocks(q, k, v, mask, window, scale)
     if backend == "plain":
@@ -155,13 +182,24 @@ def attend(
     raise ValueError(f"attention backend {backend!r} is not one of sdpa, blocks, flex, fa3, plain")
 
 
-def shared_mask(backend: Backend, T: int, window: int | None, device: torch.device) -> Any:
+def make_mask(
+    backend: Backend,
+    T: int,
+    window: int | None,
+    device: torch.device,
+    segments: Tensor | None = None,
+    cache: "CacheView | None" = None,
+) -> Any:
     """
-    The causal mask of rows of T tokens as `backend` takes it, None where it takes `window` alone.
-    A model makes it once for all layers of a forward pass.
+    The causal mask of rows of T tokens as `backend` takes it, None where it takes `window` alone;
+    with `segments` (B, T), their `segment_mask`; with a `cache`, its mask. A model makes it once
+    for all layers of a forward pass.
     """
-    if window is not None and window >= T - 1:
-        window = None
+    if cache is not None:
+        return cache.mask(window)
+    if segments is not None:
+        return segment_mask(segments, window)
+    window = None if window is None or window >= T - 1 else window
     if backend == "flex":
         return block_mask(T, window, device)
     if backend == "blocks" or (backend == "sdpa" and window is not None):
@@ -169,11 +207,15 @@ def shared_mask(backend: Backend, T: int, window: int | None, device: torch.devi
     return None
 
 
-def visible(T: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, T) bool: may query i (row) see key j (column)?"""
-    i = torch.arange(T, device=device)
-    distance = i[:, None] - i[None, :]
+def within(distance: Tensor, window: int | None) -> Tensor:
+    """Bool in the same shape: does a query see the key that lies `distance` tokens back?"""
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
+
+
+def visible(T: int, window: int | None, device: torch.device) -> Tensor:
+    """(T, T) bool: does query i (row) see key j (column)?"""
+    i = torch.arange(T, device=device)
+    return within(i[:, None] - i[None, :], window)
 
 
 def segment_mask(segments: Tensor, window: int | None) -> Tensor:
@@ -183,12 +225,7 @@ def segment_mask(segments: Tensor, window: int | None) -> Tensor:
 
 
 def attend_plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int | None,
-    scale: float,
-    mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """The definition, with the (T, T) scores written out in float32; in float64 if q, k, v are."""
     group, dtype = q.size(2) // k.size(2), q.dtype
@@ -203,14 +240,10 @@ def attend_plain(
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """PyTorch's fused kernels. `mask` as in `attend`, None is causal; a mask costs their speed."""
+    gqa = q.size(2) != k.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.size(2) != k.size(2),
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
     )
     return y.transpose(1, 2)
 
@@ -218,7 +251,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """
     A few queries over many stored tokens: q (B, T, H, D), keys (B, G, D, M), values (B, G, M, D),
-    mask (B, 1, T, M) bool -> (B, T, H, D). Two plain products, the fastest way for T = 1.
+    mask (B, 1, T, M) bool -> (B, T, H, D). Two plain matmuls, the fastest way for T = 1.
     """
     B, T, H, D = q.shape
     G = keys.size(1)
@@ -238,11 +271,10 @@ def block_mask(T: int, window: int | None, device: torch.device) -> Any:
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def may_see(b, h, i, j):
-        return (i >= j) if window is None else (i >= j) & (i - j <= window)
-
     with torch.inference_mode(False):  # an evaluation may make what training then uses
-        return create_block_mask(may_see, None, None, T, T, device=str(device))
+        return create_block_mask(
+            lambda b, h, i, j: within(i - j, window), None, None, T, T, device=str(device)
+        )
 
 
 @lru_cache(maxsize=1)
@@ -255,15 +287,9 @@ def compiled_flex():
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
     """FlexAttention under a `block_mask`: skips the blocks that a window hides. CUDA."""
-    y = compiled_flex()(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q.size(2) != k.size(2),
-    )
-    return y.transpose(1, 2)
+    gqa = q.size(2) != k.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa).transpose(1, 2)
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
@@ -288,35 +314,33 @@ class KVCache:
     """
     Room for `slots` sequences of up to `capacity` tokens. `lengths[s]` tokens of slot s are valid.
 
-    visits: how many times a token passes a layer; each visit has keys and values of its own.
-    Takes 2 * visits * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
+    shape: (layers, slots, n_kv_head, head_dim); a layer that a token passes N times counts N times.
+    Takes 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
     `room` is at least a token more than any step reads, so that what it reads is never all there
     is: a compiled step would be compiled anew for that.
     """
 
     def __init__(
         self,
-        visits: int,
-        slots: int,
+        shape: tuple[int, int, int, int],
         capacity: int,
-        n_kv_head: int,
-        head_dim: int,
         device: torch.device,
         dtype: torch.dtype,
     ):
-        def empty(*shape: int) -> list[Tensor]:
-            shape = (slots, n_kv_head, *shape)
-            return [torch.zeros(shape, device=device, dtype=dtype) for _ in range(visits)]
-
+        layers, slots, G, D = shape
         self.capacity = capacity
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK
+        self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
+        self.lengths = [0] * slots
+
+        def zeros(*sizes: int) -> list[Tensor]:
+            return [
+                torch.zeros((slots, G, *sizes), device=device, dtype=dtype) for _ in range(layers)
+            ]
 
         # Keys lie with the tokens last, so that a query multiplies them as they are: on a CPU a
         # step over 64 slots takes 1.1 ms instead of 7.6 a layer (bf16, one core, 2026-11)
-        self.keys = empty(head_dim, self.room)
-        self.values = empty(self.room, head_dim)
-        self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
-        self.lengths = [0] * slots
+        self.keys, self.values = zeros(D, self.room), zeros(self.room, D)
 
     @property
     def nbytes(self) -> int:
@@ -344,26 +368,24 @@ class KVCache:
         self.lengths[target] = length
 
 
+@dataclass(eq=False)
 class CacheView:
     """
     What one forward pass needs of a cache: where its B x T tokens stand, and what they see.
 
-    slots: (B,), None = the first B, read without a copy. positions: (B, T), the place of each new
-    token in its sequence; no token sees further than `reach`. fresh: the new tokens are all there
-    is, so plain causal attention will do. The caller adds what counts of the T tokens to
-    `cache.lengths` afterwards; the rest (padding on the right) is overwritten by the next pass.
+    The caller adds what counts of the T tokens to `cache.lengths` afterwards; the rest (padding on
+    the right) is overwritten by the next pass.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        slots: Tensor | None,
-        positions: Tensor,
-        reach: int,
-        fresh: bool = False,
-    ):
-        self.cache, self.slots, self.positions = cache, slots, positions
-        self.reach, self.fresh = reach, fresh
+    cache: KVCache
+    slots: Tensor | None
+    """(B,); None = the first B, read without a copy."""
+    positions: Tensor
+    """(B, T), of each new token in its sequence."""
+    reach: int
+    """No token sees this position or a later one."""
+    fresh: bool = False
+    """The new tokens are all there is, so plain causal attention will do."""
 
     @property
     def rows(self) -> Tensor:
@@ -378,14 +400,14 @@ class CacheView:
         before = self.cache.tokens[self.rows, (self.positions - 1).clamp(min=0)]
         return before.masked_fill(self.positions == 0, -1)
 
-    def write(self, visit: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""
-        self.cache.keys[visit][self.rows, :, :, self.positions] = k
-        self.cache.values[visit][self.rows, :, self.positions] = v
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values of a layer, (B, T, G, D) each."""
+        self.cache.keys[layer][self.rows, :, :, self.positions] = k
+        self.cache.values[layer][self.rows, :, self.positions] = v
 
-    def read(self, visit: int) -> tuple[Tensor, Tensor]:
-        """All that may be seen at it: keys (B, G, D, M) and values (B, G, M, D)."""
-        keys, values = self.cache.keys[visit], self.cache.values[visit]
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All that may be seen in a layer: keys (B, G, D, M) and values (B, G, M, D)."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self.slots is None:
             B = self.positions.size(0)
             keys, values = keys.narrow(0, 0, B), values.narrow(0, 0, B)
@@ -394,10 +416,9 @@ class CacheView:
         return keys.narrow(3, 0, self.reach), values.narrow(2, 0, self.reach)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """(B, 1, T, M) bool: which stored tokens each new one sees. None: simply its row's past."""
+        """(B, 1, T, M) bool: which stored tokens each new one sees. None: its row's past."""
         if self.fresh:
             return None
         key = torch.arange(self.reach, device=self.positions.device)
         distance = self.positions[:, None, :, None] - key  # (B, 1, T, M)
-        seen = distance >= 0
-        return seen if window is None else seen & (distance <= window)
+        return within(distance, window)

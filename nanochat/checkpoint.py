@@ -46,7 +46,7 @@ from nanochat.common import (
 from nanochat.dataloader import differences
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig, config_from
-from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -344,7 +344,7 @@ def closing_lines(stage: str, checkpoint: Checkpoint, machine: Machine) -> str:
 
 # Other models than GPT: a field that only their configuration has -> a module with `read_config`,
 # `new_model` and `callbacks`
-ARCHITECTURES = {"n_loops": "nanochat.recursion.metrics"}
+ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
@@ -361,6 +361,17 @@ def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
         if hasattr(cfg, name):
             return importlib.import_module(module).new_model(cfg, dtype)
     return GPT(cfg, dtype)
+
+
+def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity that an earlier commit gave a run, as this one has it."""
+    upgraded = dict(recorded)
+    for name in {"optim", "schedule"} & recorded.keys():
+        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
+        upgraded[name] = dict(kept)
+    if "value_embeddings" in recorded.get("model", ()):
+        upgraded["model"] = asdict(read_config(recorded["model"]))
+    return upgraded
 
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
@@ -603,7 +614,7 @@ class Checkpoints:
         found = self.newest()
         if found is None:
             return progress
-        changed = differences(found.state["identity"], identity)
+        changed = differences(upgrade_identity(found.state["identity"]), identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(

@@ -1,18 +1,18 @@
 """
-The GPT model: decoder-only transformer, forward pass and initialisation, nothing else.
+The GPT model: a decoder-only transformer, its forward pass and initialization.
 
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
-Knows nothing of tokenizers, optimizers, checkpoints or ranks. Every weight has a role
-(`param_roles`) from which optim.py picks its update rule. `GPTConfig.classic` is the plain
-architecture; the default adds value embeddings, residual scalars and sharper attention. What only
-some tracks need (partial rotation, exclusive attention, a tied head, ...) is off by default.
+Each parameter has a role (`param_roles`); optim.py maps roles to update rules. The default
+architecture adds value embeddings, residual scalars and sharper attention to
+`GPTConfig.classic`. Letters: B rows, T tokens, C model width, H query heads, G key/value heads,
+D head width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
@@ -20,100 +20,16 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from nanochat.attention import (
-    Backend,
-    CacheView,
-    KVCache,
-    attend,
-    attend_stored,
-    segment_mask,
-    shared_mask,
-)
-from nanochat.loss import (
-    EAGER,
-    MAX_SOFTCAP,
-    LossKernels,
-    cap,
-    summed_loss,
-    token_losses,
-)
+from nanochat.attention import Backend, CacheView, KVCache, Rope, attend, make_mask, rotary, rotate
+from nanochat.loss import EAGER, SOFTCAP, LossKernels, cap, chunked_cross_entropy, token_losses
 
-# ---- Hash-bigram embedding -----------------------------------------------------------------------
-# There are more bigrams than embedding rows, so several share one. Two hashes look up half a vector
-# each: of bigrams that share one half, few share the other. A missing previous token counts as -1.
+GATE_CHANNELS = 32  # channels of its input that the gate of a value embedding reads
 
-
-HASHES = ((0x9E3779B1, 0x85EBCA77), (0x9E3979B3, 0x85EC18A1))
-"""Odd factors of the token and of the one in front, for each half of the vector."""
-
-
-class Bigrams(nn.Embedding):
-    """
-    `rows` rows of d_model / 2 numbers, from which every bigram takes two.
-
-    Raises ValueError for a width that has no half. It is zero until trained or loaded.
-    """
-
-    def __init__(self, rows: int, d_model: int):
-        if d_model % len(HASHES):
-            raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {d_model}")
-        super().__init__(rows, d_model // len(HASHES))
-
-    def use_sparse_gradient(self) -> None:
-        """
-        Let the gradient list only the rows that were looked up, which saves time where batches are
-        small. Call it when the weight is where it will be trained: moving or loading a model may
-        replace the parameter, and a hook does not follow.
-        """
-        self.sparse = True
-        self.weight.register_post_accumulate_grad_hook(bound_gradient)
-
-    def reset_parameters(self) -> None:
-        """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
-
-    def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """tokens and those in front (B, T) -> (B, T, C)."""
-        index = bigram_index(tokens, before, self.num_embeddings)
-        return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
-
-
-def bound_gradient(weight: Tensor) -> None:
-    """
-    Make a sparse gradient dense once it lists half as many rows as there are: until it is summed,
-    every micro-batch appends all rows that it met.
-    """
-    if weight.grad is not None and weight.grad.is_sparse:
-        if 2 * weight.grad._nnz() > weight.size(0):
-            weight.grad = weight.grad.to_dense()
-
-
-def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Tokens and those in front, -1 where there is none, (B, T) -> their rows (B, T, 2)."""
-    mixed = [tokens * factor + (before + 1) * other for factor, other in HASHES]
-    mixed = torch.stack(mixed, dim=-1)
-    return (mixed ^ (mixed >> 15)) % rows
-
-
-def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """The token in front of each (B, T), -1 where a row or a segment begins."""
-    before = F.pad(tokens[:, :-1], (1, 0), value=-1)
-    if segments is None:
-        return before
-    return before.masked_fill(segments != F.pad(segments[:, :-1], (1, 0), value=-1), -1)
-
-
-# ---- The transformer -----------------------------------------------------------------------------
-
-
-Role = Literal[
-    "matrix", "embedding", "bigram", "value_embedding", "head", "tied", "residual", "skip", "gate",
-    "gain"
-]  # fmt: skip
-GATE_CHANNELS = 32  # a value embedding's gate reads this many channels
-TIED_STD = 0.005  # of a table that is also the head
-
+# ---- Configuration -------------------------------------------------------------------------------
 
 Config = TypeVar("Config", bound="GPTConfig")
+# Options of earlier models: name -> the value that all others had, the last commit that has it
+DELETED = {"repeat_layers": (None, "27c376f"), "softcap": (SOFTCAP, "484885b")}
 
 
 @dataclass(frozen=True)
@@ -129,87 +45,44 @@ class GPTConfig:
     max_seq_len: int
     mlp_ratio: float = 4.0
     rope_theta: float = 100_000.0
-    softcap: float = 15.0
     window_pattern: str = "L"
     """One letter per layer, repeated: L sees everything, S a quarter of max_seq_len, rounded up
     to 128. The last layer always sees everything."""
     qk_gain: float = 1.2
     """Queries and keys are multiplied by this after their norm: sharper attention."""
-    value_embeddings: bool = True
-    """Layers, the last included, add a gated embedding of the token to its values."""
     value_every: int = 2
-    """Of so many layers one does, counted back from the last."""
+    """Every N-th layer, counted back from the last, adds a gated embedding of the token to its
+    values; 0 = none."""
     bigram_rows: int = 0
-    """Rows of a table that adds a vector for each token and the one in front of it, found by hash
-    (bigrams.py); 0 = none."""
+    """Rows of the hash-bigram embedding; 0 = none."""
     residual_scalars: bool = True
     """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
-    tie_embeddings: bool = False
-    """One table embeds tokens and scores them: there is no head of its own."""
-    rope_dims: int | None = None
-    """Channels of each head that positions turn; the others pass as they are. None = all."""
-    xsa_last_n: int = 0
-    """In so many of the last layers, what attention gathers loses its part along the token's own
-    value (exclusive self attention, arXiv:2603.09078)."""
-    qk_gain_init: float | None = None
-    """Where a gain per query head starts that is learned; it replaces the fixed qk_gain."""
-    init: Literal["uniform", "orthogonal"] = "uniform"
-    """How block matrices are drawn; both with entries of standard deviation fan_in^-0.5."""
-    projection_init: Literal["zero", "scaled"] = "zero"
-    """The matrices that write into the residual stream: zero, or drawn like the others and divided
-    by sqrt(2 n_layer), as many as write there (GPT-2)."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        for name in (*sizes, "value_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (*sizes, "value_every", "bigram_rows"):
+            if getattr(self, name) < (least := int(name in sizes)):
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-        if self.bigram_rows < 0:
-            raise ValueError(f"bigram_rows must not be negative, got {self.bigram_rows}")
+        if self.bigram_rows and self.d_model % len(HASHES):
+            raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {self.d_model}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if not 0 < self.softcap <= MAX_SOFTCAP:
-            raise ValueError(f"softcap must lie in (0, {MAX_SOFTCAP}], got {self.softcap}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise ValueError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
         if int(self.mlp_ratio * self.d_model) < 1:
             raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a channel")
-        if not (2 <= self.rotated <= self.head_dim and self.rotated % 2 == 0):
-            raise ValueError(
-                f"rope_dims must be even, from 2 to head_dim {self.head_dim}, got {self.rope_dims}"
-            )
-        if not 0 <= self.xsa_last_n <= self.n_layer:
-            raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
-        if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
-            raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
 
-    def classic(self) -> "GPTConfig":
+    def classic(self: Config) -> Config:
         """The same shape in the plain architecture of October 2025."""
-        return replace(
-            self,
-            rope_theta=10_000.0,
-            window_pattern="L",
-            qk_gain=1.0,
-            value_embeddings=False,
-            bigram_rows=0,
-            residual_scalars=False,
-            tie_embeddings=False,
-            rope_dims=None,
-            xsa_last_n=0,
-            qk_gain_init=None,
-        )
+        plain = replace(self, value_every=0, bigram_rows=0, residual_scalars=False)
+        return replace(plain, rope_theta=10_000.0, window_pattern="L", qk_gain=1.0)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def order(self) -> Sequence[int]:
         """The layers that a token passes, first to last."""
-        return tuple(range(self.n_layer))
-
-    @property
-    def rotated(self) -> int:
-        """Channels of each head that positions turn."""
-        return self.head_dim if self.rope_dims is None else self.rope_dims
+        return range(self.n_layer)
 
     def window(self, layer: int) -> int | None:
         """How many earlier tokens `layer` sees, None = all."""
@@ -219,26 +92,31 @@ class GPTConfig:
         return math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether it adds one to its values."""
-        return self.value_embeddings and (self.n_layer - 1 - layer) % self.value_every == 0
+        """Whether `layer` adds one to its values."""
+        return self.value_every > 0 and (self.n_layer - 1 - layer) % self.value_every == 0
 
 
 def config_from(kind: type[Config], values: Mapping[str, Any]) -> Config:
     """
-    The configuration of a class that `asdict` made a dict of, now or by an earlier commit. Raises
+    The configuration that `asdict` made a dict of, in this commit or an earlier one. Raises
     ValueError for a model with an option that was deleted.
     """
     values = dict(values)
-    if values.pop("repeat_layers", None) is not None:
-        raise ValueError(
-            "this model repeats layers (repeat_layers), which was deleted; the last commit that "
-            "has it is 27c376f"
-        )
+    for name, (default, commit) in DELETED.items():
+        if values.pop(name, default) != default:
+            raise ValueError(
+                f"this model has {name}, which was deleted; the last commit that has it is {commit}"
+            )
+    if not values.pop("value_embeddings", True):
+        values["value_every"] = 0
     return kind(**values)
 
 
+# ---- Layers --------------------------------------------------------------------------------------
+
+
 def norm(x: Tensor) -> Tensor:
-    """Root-mean-square normalisation of the last dimension, without learned scale."""
+    """Root-mean-square normalization of the last dimension, without learned scale."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -253,116 +131,120 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, filled by `init_weights` or a checkpoint."""
+    """An embedding filled by `init_weights` or a checkpoint."""
 
     def reset_parameters(self) -> None:
         """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., 1, D/2) of positions (...), float32. RoFormer, arXiv:2104.09864."""
-    step = torch.arange(0, head_dim, 2, device=positions.device).float()
-    angle = positions.float()[..., None, None] * theta ** (-step / head_dim)
-    return angle.cos(), angle.sin()
+# There are more bigrams than rows, so several share one. Two hashes look up half a vector each: of
+# bigrams that share one half, few share the other. A missing previous token counts as -1.
+HASHES = ((0x9E3779B1, 0x85EBCA77), (0x9E3979B3, 0x85EC18A1))
+"""Odd factors of the token and of the one in front, for each half of the vector."""
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class Bigrams(Embedding):
+    """A hash-bigram embedding: `rows` rows of C / 2 numbers, of which every bigram takes two."""
+
+    def __init__(self, rows: int, d_model: int):
+        super().__init__(rows, d_model // len(HASHES))
+
+    def use_sparse_gradient(self) -> None:
+        """
+        Let the gradient list only the rows that were looked up, which saves time where batches are
+        small. Call it when the weight is where it will be trained: moving or loading a model may
+        replace the parameter, and a hook does not follow.
+        """
+        self.sparse = True
+        self.weight.register_post_accumulate_grad_hook(bound_gradient)
+
+    def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """tokens and those in front (B, T) -> (B, T, C)."""
+        index = bigram_index(tokens, before, self.num_embeddings)
+        return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
+
+
+def bound_gradient(weight: Tensor) -> None:
     """
-    Turn channel pairs (i, i + R/2) of x (B, T, heads, D) by their position's angle, R being twice
-    the angles there are; the D - R channels after them stay as they are.
+    Make a sparse gradient dense once it lists half as many rows as there are: until it is summed,
+    every micro-batch appends all rows that it touched.
     """
-    R = 2 * cos.size(-1)
-    a, b = x[..., :R].chunk(2, dim=-1)
-    turned = (a * cos + b * sin, b * cos - a * sin)
-    return torch.cat(turned if x.size(-1) == R else (*turned, x[..., R:]), dim=-1)
+    grad = weight.grad
+    if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):
+        weight.grad = grad.to_dense()
 
 
-def exclude_self(y: Tensor, v: Tensor) -> Tensor:
-    """
-    y (B, T, H, D) without its part along v (B, T, G, D), the token's own value of a head's group.
+def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
+    """Tokens and those in front, -1 where there is none, (B, T) -> their rows (B, T, 2)."""
+    mixed = torch.stack([tokens * own + (before + 1) * other for own, other in HASHES], dim=-1)
+    return (mixed ^ (mixed >> 15)) % rows
 
-    Source: exclusive self attention, arXiv:2603.09078.
-    """
-    grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, G, H/G, D)
-    n = F.normalize(v.float(), dim=-1).to(v.dtype)[:, :, :, None]
-    return (grouped - (grouped * n).sum(-1, keepdim=True) * n).flatten(2, 3)
+
+def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The token in front of each (B, T), -1 where a row or a segment begins."""
+    before = F.pad(tokens[:, :-1], (1, 0), value=-1)
+    if segments is None:
+        return before
+    return before.masked_fill(segments != F.pad(segments[:, :-1], (1, 0), value=-1), -1)
 
 
 class Attention(nn.Module):
     """
-    Causal grouped-query attention with normalised queries and keys.
+    Causal grouped-query attention with normalized queries and keys.
 
     Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
-    arXiv:2410.17897 in the token-table form of modded-nanogpt.
+    arXiv:2410.17897 in the form of modded-nanogpt, looked up by token.
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
         self.window = cfg.window(layer)
-        self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
-        learned = cfg.qk_gain_init is not None
-        self.gain = nn.Parameter(torch.ones(cfg.n_head)) if learned else None
-        self.scale = (1.0 if learned else cfg.qk_gain**2) * cfg.head_dim**-0.5
+        self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
         self.backend: Backend = "sdpa"
-        self.q = Linear(cfg.d_model, cfg.n_head * cfg.head_dim)
-        self.k = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
-        self.v = Linear(cfg.d_model, cfg.n_kv_head * cfg.head_dim)
-        self.out = Linear(cfg.n_head * cfg.head_dim, cfg.d_model)
-        self.together: Tensor | None = None
+        C, (H, G, D) = cfg.d_model, self.shape
+        self.q, self.k, self.v = Linear(C, H * D), Linear(C, G * D), Linear(C, G * D)
+        self.out = Linear(H * D, C)
+        self.qkv_weight: Tensor | None = None
         self.gate = None
         if cfg.has_value_embedding(layer):
-            self.gate = Linear(min(GATE_CHANNELS, cfg.d_model), cfg.n_kv_head)
+            self.gate = Linear(min(GATE_CHANNELS, C), G)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        extra: Tensor | None,
-        mask: Tensor | None = None,
-        cache: CacheView | None = None,
-        visit: int = 0,
+        self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
     ) -> Tensor:
-        """
-        x (B, T, C), `extra` (B, T, G * D) value embedding or None -> (B, T, C).
-
-        `mask`: what is seen, (B, 1, T, M) bool with a cache, else as in `attention.attend`; None is
-        the row's past. `visit`: which of the cache's keys and values are those of this pass
-        through the layer.
-        """
+        """x (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C). The rest as in `attend`."""
         B, T, _ = x.shape
         H, G, D = self.shape
-        if self.together is None:
+        if self.qkv_weight is None:
             q, k, v = self.q(x), self.k(x), self.v(x)
         else:
-            q, k, v = F.linear(x, self.together).split((H * D, G * D, G * D), dim=-1)
+            q, k, v = F.linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
         q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
-        if self.gate is not None and extra is not None:
+        if self.gate is not None and value_embed is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
-            v = v + gate[..., None] * extra.view(B, T, G, D)
-        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
-        if self.gain is not None:
-            q = q * self.gain.to(q.dtype)[:, None]
-        if cache is not None:
-            cache.write(visit, k, v)
-        if cache is not None and mask is not None:
-            y = attend_stored(q, *cache.read(visit), mask, self.scale)
-        else:
-            y = attend(q, k, v, self.window, self.scale, self.backend, mask)  # (B, T, H, D)
-        if self.exclusive:
-            y = exclude_self(y, v)
+            v = v + gate[..., None] * value_embed.view(B, T, G, D)
+        q, k = self.normalize(q, k, rope)
+        y = attend(q, k, v, self.window, self.scale, self.backend, mask, cache)  # (B, T, H, D)
+        return self.project(y, v)
+
+    def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Queries (B, T, H, D) and keys (B, T, G, D), rotated by position and normalized."""
+        return norm(rotate(q, *rope)), norm(rotate(k, *rope))
+
+    def project(self, y: Tensor, v: Tensor) -> Tensor:
+        """What the heads gathered, y (B, T, H, D), of values v (B, T, G, D) -> (B, T, C)."""
         return self.out(y.flatten(2))
 
-    def join(self) -> None:
+    def fuse_qkv(self) -> None:
         """
-        Compute queries, keys and values by one product from now on: of few tokens it takes the time
-        of one of the three. The weights stay where they are known, as parts of one matrix.
+        Compute queries, keys and values by one matmul from now on: for few tokens it takes the time
+        of one of the three. The weights become views of the fused matrix.
         """
         layers = (self.q, self.k, self.v)
-        self.together = torch.cat([layer.weight.detach() for layer in layers])
+        self.qkv_weight = torch.cat([layer.weight.detach() for layer in layers])
         sizes = [layer.out_features for layer in layers]
-        for layer, rows in zip(layers, self.together.split(sizes), strict=True):
+        for layer, rows in zip(layers, self.qkv_weight.split(sizes), strict=True):
             layer.weight = nn.Parameter(rows, requires_grad=False)
 
 
@@ -383,116 +265,88 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer; with residual scalars it first mixes the embedded token back in."""
 
-    def __init__(self, cfg: GPTConfig, layer: int):
+    def __init__(self, attention: Attention, mlp: MLP):
         super().__init__()
-        self.attention = Attention(cfg, layer)
-        self.mlp = MLP(cfg)
+        self.attention, self.mlp = attention, mlp
 
-    def forward(
-        self,
-        x: Tensor,
-        x0: Tensor,
-        mix: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        extra: Tensor | None,
-        mask: Tensor | None = None,
-        cache: CacheView | None = None,
-        visit: int = 0,
-    ) -> Tensor:
-        """x, x0 (B, T, C); mix (2,) scalars of x and x0, or None -> (B, T, C)."""
-        if mix is not None:
-            x = mix[0] * x + mix[1] * x0
-        x = x + self.attention(norm(x), cos, sin, extra, mask, cache, visit)
+    def forward(self, x: Tensor, x0: Tensor, residual_scales: Tensor | None, *args: Any) -> Tensor:
+        """x, x0 (B, T, C), residual_scales (2,) or None -> (B, T, C). `args` are Attention's."""
+        if residual_scales is not None:
+            x = residual_scales[0] * x + residual_scales[1] * x0
+        x = x + self.attention(norm(x), *args)
         return x + self.mlp(norm(x))
 
 
-class Pass(NamedTuple):
+# ---- The model -----------------------------------------------------------------------------------
+
+
+class ForwardContext(NamedTuple):
     """What the layers of one forward pass share."""
 
     tokens: Tensor
     x0: Tensor
     """The embedded tokens (B, T, C), in the compute dtype."""
-    cos: Tensor
-    sin: Tensor
+    rope: Rope
     masks: dict[int | None, Any]
     """What is seen, by window: see `attention.attend`."""
     cache: CacheView | None
     outputs: list[Tensor] | None = None
-    """Where there is one, what each visited layer returns (B, T, C) is appended to it."""
+    """Where it is a list, each layer's output (B, T, C) is appended to it."""
 
 
 class GPT(nn.Module):
     """
-    The model. `dtype` is the compute dtype: activations and matrix products; weights are float32.
+    The model. `dtype` is the compute dtype: activations and matmuls; weights are float32.
 
     checkpoint.py builds new ones and loads saved ones.
     """
 
+    attention_class = Attention
+
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.cfg, self.dtype = cfg, dtype
-        kv_width = cfg.n_kv_head * cfg.head_dim
         self.embed = Embedding(cfg.vocab_size, cfg.d_model)
         self.bigrams = Bigrams(cfg.bigram_rows, cfg.d_model) if cfg.bigram_rows else None
-        tables = {
-            str(i): Embedding(cfg.vocab_size, kv_width)
-            for i in range(cfg.n_layer)
-            if cfg.has_value_embedding(i)
-        }
-        self.value_embeds = nn.ModuleDict(tables)
-        blocks: Any = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        layers, kv_width = range(cfg.n_layer), cfg.n_kv_head * cfg.head_dim
+        with_values = filter(cfg.has_value_embedding, layers)
+        self.value_embeds = nn.ModuleDict(
+            {str(i): Embedding(cfg.vocab_size, kv_width) for i in with_values}
+        )
+        blocks: Any = nn.ModuleList(Block(self.attention_class(cfg, i), MLP(cfg)) for i in layers)
         self.blocks: Sequence[Block] = blocks
-        self.head = None if cfg.tie_embeddings else Linear(cfg.d_model, cfg.vocab_size)
+        self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.residual_scalars:
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
         self.loss_kernels = EAGER
         self.checkpoint_activations = False
 
-    # ---- weights -----------------------------------------------------------------------------
-
     @property
     def head_weight(self) -> Tensor:
-        """What scores the next token, (V, C): the head's weights, or the embedding tied to it."""
-        return self.embed.weight if self.head is None else self.head.weight
+        """The weights of the LM head, (V, C)."""
+        return self.head.weight
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embed.weight.device
 
+    # ---- weights -----------------------------------------------------------------------------
+
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Draw every weight. By default layers start as the identity: what they write is zero.
+        Draw every weight. Layers start as the identity: what they write is zero.
 
         Other matrices are uniform with standard deviation fan_in^-0.5 (the up projection 0.4 of
-        that), embeddings normal; a tied table is as small as a head that scores all tokens alike.
-        Source of the values: nanochat's tuning log, 2026-03; of the tied one: parameter golf.
+        that), embeddings normal. Source of the values: nanochat's tuning log, 2026-03.
         """
         cfg = self.cfg
-        plain = not cfg.residual_scalars
-        std = TIED_STD if cfg.tie_embeddings else 1.0 if plain else 0.8
-        fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
-        if self.head is not None:
-            std = 0.0 if plain else 0.001
-            fill(self.head.weight, nn.init.normal_, std=std, generator=generator)
-        if self.bigrams is not None:
-            nn.init.zeros_(self.bigrams.weight)
-        bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
+        self.init_embeddings(generator)
         for block in self.blocks:
-            attention, mlp = block.attention, block.mlp
-            for matrix in (attention.q, attention.k, attention.v):
-                self.draw(matrix.weight, 1.0, generator)
-            self.draw(mlp.up.weight, 1.0 if plain else 0.4, generator)
-            for matrix in (attention.out, mlp.down):
-                scale = (2 * cfg.n_layer) ** -0.5 if cfg.projection_init == "scaled" else 0.0
-                self.draw(matrix.weight, scale, generator)
-            if attention.gate is not None:
-                nn.init.zeros_(attention.gate.weight)
-            if attention.gain is not None and cfg.qk_gain_init is not None:
-                nn.init.constant_(attention.gain, cfg.qk_gain_init)
+            self.init_block(block, generator)
+        bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
         for weight in self.value_embeds.parameters():
             fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
         if cfg.residual_scalars:
@@ -500,35 +354,43 @@ class GPT(nn.Module):
             self.residual.copy_(1.15 - 0.10 * depth)
             self.skip.copy_(0.20 - 0.15 * depth)
 
+    def init_embeddings(self, generator: torch.Generator | None) -> None:
+        """Draw what embeds tokens and the head."""
+        std, head_std = (0.8, 0.001) if self.cfg.residual_scalars else (1.0, 0.0)
+        fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
+        fill(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
+        if self.bigrams is not None:
+            nn.init.zeros_(self.bigrams.weight)
+
+    def init_block(
+        self, block: Block, generator: torch.Generator | None, output_scale: float = 0.0
+    ) -> None:
+        """Draw the matrices of a layer; those that write into the residual stream are scaled."""
+        attention, mlp = block.attention, block.mlp
+        for layer in (attention.q, attention.k, attention.v):
+            self.draw(layer.weight, 1.0, generator)
+        self.draw(mlp.up.weight, 0.4 if self.cfg.residual_scalars else 1.0, generator)
+        self.draw(attention.out.weight, output_scale, generator)
+        self.draw(mlp.down.weight, output_scale, generator)
+        if attention.gate is not None:
+            nn.init.zeros_(attention.gate.weight)
+
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         """Fill a block matrix (M, N) with entries of standard deviation `scale` * N^-0.5."""
-        M, N = weight.shape
-        if scale == 0.0:
-            nn.init.zeros_(weight)
-        elif self.cfg.init == "orthogonal":  # entries of an orthonormal one: max(M, N)^-0.5
-            gain = scale * max(1.0, M / N) ** 0.5
-            fill(weight, nn.init.orthogonal_, gain=gain, generator=generator)
-        else:
-            bound = 3**0.5 * N**-0.5 * scale  # a uniform variable's bound is sqrt(3) sigma
+        bound = 3**0.5 * weight.size(1) ** -0.5 * scale
+        if scale:
             fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
+        else:
+            nn.init.zeros_(weight)
 
-    def param_roles(self) -> dict[str, Role]:
+    def param_roles(self) -> dict[str, str]:
         """The role of every parameter, by name, in the model's order."""
-        outside: dict[str, Role] = {
-            "embed": "tied" if self.head is None else "embedding",
-            "bigrams": "bigram",
-            "value_embeds": "value_embedding",
-            "head": "head",
-            "residual": "residual",
-            "skip": "skip",
+        outside = {"embed": "embedding", "bigrams": "bigram", "value_embeds": "value_embedding"}
+        outside |= {name: name for name in ("head", "residual", "skip")}
+        return {
+            name: outside.get(name.split(".")[0], "gate" if ".gate." in name else "matrix")
+            for name, _ in self.named_parameters()
         }
-        roles: dict[str, Role] = {}
-        for name, _ in self.named_parameters():
-            first = name.split(".")[0]
-            inside: Role = "gate" if ".gate." in name else "matrix"
-            inside = "gain" if name.endswith(".gain") else inside
-            roles[name] = outside.get(first, inside)
-        return roles
 
     def num_params(self) -> int:
         """All parameters, embeddings included."""
@@ -544,15 +406,15 @@ class GPT(nn.Module):
 
     def layer_flops(self, layer: int) -> int:
         """
-        Training FLOPs of a token's visit to a layer: 6 per parameter, and 12 H D per visible token
-        for the attention scores, counted as if not causal.
+        Training FLOPs of a layer per token: 6 per parameter, and 12 H D per visible token for the
+        attention scores, counted as if not causal.
         """
         cfg = self.cfg
         seen = min(cfg.max_seq_len, cfg.window(layer) or cfg.max_seq_len)
         return 6 * self.layer_params(layer) + 12 * cfg.n_head * cfg.head_dim * seen
 
     def flops_per_token(self) -> float:
-        """Training FLOPs per token, forward and backward, all visits and the head."""
+        """Training FLOPs per token, forward and backward, all layers and the head."""
         return sum(map(self.layer_flops, self.cfg.order)) + 6 * self.head_weight.numel()
 
     # ---- computation -------------------------------------------------------------------------
@@ -561,103 +423,77 @@ class GPT(nn.Module):
         self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """
-        tokens (B, T) -> the normalised state in front of the head (B, T, C).
+        tokens (B, T) -> the normalized state in front of the head (B, T, C).
 
         With a `cache` the tokens continue what it holds, and are added to it; with `segments`
         (B, T), a token sees only those of its row that have the same number as itself.
         """
-        return self.run_layers(self.begin(tokens, cache, segments))
+        return self.final_state(self.prepare(tokens, cache, segments))
 
-    def run_layers(self, run: Pass) -> Tensor:
-        """All layers -> the normalised state in front of the head (B, T, C)."""
-        return norm(self.walk(run, run.x0, enumerate(self.cfg.order)))
+    def final_state(self, ctx: ForwardContext) -> Tensor:
+        """All layers -> the normalized state in front of the head (B, T, C)."""
+        return norm(self.run_layers(ctx, ctx.x0, self.cfg.order))
 
-    def begin(
+    def prepare(
         self,
         tokens: Tensor,
         cache: CacheView | None = None,
         segments: Tensor | None = None,
         embeds: Tensor | None = None,
-    ) -> Pass:
+    ) -> ForwardContext:
         """
-        Embed the tokens, and prepare what all layers need. `embeds` (B, T, C) take the place of the
-        tokens' vectors, not of those of their bigrams or of their value embeddings.
+        Embed the tokens, and prepare what all layers need. `embeds` (B, T, C) replace the tokens'
+        embeddings, not those of their bigrams or their value embeddings.
         """
         cfg, T = self.cfg, tokens.size(1)
-        places = torch.arange(T, device=tokens.device) if cache is None else cache.positions
-        cos, sin = rotary(places, cfg.rotated, cfg.rope_theta)
-        cos, sin = cos.to(self.dtype), sin.to(self.dtype)
-        masks: dict[int | None, Any] = {}
-        for window in {cfg.window(i) for i in range(cfg.n_layer)}:
-            if cache is not None:
-                masks[window] = cache.mask(window)
-            elif segments is not None:
-                masks[window] = segment_mask(segments, window)
-            else:
-                backend = self.blocks[0].attention.backend
-                masks[window] = shared_mask(backend, T, window, tokens.device)
-        x0 = norm(self.embedded(tokens, cache, segments, embeds))
-        return Pass(tokens, x0, cos, sin, masks, cache)
-
-    def embedded(
-        self,
-        tokens: Tensor,
-        cache: CacheView | None = None,
-        segments: Tensor | None = None,
-        embeds: Tensor | None = None,
-    ) -> Tensor:
-        """
-        tokens (B, T) -> their vectors and those of the bigrams that end there, (B, T, C) in the
-        compute dtype; each is rounded to it first, as in a model that stores them so.
-        """
+        positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
+        backend, device = self.blocks[0].attention.backend, tokens.device
+        windows = {cfg.window(i) for i in range(cfg.n_layer)}
+        masks = {w: make_mask(backend, T, w, device, segments, cache) for w in windows}
         x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
-        if self.bigrams is None:
-            return x
-        before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
-        return x + self.bigrams(tokens, before).to(self.dtype)
+        if self.bigrams is not None:
+            before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
+            x = x + self.bigrams(tokens, before).to(self.dtype)
+        return ForwardContext(tokens, norm(x), self.rope(positions), masks, cache)
 
-    def walk(self, run: Pass, x: Tensor, visits: Iterable[tuple[int, int]]) -> Tensor:
-        """x (B, T, C) through layers, given as (number of the visit, layer) -> (B, T, C)."""
-        cfg, (tokens, x0, cos, sin, masks, cache, outputs) = self.cfg, run
-        for visit, i in visits:
-            block, mix = self.blocks[i], None
+    def rope(self, positions: Tensor) -> Rope:
+        """That of positions (...), in the compute dtype."""
+        return rotary(positions, self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
+
+    def run_layers(
+        self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0
+    ) -> Tensor:
+        """x (B, T, C) through `layers`, the first of which is the cache's `cache_layer`-th."""
+        cfg, (tokens, x0, rope, masks, cache, outputs) = self.cfg, ctx
+        for index, i in enumerate(layers, cache_layer):
+            block, scales, value_embed = self.blocks[i], None, None
             if cfg.residual_scalars:
-                mix = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
-            table = self.value_embeds[str(i)] if cfg.has_value_embedding(i) else None
-            extra = None if table is None else table(tokens).to(self.dtype)
-            mask = masks[cfg.window(i)]
+                scales = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
+            if cfg.has_value_embedding(i):
+                value_embed = self.value_embeds[str(i)](tokens).to(self.dtype)
+            stored = None if cache is None else (cache, index)
+            args = (x, x0, scales, rope, value_embed, masks[cfg.window(i)], stored)
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(
-                    block, x, x0, mix, cos, sin, extra, mask, use_reentrant=False
-                )
-            elif cache is not None:  # never compiled: its shapes change from pass to pass
-                x = block.forward(x, x0, mix, cos, sin, extra, mask, cache, visit)
-            else:
-                x = block(x, x0, mix, cos, sin, extra, mask)
+                x = torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
+            else:  # with a cache never compiled: shapes change from pass to pass
+                x = block(*args) if cache is None else block.forward(*args)
             if outputs is not None:
                 outputs.append(x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., C) -> capped logits (..., V) in float32."""
-        return cap(F.linear(hidden, self.head_weight.to(hidden.dtype)), self.cfg.softcap)
+        return cap(F.linear(hidden, self.head_weight.to(hidden.dtype)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
         return self.logits(self.hidden(tokens))
 
     def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
-        """Memory for `slots` sequences of up to `capacity` tokens, by default the context."""
-        cfg = self.cfg
-        return KVCache(
-            len(cfg.order),
-            slots,
-            capacity or cfg.max_seq_len,
-            cfg.n_kv_head,
-            cfg.head_dim,
-            self.device,
-            self.dtype,
-        )
+        """A KV cache for `slots` sequences of up to `capacity` tokens, by default the context."""
+        cfg, capacity = self.cfg, capacity or self.cfg.max_seq_len
+        shape = (len(cfg.order), slots, cfg.n_kv_head, cfg.head_dim)
+        return KVCache(shape, capacity, self.device, self.dtype)
 
     def loss(
         self,
@@ -667,25 +503,19 @@ class GPT(nn.Module):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        Nats summed over the targets that are not IGNORE, each times its weight where there are
-        `weights`; everything (B, T).
+        Summed cross-entropy (nats) over targets that are not IGNORE, each times its weight where
+        there are `weights`; everything (B, T).
         """
-        h = self.hidden(tokens, segments=segments).flatten(0, 1)
-        flat = None if weights is None else weights.flatten()
-        return summed_loss(
-            h, self.head_weight, targets.flatten(), self.cfg.softcap, flat, self.loss_kernels
-        )
+        hidden, kernels = self.hidden(tokens, segments=segments), self.loss_kernels
+        return chunked_cross_entropy(hidden, self.head_weight, targets, weights, kernels)[0]
 
     @torch.no_grad()
     def token_losses(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
     ) -> Tensor:
         """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
-        h = self.hidden(tokens, segments=segments).flatten(0, 1)
-        flat = token_losses(
-            h, self.head_weight, targets.flatten(), self.cfg.softcap, self.loss_kernels
-        )
-        return flat.view_as(targets)
+        hidden = self.hidden(tokens, segments=segments)
+        return token_losses(hidden, self.head_weight, targets, self.loss_kernels)
 
     def compile(self, **options: Any) -> None:
         """Compile each block and the loss kernels: equal blocks share one compilation."""
@@ -714,17 +544,17 @@ def for_inference(model: GPT) -> GPT:
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend  # the copy reads prompts of any length, not compiled
+        kernel = theirs.attention.backend  # the copy prefills any length, not compiled
         ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
-        ours.attention.join()
+        ours.attention.fuse_qkv()
     return twin.requires_grad_(False)
 
 
 @torch.no_grad()
 def refresh(twin: GPT, model: GPT) -> None:
     """
-    Give a model of `for_inference` the weights that its original has now. They stay where they are:
-    what was compiled or recorded for the twin still holds.
+    Give a model of `for_inference` the weights that its original has now, in place: what was
+    compiled or recorded for the twin still holds.
     """
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))

@@ -7,6 +7,8 @@ Figures are the vendors' dense ones (no sparsity), for the compute dtype that tr
 """
 
 import ctypes
+import re
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,8 +73,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: of the GPU by this process's tensors, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    memory = psutil.Process().memory_info()
-    return getattr(memory, "peak_wset", 0) or resident_peak() or memory.rss
+    return resident_peak()
 
 
 def used_memory_bytes(device: torch.device) -> int:
@@ -118,29 +119,22 @@ def container_room() -> int:
     """What a control group (version 2) still grants this process; no limit elsewhere."""
     group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
+        limit, used, stat = (
+            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
     except OSError:
         return sys.maxsize
-    if limit == "max":
+    if limit.strip() == "max":
         return sys.maxsize
-    files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return max(0, int(limit) - (used - files))  # what only caches files is given back
+    cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # is given back
+    return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
 
 
 def resident_peak() -> int:
-    """Peak resident set of this process in bytes, 0 where the system does not tell (not POSIX)."""
-    try:
-        with open("/proc/self/status", encoding="utf-8") as lines:
-            peak = next((line for line in lines if line.startswith("VmHWM")), "VmHWM: 0 kB")
-        return int(peak.split()[1]) * 1024  # getrusage would count what was before the exec too
-    except FileNotFoundError:
-        pass
-    try:
-        import resource
-    except ImportError:
-        return 0
+    """Peak resident set of this process in bytes."""
+    if psutil.LINUX:  # where getrusage would count what was before the exec too
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else psutil.Process().memory_info().rss
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if psutil.MACOS else peak * 1024
 

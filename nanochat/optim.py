@@ -1,5 +1,5 @@
 """
-The optimizer: schedules, update rules for each role of parameter, Muon + AdamW over ranks.
+The optimizer: schedules, update rules for each role of parameter, Muon + AdamW sharded over ranks.
 
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
     OptimConfig -> rules(...) -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
@@ -7,7 +7,7 @@ The optimizer: schedules, update rules for each role of parameter, Muon + AdamW 
 Master weights and optimizer state are float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -32,13 +32,11 @@ class ScheduleConfig:
     """Share of the run, at its end, in which the rates fall linearly."""
     final_lr_frac: float = 0.05
     """What the rates fall to, as a fraction of the peak."""
-    muon_momentum: float = 0.95
-    """Muon's momentum after its own warmup, from 0.85 over the first 300 steps."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
-        for name in ("warmdown_ratio", "final_lr_frac", "muon_momentum"):
+        for name in ("warmdown_ratio", "final_lr_frac"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")
 
@@ -56,10 +54,10 @@ def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     return min(up, down, 1.0)
 
 
-def muon_momentum(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
-    """From 0.85 up over 300 steps, or a third of a shorter run."""
+def muon_momentum(step: int, num_steps: float) -> float:
+    """Muon's momentum: from 0.85 to 0.95 over 300 steps, or a third of a shorter run."""
     ramp = max(1, min(300, num_steps // 3))
-    return 0.85 + (cfg.muon_momentum - 0.85) * min(1.0, step / ramp)
+    return 0.85 + (0.95 - 0.85) * min(1.0, step / ramp)
 
 
 def decay_factor(step: int, num_steps: float) -> float:
@@ -69,39 +67,33 @@ def decay_factor(step: int, num_steps: float) -> float:
 
 # ---- Update rules for each role of parameter -----------------------------------------------------
 
-
+# Settings that earlier runs recorded, with their defaults
+OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
+Tensors = Sequence[Tensor]
+MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of a rule
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-ROWS_FADE_EVERY = 16  # steps: fading reads a whole table, where an update reads a few of its rows
+SCALAR_LR = 0.5  # peak of the learned scalars at a batch of 524,288 tokens
+TIED_LR = 0.05  # peak of a matrix that is both embedding and LM head, at width 768
+ROWS_FADE_EVERY = 16  # steps: fading reads a whole embedding, where an update reads a few rows
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     embedding_lr: float = 0.3
-    """Peak AdamW rate of the token embedding at width 768; falls with width^-0.5. Value
-    embeddings and bigrams get half."""
+    """Peak AdamW learning rate of the token embedding at width 768; falls with width^-0.5. Value
+    and hash-bigram embeddings get half."""
     unembedding_lr: float = 0.008
-    """Peak AdamW rate of the head at width 768; falls with width^-0.5."""
+    """Peak AdamW learning rate of the LM head at width 768; falls with width^-0.5."""
     weight_decay: float | None = None
-    """Muon's decay. Default: from the horizon."""
-    decay_rule: Literal["cautious", "decoupled"] = "cautious"
-    """cautious: decay only where it agrees with the update, fading over the run. decoupled: every
-    matrix weight shrinks by rate times decay before its update, to the end; its default is a
-    quarter of the other's, which in sum is as much."""
-    tied_lr: float = 0.05
-    """Peak AdamW rate of a table that is both embedding and head (--tie_embeddings) at width 768;
-    falls with width^-0.5."""
+    """Weight decay of Muon. Default: from the horizon."""
     matrix_lr: float = 0.02
-    """Peak Muon rate of the matrices inside the layers."""
+    """Peak Muon learning rate of the matrices inside the layers."""
     grad_clip: float = 0.0
     """Largest gradient norm; longer gradients are scaled down to it. 0 = off."""
-    scalar_lr: float = 0.5
-    """Peak AdamW rate of the learned scalars at a batch of 524,288 tokens; falls with the root of
-    the batch. The residual ones get a hundredth."""
 
     def __post_init__(self) -> None:
-        rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "tied_lr")
-        for name in (*rates, "grad_clip"):
+        for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "grad_clip"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
 
@@ -118,25 +110,27 @@ class Rule:
     """Of Muon: decay only where it agrees with the update."""
 
 
-def rules(cfg: OptimConfig, d_model: int, lr_frac: float = 1.0) -> dict[str, Rule]:
+def rules(
+    cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, scalar_lr: float = SCALAR_LR
+) -> dict[str, Rule]:
     """
-    The rule of every role, all rates times `lr_frac`.
+    The rule of every role, all learning rates times `lr_frac`.
 
     Values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
     """
-    table = (d_model / 768) ** -0.5
-    cautious = cfg.decay_rule == "cautious"
+    width = (d_model / 768) ** -0.5
+    embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
     found = {
-        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0, cautious),
-        "embedding": Rule("adamw", cfg.embedding_lr * table, (0.8, 0.995), 0.001),
-        "bigram": Rule("rows", cfg.embedding_lr * table / 2, (0.0, 0.995), 0.01),
-        "value_embedding": Rule("adamw", cfg.embedding_lr * table / 2, (0.8, 0.995), 0.01),
-        "head": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.96), 0.01),
-        "tied": Rule("adamw", cfg.tied_lr * table, (0.8, 0.95), 0.01),
-        "residual": Rule("adamw", cfg.scalar_lr / 100, (0.8, 0.95)),
-        "skip": Rule("adamw", cfg.scalar_lr, (0.96, 0.95)),
-        "gate": Rule("adamw", cfg.unembedding_lr * table, (0.8, 0.95)),
-        "gain": Rule("adamw", cfg.scalar_lr / 25, (0.8, 0.95)),
+        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0),
+        "embedding": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
+        "bigram": Rule("rows", embedding_lr / 2, (0.0, 0.995), 0.01),
+        "value_embedding": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),
+        "head": Rule("adamw", head_lr, (0.8, 0.96), 0.01),
+        "tied": Rule("adamw", TIED_LR * width, (0.8, 0.95), 0.01),
+        "residual": Rule("adamw", scalar_lr / 100, (0.8, 0.95)),
+        "skip": Rule("adamw", scalar_lr, (0.96, 0.95)),
+        "gate": Rule("adamw", head_lr, (0.8, 0.95)),
+        "gain": Rule("adamw", scalar_lr / 25, (0.8, 0.95)),
     }
     return {role: replace(rule, lr=rule.lr * lr_frac) for role, rule in found.items()}
 
@@ -162,22 +156,16 @@ def orthogonalize(g: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
 
 
 def muon_update(
-    weight: Tensor,
-    grad: Tensor,
-    momentum: Tensor,
-    lr: Tensor,
-    beta: Tensor,
-    decay: Tensor,
-    dtype: torch.dtype,
-    cautious: bool = True,
+    weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, dtype: Any, cautious: bool
 ) -> None:
     """
-    One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz products.
+    One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz matmuls.
 
-    Nesterov momentum, orthogonal direction, rate times sqrt(max(1, M/N)). `cautious` decay shrinks
-    only weights that the update shrinks anyway (arXiv:2411.16085); the other kind shrinks all, by
-    rate times `decay` (decoupled, arXiv:1711.05101).
+    state: momentum. scalars: learning rate, beta, weight decay. Nesterov momentum, orthogonal
+    direction, learning rate times sqrt(max(1, M/N)). `cautious` decay shrinks only weights that the
+    update shrinks anyway (arXiv:2411.16085); otherwise decay is decoupled (arXiv:1711.05101).
     """
+    (momentum,), (lr, beta, decay) = state, scalars
     momentum.lerp_(grad, 1 - beta)
     direction = orthogonalize(grad.lerp(momentum, beta).to(dtype)).to(weight.dtype)
     direction = direction * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
@@ -185,18 +173,13 @@ def muon_update(
     weight.sub_(lr * direction + lr * decay * shrunk)
 
 
-def adamw_update(
-    weight: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    lr: Tensor,
-    beta1: Tensor,
-    beta2: Tensor,
-    decay: Tensor,
-    step: Tensor,
-) -> None:
-    """One AdamW step (arXiv:1711.05101) in place, any shape; `step` counts from 1."""
+def adamw_update(weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors) -> None:
+    """
+    One AdamW step (arXiv:1711.05101) in place, any shape.
+
+    state: first and second moment. scalars: learning rate, the betas, weight decay, step from 1.
+    """
+    (first, second), (lr, beta1, beta2, decay, step) = state, scalars
     first.lerp_(grad, 1 - beta1)
     second.lerp_(grad * grad, 1 - beta2)
     scale = (1 - beta2**step).sqrt() / (1 - beta1**step)
@@ -204,72 +187,86 @@ def adamw_update(
     weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
 
 
-def rows_update(
-    weight: Tensor,
-    met: Tensor,
-    grad: Tensor,
-    second: Tensor,
-    lr: float,
-    beta2: float,
-    decay: float,
-    step: int,
+def sparse_adam_update(
+    weight: Tensor, rows: Tensor, grad: Tensor, second: Tensor, rule: Rule, lr: float, step: int
 ) -> None:
     """
-    AdamW without first moment, in place, on a table of which a batch meets few rows: their numbers
-    (R,) and gradients (R, N). What it does to all rows, to shrink them and their second moment, is
-    done at every ROWS_FADE_EVERY-th step for as many; `step` counts from 1.
+    AdamW without first moment, in place, on an embedding of which a batch touches few rows: their
+    indices (R,) and gradients (R, N). What AdamW does to all rows, to shrink them and their second
+    moment, is done once every ROWS_FADE_EVERY steps; `step` counts from 1.
     """
-    if step % ROWS_FADE_EVERY == 0:
-        weight.mul_(1 - lr * decay * ROWS_FADE_EVERY)
-        second.mul_(beta2**ROWS_FADE_EVERY)
-    moment = second[met] + (1 - beta2) * grad * grad
-    second[met] = moment
-    weight[met] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
+    beta2, n = rule.betas[1], ROWS_FADE_EVERY
+    if step % n == 0:
+        weight.mul_(1 - lr * rule.weight_decay * n)
+        second.mul_(beta2**n)
+    moment = second[rows] + (1 - beta2) * grad * grad
+    second[rows] = moment
+    weight[rows] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
 
 
 # ---- The optimizer: parameters in groups, sharded over ranks -------------------------------------
 
 
 def values(grad: Tensor) -> Tensor:
-    """The numbers of a gradient, of one that is sparse those that it has."""
+    """The entries of a gradient, of a sparse one those that it stores."""
     return grad.values() if grad.is_sparse else grad
 
 
-def rows_met(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers (R,) and gradients (R, N) of the rows that a table's gradient is not zero in."""
+def touched_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (R,) and gradients (R, N) of the rows in which a gradient is not zero."""
     if grad.is_sparse:
         return grad.indices()[0], grad.values()
-    met = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would list every number first
-    return met, grad[met]
+    rows = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would list every entry first
+    return rows, grad[rows]
 
 
 @dataclass
-class Part:
-    """The share of one parameter, or of one stack of equal matrices, that this rank updates."""
+class ParamGroup:
+    """One parameter, or a stack of equal matrices, and what this rank holds of its state."""
 
     names: list[str]
     params: list[Tensor]
     rule: Rule
-    spread: bool
-    """True when each rank owns a slice; False when every rank repeats the same update."""
+    shards: int
+    """The ranks that each own a slice; 1 where every rank repeats the same update."""
+    rank: int
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.shards > 1
 
     @property
     def stacked(self) -> bool:
         return self.rule.kind == "muon"
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is remembered from step to step."""
-        kinds = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}
-        return kinds[self.rule.kind]
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All of a group as one tensor; its first dimension is padded to a multiple of shards."""
+        x = torch.stack(list(tensors)) if self.stacked else tensors[0]
+        missing = -x.size(0) % self.shards if self.sharded else 0
+        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
+    def local_shard(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's slice of their `stack`."""
+        whole = self.stack(tensors)
+        return whole.chunk(self.shards)[self.rank] if self.sharded else whole
+
+    def weight(self) -> Tensor:
+        """This rank's slice of the parameters."""
+        return self.local_shard([p.detach() for p in self.params])
+
+    def unstack_into(self, targets: Sequence[Tensor], whole: Tensor) -> None:
+        """Copy a stack into its parameters, or tensors shaped like them."""
+        pieces = whole[: len(targets)] if self.stacked else [whole[: targets[0].size(0)]]
+        for target, piece in zip(targets, pieces, strict=True):
+            target.copy_(piece)
 
 
 class MuonAdamW:
     """
     The optimizer. `named_params` and `roles` come from the model, `table` from `rules`. With an
-    `ema_decay`, a running average of the weights keeps that share of itself at every step.
+    `ema_decay`, an exponential moving average of the weights is kept.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
@@ -282,53 +279,26 @@ class MuonAdamW:
         machine: Machine,
         ema_decay: float = 0.0,
     ):
-        self.machine, self.table, self.ema_decay = machine, table, ema_decay
-        self.steps_taken = 0
-        self.parts: list[Part] = []
+        self.machine, self.ema_decay, self.steps_taken = machine, ema_decay, 0
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
-        stacks: dict[tuple, Part] = {}
+        groups: dict[Any, ParamGroup] = {}
         for name, param in named_params.items():
             rule = table[roles[name]]
-            if rule.kind == "muon":
-                key = (roles[name], tuple(param.shape))
-                part = stacks.setdefault(key, Part([], [], rule, machine.world_size > 1))
-                part.names.append(name)
-                part.params.append(param)
-            else:
-                rows = param.size(0) if param.ndim > 1 else 0
-                few = rule.kind == "rows" and machine.device.type == "cpu"
-                spread = machine.world_size > 1 and rows >= 1024 and not few
-                self.parts.append(Part([name], [param], rule, spread))
-        self.parts += stacks.values()
-        for part in self.parts:
-            local = self.local(part, self.whole(part, [p.detach() for p in part.params]))
-            part.state = {k: torch.zeros_like(local, dtype=torch.float32) for k in part.kinds}
+            small = param.ndim < 2 or param.size(0) < 1024
+            whole = small or (rule.kind == "rows" and machine.device.type == "cpu")
+            shards = 1 if rule.kind != "muon" and whole else machine.world_size
+            key = (roles[name], tuple(param.shape)) if rule.kind == "muon" else name
+            group = groups.setdefault(key, ParamGroup([], [], rule, shards, machine.rank))
+            group.names.append(name)
+            group.params.append(param)
+        self.groups = sorted(groups.values(), key=lambda group: group.stacked)
+        for group in self.groups:
+            weight = group.weight()
+            for kind in MOMENTS[group.rule.kind]:
+                group.state[kind] = torch.zeros_like(weight, dtype=torch.float32)
             if ema_decay:
-                part.state["average"] = local.clone()
-
-    # ---- who owns what -----------------------------------------------------------------------
-
-    def whole(self, part: Part, tensors: list[Tensor]) -> Tensor:
-        """All of a part as one tensor; its first dimension is padded to a multiple of ranks."""
-        x = torch.stack(tensors) if part.stacked else tensors[0]
-        missing = -x.size(0) % self.machine.world_size if part.spread else 0
-        if missing:
-            x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
-        return x
-
-    def local(self, part: Part, whole: Tensor) -> Tensor:
-        """This rank's slice of `whole(part, ...)`."""
-        if not part.spread:
-            return whole
-        size = whole.size(0) // self.machine.world_size
-        return whole[self.machine.rank * size : (self.machine.rank + 1) * size]
-
-    def scatter_into(self, part: Part, whole: Tensor, targets: list[Tensor]) -> None:
-        """Copy a whole part back into its parameters (or tensors shaped like them)."""
-        pieces = whole[: len(targets)] if part.stacked else [whole[: targets[0].size(0)]]
-        for target, piece in zip(targets, pieces, strict=True):
-            target.copy_(piece)
+                group.state["average"] = weight.clone()
 
     # ---- the step ----------------------------------------------------------------------------
 
@@ -340,57 +310,33 @@ class MuonAdamW:
         All reductions are launched before the first is waited for. The parameters' own `.grad`
         are released.
         """
-        waiting, sparse = [], []
-        for part in self.parts:
-            part.grad = self.whole(part, [self.gradient(p) for p in part.params])
-            for p in part.params:
+        launched, sparse = [], []
+        for group in self.groups:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.params]
+            group.grad = group.stack([g.coalesce() if g.is_sparse else g for g in grads])
+            for p in group.params:
                 p.grad = None
-            if self.machine.world_size == 1:
-                continue
-            if part.spread:
-                part.grad, work = reduce_scatter(part.grad, self.machine)
-                waiting.append(work)
-            elif part.rule.kind == "rows":
-                sparse.append(part)
-            else:
-                waiting.append(dist.all_reduce(part.grad, async_op=True))
+            if group.sharded:
+                group.grad, work = reduce_scatter(group.grad, self.machine)
+                launched.append(work)
+            elif self.machine.world_size > 1 and group.rule.kind == "rows":
+                sparse.append(group)
+            elif self.machine.world_size > 1:
+                launched.append(dist.all_reduce(group.grad, async_op=True))
         with self.machine.waiting("the sum of gradients"):
-            for work in waiting:
+            for work in launched:
                 work.wait()
-            for part in sparse:
-                part.grad = sum_rows(part.grad, self.machine)
+            for group in sparse:
+                group.grad = sum_rows(group.grad, self.machine)
             # on a GPU it is here that one waits: what is launched returns at once
-            spread, common = self.squared_norm(spread=True), self.squared_norm(spread=False)
-        return (self.machine.sum(spread)[0] + common) ** 0.5
+            mine, common = self.squared_norm(sharded=True), self.squared_norm(sharded=False)
+        return (self.machine.sum(mine)[0] + common) ** 0.5
 
-    def gradient(self, p: Tensor) -> Tensor:
-        """That of a parameter, zeros where it has none; of a sparse one, each row once."""
-        if p.grad is None:
-            return torch.zeros_like(p)
-        return p.grad.coalesce() if p.grad.is_sparse else p.grad
-
-    def squared_norm(self, spread: bool) -> float:
-        """Sum of squares of this rank's reduced gradients, of the parts that are spread or not."""
-        grads = [p.grad for p in self.parts if p.spread is spread and p.grad is not None]
-        norms = [torch.linalg.vector_norm(values(g)) for g in grads]
+    def squared_norm(self, sharded: bool) -> float:
+        """Sum of squares of this rank's reduced gradients, of groups that are sharded or not."""
+        grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
+        norms = [torch.linalg.vector_norm(values(grad)) for grad in grads]
         return float(torch.stack(norms).square().sum()) if grads else 0.0
-
-    @torch.no_grad()
-    def gradient_norms(self, group: Callable[[str], str]) -> dict[str, float]:
-        """Norms of the reduced gradients, by the name that `group` gives a parameter's name."""
-        names = [name for part in self.parts for name in part.names]
-        squares = dict.fromkeys(sorted({group(name) for name in names}), 0.0)
-        for part in self.parts:
-            assert part.grad is not None, "gradient_norms without reduce_gradients"
-            rows = part.grad.flatten(1) if part.stacked else values(part.grad).flatten()[None]
-            first = self.machine.rank * len(rows) if part.spread and part.stacked else 0
-            mine = part.spread or self.machine.is_main  # what all ranks hold counts once
-            for name, square in zip(
-                part.names[first:], rows.square().sum(1).tolist(), strict=False
-            ):
-                squares[group(name)] += square * mine
-        summed = self.machine.sum(*squares.values())
-        return {name: value**0.5 for name, value in zip(squares, summed, strict=True)}
 
     @torch.no_grad()
     def step(
@@ -402,81 +348,47 @@ class MuonAdamW:
         undo: bool = False,
     ) -> None:
         """
-        Move the weights. Rates are the rules' peaks times `lr_factor`; `momentum` is Muon's;
-        its decay is multiplied by `decay_factor`, the reduced gradients by `scale`. With `undo`
-        weights and state end as they were.
+        Update the weights. Learning rates are the rules' peaks times `lr_factor`; `momentum` is
+        Muon's; its cautious decay is multiplied by `decay_factor`, the reduced gradients by
+        `scale`. With `undo` weights and state end as they were.
         """
         self.steps_taken += 1
-        waiting = []
-        for part in self.parts:
-            assert part.grad is not None, "step without reduce_gradients"
+        launched = []
+        for group in self.groups:
+            assert group.grad is not None, "step without reduce_gradients"
             if scale != 1.0:
-                values(part.grad).mul_(scale)
-            weight = self.local(part, self.whole(part, [p.detach() for p in part.params]))
-            if part.spread:
-                weight = weight.clone()
-            with restored(weight, *part.state.values()) if undo else nullcontext():
-                self.update(part, weight, lr_factor, momentum, decay_factor)
-            part.grad = None
-            if part.spread:
-                waiting.append((part, *all_gather(weight, self.machine)))
-            elif part.stacked:
-                self.scatter_into(part, weight, part.params)
-        for part, whole, work in waiting:
+                values(group.grad).mul_(scale)
+            weight = group.weight().clone() if group.sharded else group.weight()
+            with restored(weight, *group.state.values()) if undo else nullcontext():
+                self.update(group, weight, lr_factor, momentum, decay_factor)
+            group.grad = None
+            if group.sharded:
+                launched.append((group, *all_gather(weight, self.machine)))
+            elif group.stacked:
+                group.unstack_into(group.params, weight)
+        for group, whole, work in launched:
             with self.machine.waiting("the exchange of weights"):
                 work.wait()
-            self.scatter_into(part, whole, part.params)
-
-    def kept_share(self) -> float:
-        """What the average keeps of itself at this step: less at first, to forget the start."""
-        return min(self.ema_decay, (1 + self.steps_taken) / (10 + self.steps_taken))
+            group.unstack_into(group.params, whole)
 
     def update(
-        self, part: Part, weight: Tensor, lr_factor: float, momentum: float, decay_factor: float
+        self, group: ParamGroup, weight: Tensor, lr_factor: float, momentum: float, decay: float
     ) -> None:
-        """Apply a part's rule to its slice, and average it. Rates travel as tensors: changing them
-        recompiles nothing."""
-        rule, grad = part.rule, part.grad
-
-        def t(x: float) -> Tensor:
-            return torch.tensor(x, dtype=torch.float32)
-
-        if part.stacked:
-            decay = rule.weight_decay * (decay_factor if rule.cautious else 1.0)
-            self.muon_kernel(
-                weight,
-                grad,
-                part.state["momentum"],
-                t(rule.lr * lr_factor),
-                t(momentum),
-                t(decay),
-                self.machine.dtype,
-                rule.cautious,
-            )
+        """Apply a group's rule to its slice, and average it."""
+        rule, grad, lr, step = group.rule, group.grad, group.rule.lr * lr_factor, self.steps_taken
+        state = [group.state[kind] for kind in MOMENTS[rule.kind]]
+        if rule.kind == "muon":
+            decay = rule.weight_decay * (decay if rule.cautious else 1.0)
+            scalars = as_tensors(lr, momentum, decay)
+            self.muon_kernel(weight, grad, state, scalars, self.machine.dtype, rule.cautious)
         elif rule.kind == "rows" and grad is not None:
-            rows_update(
-                weight,
-                *rows_met(grad),
-                part.state["second"],
-                rule.lr * lr_factor,
-                rule.betas[1],
-                rule.weight_decay,
-                self.steps_taken,
-            )
+            sparse_adam_update(weight, *touched_rows(grad), group.state["second"], rule, lr, step)
         else:
-            self.adamw_kernel(
-                weight,
-                grad,
-                part.state["first"],
-                part.state["second"],
-                t(rule.lr * lr_factor),
-                t(rule.betas[0]),
-                t(rule.betas[1]),
-                t(rule.weight_decay),
-                t(float(self.steps_taken)),
-            )
-        if self.ema_decay:
-            part.state["average"].lerp_(weight, 1 - self.kept_share())
+            scalars = as_tensors(lr, *rule.betas, rule.weight_decay, step)
+            self.adamw_kernel(weight, grad, state, scalars)
+        if self.ema_decay:  # less at first, to forget the start
+            kept = min(self.ema_decay, (1 + step) / (10 + step))
+            group.state["average"].lerp_(weight, 1 - kept)
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -493,23 +405,16 @@ class MuonAdamW:
 
     @torch.no_grad()
     def take_average(self) -> bool:
-        """Put the average of the weights in their place, where one is kept. Returns: is one?"""
-        if not self.ema_decay:
-            return False
-        for part in self.parts:
-            whole = part.state["average"]
-            if part.spread:
-                whole, work = all_gather(whole, self.machine)
-                with self.machine.waiting("the gathering of averaged weights"):
-                    work.wait()
-            self.scatter_into(part, whole, part.params)
-        return True
+        """Replace the weights by their average, where one is kept. Returns whether one is."""
+        for group in self.groups if self.ema_decay else ():
+            group.unstack_into(group.params, self.gather_state(group, "average"))
+        return self.ema_decay > 0
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not: a step that must not reach the weights."""
-        for part in self.parts:
-            part.grad = None
-            for p in part.params:
+        for group in self.groups:
+            group.grad = None
+            for p in group.params:
                 p.grad = None
 
     def compile(self, **options: Any) -> None:
@@ -519,6 +424,16 @@ class MuonAdamW:
 
     # ---- state -------------------------------------------------------------------------------
 
+    def gather_state(self, group: ParamGroup, kind: str) -> Tensor:
+        """The stack of a group's state, of all ranks; every rank calls this."""
+        if not group.sharded:
+            return group.state[kind]
+        whole, work = all_gather(group.state[kind], self.machine)
+        with self.machine.waiting(f"the gathering of optimizer state ({kind})"):
+            work.wait()
+            self.machine.synchronize()
+        return whole
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """
@@ -526,31 +441,23 @@ class MuonAdamW:
         other ranks take part in gathering and get an empty dict.
         """
         result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
-        for part in self.parts:
-            for kind, value in part.state.items():
-                if part.spread:
-                    value, work = all_gather(value, self.machine)
-                    with self.machine.waiting("the gathering of optimizer state"):
-                        work.wait()
-                        self.machine.synchronize()
-                if not self.machine.is_main:
-                    continue
-                copies = [torch.empty(p.shape, dtype=torch.float32) for p in part.params]
-                self.scatter_into(part, value.cpu(), copies)
-                result |= {f"{n}.{kind}": c for n, c in zip(part.names, copies, strict=True)}
+        for group in self.groups:
+            for kind in group.state:
+                whole = self.gather_state(group, kind)
+                if self.machine.is_main:
+                    copies = [torch.empty(p.shape, dtype=torch.float32) for p in group.params]
+                    group.unstack_into(copies, whole.cpu())
+                    names = (f"{name}.{kind}" for name in group.names)
+                    result |= dict(zip(names, copies, strict=True))
         return result if self.machine.is_main else {}
 
     def named_params(self) -> dict[str, Tensor]:
-        """What this optimizer moves, by name."""
-        return {n: p for part in self.parts for n, p in zip(part.names, part.params, strict=True)}
+        """The parameters that this optimizer updates, by name."""
+        return {name: p for g in self.groups for name, p in zip(g.names, g.params, strict=True)}
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's share of the state, named by the first parameter of each part."""
-        return {
-            f"{part.names[0]}.{kind}": value
-            for part in self.parts
-            for kind, value in part.state.items()
-        }
+        """This rank's share of the state, named by the first parameter of each group."""
+        return {f"{g.names[0]}.{kind}": x for g in self.groups for kind, x in g.state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -559,19 +466,19 @@ class MuonAdamW:
 
         Raises ValueError naming what is missing or has another shape.
         """
-        wanted = {f"{n}.{k}" for part in self.parts for n in part.names for k in part.state}
+        wanted = {f"{n}.{kind}" for g in self.groups for n in g.names for kind in g.state}
         if missing := sorted(wanted - set(tensors)):
             raise ValueError(f"optimizer state lacks {missing[0]} and {len(missing) - 1} more")
-        for part in self.parts:
-            for kind, value in part.state.items():
-                pieces = [tensors[f"{n}.{kind}"].to(value) for n in part.names]
-                for name, piece, p in zip(part.names, pieces, part.params, strict=True):
+        for group in self.groups:
+            for kind, value in group.state.items():
+                pieces = [tensors[f"{name}.{kind}"].to(value) for name in group.names]
+                for name, piece, p in zip(group.names, pieces, group.params, strict=True):
                     if piece.shape != p.shape:
                         raise ValueError(
                             f"optimizer state of {name} has shape {tuple(piece.shape)}, "
                             f"the model {tuple(p.shape)}"
                         )
-                value.copy_(self.local(part, self.whole(part, pieces)))
+                value.copy_(group.local_shard(pieces))
         self.steps_taken = int(tensors["steps_taken"])
 
 
@@ -579,6 +486,11 @@ def state_bytes(params: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
     """Bytes of the optimizer state of all ranks together: one or two moments in fp32."""
     moments = {name: 1 if roles[name] in ("matrix", "bigram") else 2 for name in params}
     return sum(4 * p.numel() * moments[name] for name, p in params.items())
+
+
+def as_tensors(*numbers: float) -> list[Tensor]:
+    """Numbers as a compiled function takes them: changing them recompiles nothing."""
+    return [torch.tensor(x, dtype=torch.float32) for x in numbers]
 
 
 @contextmanager
@@ -603,18 +515,19 @@ def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:
 
 def sum_rows(grad: Tensor, machine: Machine) -> Tensor:
     """
-    The sum of the ranks' gradients of one table (rows, N), of which each met few rows: only these
-    travel. Sparse, every row once and in order, equal on all ranks.
+    The sum of the ranks' gradients (rows, N) of one embedding, of which each touched few rows: only
+    these travel. Sparse, every row once and in order, equal on all ranks.
     """
-    rows, found = rows_met(grad)
-    counts, work = all_gather(torch.tensor([len(rows)], device=rows.device), machine)
-    work.wait()
-    longest = int(counts.max())  # ranks send equally much: what is missing is row 0, plus nothing
-    pad = longest - len(rows)
-    rows, first = all_gather(F.pad(rows, (0, pad)), machine)
-    found, second = all_gather(F.pad(found, (0, 0, 0, pad)), machine)
-    first.wait()
-    second.wait()
+
+    def gather(x: Tensor) -> Tensor:
+        whole, work = all_gather(x, machine)
+        work.wait()
+        return whole
+
+    rows, found = touched_rows(grad)
+    longest = int(gather(torch.tensor([len(rows)], device=rows.device)).max())
+    pad = longest - len(rows)  # ranks send equally much: what is missing is row 0, plus nothing
+    rows, found = gather(F.pad(rows, (0, pad))), gather(F.pad(found, (0, 0, 0, pad)))
     summed = torch.sparse_coo_tensor(rows[None], found, grad.shape, check_invariants=False)
     return summed.coalesce()
 

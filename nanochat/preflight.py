@@ -376,7 +376,7 @@ def plan_memory(model: GPT, optimizer: MuonAdamW, step_bytes: int) -> Memory:
     weights and optimizer state.
     """
     weights = weight_bytes(model)
-    state = sum(x.numel() * 4 for part in optimizer.parts for x in part.state.values())
+    state = sum(4 * x.numel() for x in optimizer.local_state().values())
     return Memory(weights, weights, state, max(0, step_bytes - weights))
 
 

@@ -1,18 +1,18 @@
 """
-Scaling: depth -> shape, horizon, batch, rates and decay.
+Scaling: depth -> shape, horizon, batch, learning rates and weight decay.
 
-    depth -> shape_for_depth -> GPTConfig -> horizon (steps x batch) -> optimizer settings
+    depth -> shape_for_depth -> GPTConfig -> plan_horizon (steps x batch) -> scaled_rules
 
-Depth is the only dial; what is given explicitly overrides what follows from it. Pure arithmetic.
-The reference point is depth 12 at 32,768 ids, where the rates were tuned.
+Depth is the only dial; what is given explicitly overrides what follows from it. The reference
+point, where the learning rates were tuned, is depth 12 with a vocabulary of 32,768.
 """
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from nanochat.gpt import GPTConfig
-from nanochat.optim import OptimConfig
+from nanochat.optim import SCALAR_LR, OptimConfig, Rule, rules
 
 WIDTH_PER_LAYER = 64
 # More rows teach a small model more (d4, 2026-11); others found no gain left at depth 25
@@ -30,35 +30,13 @@ class ShapeConfig:
     """Width: channels of the residual stream. Default: 64 per layer."""
     head_dim: int | None = None
     """Channels of each head. Default: 128 where they divide a width of at least 512, else 64."""
-    n_kv_head: int | None = None
-    """Heads of keys and values, each shared by a group of query heads. Default: as many as they."""
-    mlp_ratio: float | None = None
-    """Channels inside each MLP per channel of the model. Default: 4."""
-    tie_embeddings: bool | None = None
-    """Score tokens with the table that embeds them. Default: no."""
-    value_embeddings: bool | None = None
-    """Add a gated embedding of the token to the values of layers. Default: yes, in classic no."""
     value_every: int | None = None
-    """Of so many layers one does so, counted back from the last. Default: 1."""
+    """Add a gated embedding of the token to the values of every N-th layer, counted back from the
+    last; 0 = none. Default: 1, in classic 0."""
     bigram_rows: int | None = None
-    """Rows of a table that adds a vector for each token and the one in front of it, half a vector
-    in each of two rows; 0 = none. Default: 64 per token of the vocabulary, at most 524,288, to
-    depth 12; beyond it, and in classic, none."""
-    rope_dims: int | None = None
-    """Channels of each head that positions turn; the others pass as they are. Default: all."""
-    xsa_last_n: int | None = None
-    """Layers, counted from the last, with exclusive self attention. Default: 0."""
-    qk_gain_init: float | None = None
-    """Learn a gain for each query head, from this start, instead of the fixed one."""
-    init: Literal["uniform", "orthogonal"] | None = None
-    """How block matrices are drawn. Default: uniform."""
-    projection_init: Literal["zero", "scaled"] | None = None
-    """What writes into the residual stream starts at zero, or drawn and divided by sqrt(2 layers).
-    Default: zero."""
-
-    def given(self) -> dict[str, Any]:
-        """What was set, by the names of `GPTConfig`."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+    """Rows of the hash-bigram embedding, which adds a vector for each token and the one in front of
+    it, half a vector in each of two rows; 0 = none. Default: 64 per token of the vocabulary, at
+    most 524,288, to depth 12; beyond it, and in classic, none."""
 
 
 def shape_for_depth(
@@ -85,27 +63,13 @@ def shape_for_depth(
             "or --d_model"
         )
     heads = width // head_dim
-    cfg = GPTConfig(
-        vocab_size=vocab_size,
-        n_layer=depth,
-        d_model=width,
-        n_head=heads,
-        n_kv_head=heads,
-        head_dim=head_dim,
-        max_seq_len=max_seq_len,
-        window_pattern=window_pattern,
-        value_every=1,
-        bigram_rows=bigram_rows(depth, vocab_size),
-    )
-    cfg = cfg.classic() if arch == "classic" else cfg
-    return replace(cfg, **shape.given())
-
-
-def bigram_rows(depth: int, vocab_size: int) -> int:
-    """Of the table that a model of this depth has by default."""
-    if depth > BIGRAM_DEPTH:
-        return 0
-    return min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size)
+    cfg = GPTConfig(vocab_size, depth, width, heads, heads, head_dim, max_seq_len)
+    cfg = replace(cfg, window_pattern=window_pattern, value_every=1)
+    if arch == "classic":
+        cfg = cfg.classic()
+    elif depth <= BIGRAM_DEPTH:
+        cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
+    return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
 
 
 @dataclass(frozen=True)
@@ -151,12 +115,9 @@ def plan_horizon(
     (unless it has fewer rows). Raises ValueError, naming a value that works, for a given batch that
     does not divide and for settings that are not positive.
     """
-    for name, value in (
-        ("num_iterations", num_iterations),
-        ("target_flops", target_flops),
-        ("target_param_data_ratio", target_param_data_ratio),
-        ("total_batch_size", total_batch_size),
-    ):
+    given = {"num_iterations": num_iterations, "target_flops": target_flops}
+    given |= {"target_param_data_ratio": target_param_data_ratio}
+    for name, value in (given | {"total_batch_size": total_batch_size}).items():
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be positive, got {value}")
     tokens = target_param_data_ratio * used_params
@@ -184,20 +145,17 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
     return nearest
 
 
-def scaled_optim(cfg: OptimConfig, horizon: Horizon) -> OptimConfig:
+def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
     """
-    The optimizer's settings for a horizon: the scalars' rate, and the decay where it was left open.
+    The update rules of every role for a horizon: the scalars' learning rate follows from it, and
+    weight decay where it is not given.
 
-    The few scalars see nothing but gradient noise in small batches, so their rate falls with the
-    root of the batch. Decay times steps is held constant, so weights forget over the same share of
-    every run (arXiv:2405.13698); runs shorter than MIN_STEPS decay no faster than that one.
+    The few scalars see nothing but gradient noise in small batches, so their learning rate falls
+    with the root of the batch. Decay times steps is held constant, so weights forget over the same
+    share of every run (arXiv:2405.13698); runs shorter than MIN_STEPS decay no faster than that.
     """
-    quiet = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
-    decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
-    if cfg.decay_rule == "decoupled":
-        decay /= 4  # the other kind acts on about half of the weights, and fades to nothing
-    return replace(
-        cfg,
-        scalar_lr=cfg.scalar_lr * quiet,
-        weight_decay=decay if cfg.weight_decay is None else cfg.weight_decay,
-    )
+    noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
+    if cfg.weight_decay is None:
+        decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
+        cfg = replace(cfg, weight_decay=decay)
+    return rules(cfg, d_model, scalar_lr=SCALAR_LR * noise)

@@ -321,8 +321,8 @@ class TrainingRun:
     batch_tokens: int
     """Tokens per step, all ranks together; in RL, the most that can be sampled."""
     schedule: ScheduleConfig
-    momentum: Callable[[int, float, ScheduleConfig], float] = muon_momentum
-    """(step, steps of the run, schedule) -> Muon's momentum."""
+    momentum: Callable[[int, float], float] = muon_momentum
+    """(step, steps of the run) -> Muon's momentum."""
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
     """Kernels and micro-batch where they are not to be chosen (RL), for a run from step 0."""
@@ -531,7 +531,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             scale *= run.cfg.optim.grad_clip / norm
         optimizer.step(
             lr_factor(step, horizon, run.schedule),
-            run.momentum(step, horizon, run.schedule),
+            run.momentum(step, horizon),
             decay_factor(step, horizon),
             scale,
         )
@@ -719,11 +719,9 @@ def train(run: TrainingRun) -> TrainingResult:
 
 def model_callbacks(run: TrainingRun) -> list[Callback]:
     """The callbacks that every training of this kind of model needs."""
-    for name, module in ARCHITECTURES.items():
-        if hasattr(run.model.cfg, name):
-            make = importlib.import_module(module).callbacks
-            return make(run.model, run.optimizer, run.cfg.seed)
-    return []
+    names = [module for name, module in ARCHITECTURES.items() if hasattr(run.model.cfg, name)]
+    modules = map(importlib.import_module, names)
+    return [c for m in modules for c in m.callbacks(run.model, run.optimizer, run.cfg.seed)]
 
 
 def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> Prepared:

@@ -30,9 +30,9 @@ from nanochat.hardware import peak_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
 from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
-from nanochat.optim import MuonAdamW, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
-from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_optim, shape_for_depth
+from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
@@ -58,12 +58,16 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
     "--device_batch_size, in rows",
     "learning_rate": "each kind of weight has its own: --matrix_lr, --embedding_lr, "
-    "--unembedding_lr, --scalar_lr",
+    "--unembedding_lr",
     "warmup_ratio": "--warmup_steps counts steps",
     **dict.fromkeys(
-        ("qat_start", "quantize", "quant_clip", "ema_decay", "max_wallclock_seconds"),
+        ("qat_start", "quantize", "quant_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
+        + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
+        + ("decay_rule", "ema_decay", "max_wallclock_seconds"),
         "it is a flag of scripts.golf.base_train",
     ),
+    "value_embeddings": "--value_every=0 leaves the value embeddings out",
+    **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
     **dict.fromkeys(
         ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
         + ("supervision_base", "improvement_bonus", "bptt_loops"),
@@ -117,6 +121,7 @@ def pretrain(
     max_seconds: float | None = None,
     ema_decay: float = 0.0,
     identity: Mapping[str, Any] = {},
+    rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
     """
     Train a base model and record it; tracks extend it.
@@ -124,6 +129,7 @@ def pretrain(
     adapt: the configuration of a depth -> that of another model. callbacks: further ones.
     max_seconds: a budget of training time. ema_decay: of the average that replaces the weights at
     the end. identity: further settings that decide the result; a run with others is not resumed.
+    rules: optimizer settings, horizon and width -> the update rules.
     """
     began, seed = Stopwatch.start(), cfg.train.seed
     machine = init_machine(cfg.train.machine, seed)
@@ -144,7 +150,7 @@ def pretrain(
 
     # Horizon and optimizer
     horizon, num_steps = plan(cfg, model, max_seconds, machine)
-    table = rules(scaled_optim(cfg.train.optim, horizon), shape.d_model)
+    table = rules(cfg.train.optim, horizon, shape.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, ema_decay)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)

@@ -156,7 +156,7 @@ def main(cfg: ChatRL) -> None:
         num_steps=num_steps,
         batch_tokens=rollouts.max_tokens,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        momentum=lambda step, horizon, schedule: 0.95,
+        momentum=lambda step, horizon: 0.95,
         prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         finds_spikes=False,

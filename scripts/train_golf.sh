@@ -17,14 +17,14 @@ SEEDS=${SEEDS:-0}
 # What is the same everywhere: one table embeds and scores, MLPs of three times the width, the last
 # 15% of the time on the grids of the file. On H100s the shape is that of the known record with
 # 4,096 ids, and decay keeps weights small; on a laptop what the log of experiments measured.
-recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0 --value_every=2)
+recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)
     text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=4096 --max_chars=2000000000 --num_shards=140)
     row=(--max_seq_len=2048)
-    shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_embeddings=0 --rope_dims=32
+    shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
         --xsa_last_n=2 --qk_gain_init=1.5)
     train=(--total_batch_size=524288 --max_wallclock_seconds=600 --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.03 --decay_rule=decoupled --weight_decay=0.04
@@ -35,7 +35,7 @@ gpu)
     text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=4096 --max_chars=1000000000 --num_shards=20)
     row=(--max_seq_len=2048)
-    shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_embeddings=0 --rope_dims=32
+    shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
         --xsa_last_n=2 --qk_gain_init=1.5)
     train=(--total_batch_size="$(($(whole 64) * 2048))" --max_wallclock_seconds=600 --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --decay_rule=decoupled --weight_decay=0.04
@@ -46,7 +46,7 @@ cpu)
     text=${TEXT:-embedded}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
-    shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
+    shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1 --value_every=2)
     train=(--total_batch_size=4096 --max_wallclock_seconds="${SECONDS_OF_TRAINING:-300}"
         --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 --quantize="*.mlp.*=int5,*=int6")
@@ -57,8 +57,8 @@ smoke)
     text=${TEXT:-embedded}
     tokenizer=(--vocab_size=512 --num_shards=1)
     row=(--max_seq_len=64)
-    shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --xsa_last_n=1 --rope_dims=16
-        --qk_gain_init=1.5 --ema_decay=0.9)
+    shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --value_every=2 --xsa_last_n=1
+        --rope_dims=16 --qk_gain_init=1.5 --ema_decay=0.9)
     train=(--total_batch_size=512 --max_wallclock_seconds=3 --num_iterations=2000 --eval_tokens=2048)
     rates=(--quantize="embed.*=int8,*.mlp.*=int5,*=int6")
     eval=(--eval_stride=16 --max_documents=6)

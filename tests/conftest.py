@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from nanochat.checkpoint import build_model
 from nanochat.config import silence_teardown
 from nanochat.distributed import Machine
+from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.recursion.model import recursive_config
 from tests.commands import Command
 from tests.training_runs import prepare
 
@@ -31,7 +31,7 @@ TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
 
-# every part of the model that only some tracks need
+# every option of golf
 GOLF_CHANGES: dict[str, Any] = {
     "mlp_ratio": 3,
     "tie_embeddings": True,
@@ -52,8 +52,8 @@ RECURSIVE_CHANGES: dict[str, Any] = {
 
 
 def shaped(cfg: GPTConfig, **changes: Any) -> GPTConfig:
-    """A shape with some fields changed; those of a recursive one make it one."""
-    return recursive_config(cfg, **changes) if "n_loops" in changes else replace(cfg, **changes)
+    """A shape with some fields changed; those of a recursive or a golf one make it one."""
+    return read_config({**asdict(cfg), **changes})
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ plain_step = train.train_step
 def strike(run: TrainingRun) -> None:
     """Break something."""
     # one that every rank updates for itself: others are put together anew in every step
-    weight = next(part.params[0] for part in run.optimizer.parts if not part.spread)
+    weight = next(group.params[0] for group in run.optimizer.groups if not group.sharded)
     if FAULT == "nan":
         weight.register_hook(lambda grad: grad * math.nan)
     else:

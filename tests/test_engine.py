@@ -23,7 +23,7 @@ OPTIONS = {
     "classic": None,
     "windows": {"window_pattern": "SL", "max_seq_len": 256},
     "one key head": {"n_kv_head": 1},
-    "no value embeddings": {"value_embeddings": False},
+    "no value embeddings": {"value_every": 0},
     "no residual scalars": {"residual_scalars": False},
     "bigrams": {"bigram_rows": 97},
     "golf": GOLF_CHANGES,
@@ -530,5 +530,5 @@ def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):
     tokens = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(twin(tokens), model(tokens))
     attention = twin.blocks[0].attention
-    assert attention.together is not None and model.blocks[0].attention.together is None
+    assert attention.qkv_weight is not None and model.blocks[0].attention.qkv_weight is None
     assert attention.k.weight.data_ptr() != model.blocks[0].attention.k.weight.data_ptr()

@@ -4,7 +4,7 @@ import cmath
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,23 +12,23 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import loss as loss_module
-from nanochat.checkpoint import build_model
+from nanochat.attention import rotary, rotate
+from nanochat.checkpoint import build_model, new_model, read_config, upgrade_identity
 from nanochat.common import REPOSITORY
+from nanochat.golf.model import exclude_self, rotate_first
 from nanochat.gpt import (
     GPT,
     GPTConfig,
     bigram_index,
-    exclude_self,
     for_inference,
     preceding,
-    rotary,
-    rotate,
 )
 from nanochat.loss import IGNORE
+from nanochat.optim import OptimConfig, ScheduleConfig
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
 CPU = torch.device("cpu")
-GOLF = replace(TINY, **GOLF_CHANGES)
+GOLF = shaped(TINY, **GOLF_CHANGES)
 VARIANTS = {
     "default": TINY,
     "classic": TINY.classic(),
@@ -37,7 +37,7 @@ VARIANTS = {
     "no groups": replace(TINY, n_kv_head=4),
     "bigrams": replace(TINY, bigram_rows=97),
     "golf": GOLF,
-    "tied and plain": replace(TINY.classic(), tie_embeddings=True),
+    "tied and plain": shaped(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
 }
 
@@ -173,7 +173,7 @@ def test_partial_rotation_turns_the_first_channels_alone():
     """Against its definition: channel i and i + R/2 are one number turned by t * theta^(-2i/R)."""
     R, D, theta = 4, 10, 100.0
     x = torch.randn(1, 7, 2, D, generator=torch.Generator().manual_seed(0))
-    got = rotate(x, *rotary(torch.arange(7), R, theta))
+    got = rotate_first(x, *rotary(torch.arange(7), R, theta))
     assert torch.equal(got[..., R:], x[..., R:])
     for t in range(7):
         for i in range(R // 2):
@@ -197,19 +197,19 @@ def test_exclusive_attention_leaves_nothing_along_the_tokens_own_value():
 
 
 def test_exclusion_is_for_the_last_layers_and_a_first_token_then_hears_nothing():
-    cfg = replace(TINY, n_layer=3, xsa_last_n=2)
+    cfg = shaped(TINY, n_layer=3, xsa_last_n=2)
     blocks = build_model(cfg, CPU, torch.float32, seed=0).blocks
     assert [b.attention.exclusive for b in blocks] == [False, True, True]
     x = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
     rope = rotary(torch.arange(1), 8, 1e4)
     for block, silent in zip(blocks, (False, True, True), strict=True):
         torch.nn.init.eye_(block.attention.out.weight)
-        heard = block.attention(x, *rope, None)  # one token gathers its own value alone
+        heard = block.attention(x, rope, None)  # one token gathers its own value alone
         assert (heard.abs().max() < 1e-5) == silent
 
 
 def test_a_learned_gain_scales_the_scores_of_its_head():
-    cfg = replace(TINY, qk_gain_init=1.2**2)
+    cfg = shaped(TINY, qk_gain_init=1.2**2)
     model, plain = (lively(build_model(c, CPU, torch.float32, seed=0)) for c in (cfg, TINY))
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
@@ -223,7 +223,7 @@ def test_a_learned_gain_scales_the_scores_of_its_head():
 
 
 def test_a_tied_table_scores_with_what_it_embeds():
-    model = lively(build_model(replace(TINY, tie_embeddings=True), CPU, torch.float32, seed=0))
+    model = lively(build_model(shaped(TINY, tie_embeddings=True), CPU, torch.float32, seed=0))
     assert "head.weight" not in model.state_dict()
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     want = 15 * torch.tanh(model.hidden(tokens) @ model.embed.weight.T / 15)
@@ -238,7 +238,7 @@ def test_a_tied_table_scores_with_what_it_embeds():
 
 
 def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
-    cfg = replace(TINY, d_model=64, n_head=8, mlp_ratio=2, init="orthogonal", n_layer=3)
+    cfg = shaped(TINY, d_model=64, n_head=8, mlp_ratio=2, init="orthogonal", n_layer=3)
     drawn = build_model(replace(cfg, projection_init="scaled"), CPU, torch.float32, 0).blocks[0]
     for weight, scale in ((drawn.attention.k.weight, 1.0), (drawn.mlp.up.weight, 0.4)):
         M, N = weight.shape
@@ -307,12 +307,10 @@ def test_a_sparse_gradient_of_many_micro_batches_is_no_larger_than_the_table():
 
 def test_parameters_of_the_golf_shape_are_those_of_its_record():
     """19,417,152 with 18,432 scales per channel that ours does not have."""
-    shape = GPTConfig(
-        1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, tie_embeddings=True, rope_dims=32,
-        xsa_last_n=2, qk_gain_init=1.5, value_embeddings=False,
-    )  # fmt: skip
+    plain = GPTConfig(1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, value_every=0)
+    shape = shaped(plain, tie_embeddings=True, rope_dims=32, xsa_last_n=2, qk_gain_init=1.5)
     with torch.device("meta"):
-        assert GPT(shape).num_params() == 19_417_152 - 18_432 + 2 * 8
+        assert new_model(shape).num_params() == 19_417_152 - 18_432 + 2 * 8
 
 
 def test_B15_rotary_tables_are_right_after_loading_on_the_meta_device(tiny_gpt):
@@ -349,8 +347,7 @@ def test_flops_of_the_seed_shape_are_those_of_the_seed_report():
     [
         ({"n_kv_head": 3}, "n_kv_head 3"),
         ({"head_dim": 7}, "7"),
-        ({"softcap": 0.0}, "0.0"),
-        ({"softcap": 50.0}, "50.0"),
+        ({"value_every": -1}, "value_every must be at least 0, got -1"),
         ({"window_pattern": "SX"}, "'SX'"),
         ({"n_layer": 0}, "n_layer"),
         ({"rope_dims": 3}, "got 3"),
@@ -362,4 +359,46 @@ def test_flops_of_the_seed_shape_are_those_of_the_seed_report():
 )
 def test_shapes_that_do_not_fit_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
-        replace(TINY, **change)
+        shaped(TINY, **change)
+
+
+# ---- Checkpoints of earlier commits --------------------------------------------------------------
+
+BEFORE = {  # fields that every model had
+    "softcap": 15.0, "value_embeddings": True, "tie_embeddings": False, "rope_dims": None,
+    "xsa_last_n": 0, "qk_gain_init": None, "init": "uniform", "projection_init": "zero",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_configuration_with_the_fields_of_before_is_the_same_model(name):
+    cfg = VARIANTS[name]
+    earlier = {**BEFORE, **asdict(cfg), "value_embeddings": cfg.value_every > 0}
+    if not cfg.value_every:
+        earlier["value_every"] = 2  # without an effect there
+    assert read_config(earlier) == cfg and type(read_config(earlier)) is type(cfg)
+    assert read_config(asdict(cfg)) == cfg
+    assert type(new_model(cfg)).__name__ == type(cfg).__name__.replace("GPTConfig", "GPT").replace(
+        "Config", "GPT"
+    )
+
+
+def test_a_run_of_before_has_the_identity_that_it_would_have_now():
+    optim, schedule = asdict(OptimConfig(matrix_lr=0.03)), asdict(ScheduleConfig())
+    now = {"model": asdict(TINY), "optim": optim, "schedule": schedule, "seed": 0}
+    deleted = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious"}
+    before = {
+        **now,
+        "model": {**BEFORE, **asdict(TINY)},
+        "optim": {**optim, **deleted},
+        "schedule": {**schedule, "muon_momentum": 0.95},
+    }
+    assert upgrade_identity(before) == now == upgrade_identity(now)
+    before["optim"]["scalar_lr"] = 0.25
+    assert upgrade_identity(before)["optim"] == {**optim, "scalar_lr": 0.25}
+
+
+def test_a_deleted_option_is_rejected_with_the_commit_that_has_it():
+    for change in ({"repeat_layers": "1-2"}, {"softcap": 30.0}):
+        with pytest.raises(ValueError, match=f"{list(change)[0]}.*deleted; the last commit"):
+            read_config({**BEFORE, **asdict(TINY), **change})

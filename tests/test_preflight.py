@@ -118,8 +118,8 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
     weights = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     state = {n: v.clone() for n, v in optimizer.state_dict().items()}
 
-    def out_of_memory(weight, grad, momentum, *rates):
-        momentum.mul_(0.5)
+    def out_of_memory(weight, grad, state, *rest):
+        state[0].mul_(0.5)
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(optimizer, "muon_kernel", out_of_memory)

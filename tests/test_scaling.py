@@ -2,14 +2,14 @@
 
 import pytest
 
-from nanochat.optim import OptimConfig
+from nanochat.optim import SCALAR_LR, OptimConfig
 from nanochat.scaling import (
     MIN_STEPS,
     Horizon,
     ShapeConfig,
     auto_batch,
     plan_horizon,
-    scaled_optim,
+    scaled_rules,
 )
 from nanochat.scaling import shape_for_depth as shape
 
@@ -85,19 +85,30 @@ def test_settings_that_are_not_positive_are_named(name):
 
 
 def test_decay_times_steps_is_the_same_for_every_horizon():
-    decays = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay * n for n in (1000, 5000)]
-    assert decays[0] == pytest.approx(decays[1])
-    assert scaled_optim(OptimConfig(weight_decay=0.3), Horizon(9, 1)).weight_decay == 0.3
-    short = [scaled_optim(OptimConfig(), Horizon(n, 512)).weight_decay for n in (2, MIN_STEPS)]
-    assert short[0] == short[1]
+    def decay(optim: OptimConfig, steps: int) -> float:
+        return scaled_rules(optim, Horizon(steps, 512), 768)["matrix"].weight_decay
+
+    assert decay(OptimConfig(), 1000) * 1000 == pytest.approx(decay(OptimConfig(), 5000) * 5000)
+    assert decay(OptimConfig(weight_decay=0.3), 9) == 0.3
+    assert decay(OptimConfig(), 2) == decay(OptimConfig(), MIN_STEPS)
+
+
+def test_learning_rates_of_scalars_fall_with_the_root_of_the_batch():
+    large, small = (
+        scaled_rules(OptimConfig(), Horizon(9, tokens), 768) for tokens in (2**20, 2**17)
+    )
+    for role, rule in large.items():
+        quieter = 0.5 if role in ("residual", "skip", "gain") else 1.0
+        assert small[role].lr == pytest.approx(quieter * rule.lr)
+    assert large["skip"].lr == SCALAR_LR
 
 
 def test_what_is_given_replaces_what_follows_from_depth():
-    given = ShapeConfig(d_model=512, head_dim=64, n_kv_head=4, mlp_ratio=3, tie_embeddings=True)
-    cfg = shape(8, 1024, 2048, shape=given)
-    assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (512, 8, 4, 64)
-    assert cfg.mlp_ratio == 3 and cfg.tie_embeddings and cfg.value_embeddings
-    assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(rope_dims=32)).rope_dims == 32
+    cfg = shape(8, 1024, 2048, shape=ShapeConfig(d_model=512, head_dim=64, value_every=2))
+    assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (512, 8, 8, 64)
+    assert cfg.value_every == 2 and shape(8, 1024, 2048).value_every == 1
+    assert shape(8, 1024, 2048, "classic").value_every == 0
+    assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(value_every=1)).value_every == 1
     assert shape(4, 1024, 512) == shape(4, 1024, 512, shape=ShapeConfig(d_model=256))
 
 

@@ -26,7 +26,7 @@ def test_a_short_run_never_reaches_the_full_rate():
 
 
 def test_momentum_and_decay_stay_in_their_ranges():
-    momenta = [muon_momentum(s, 900, CFG) for s in range(900)]
+    momenta = [muon_momentum(s, 900) for s in range(900)]
     assert momenta[0] == 0.85 and momenta[300] == 0.95 and max(momenta) == 0.95
     assert decay_factor(0, 10) == 1 and decay_factor(9, 10) == pytest.approx(0.1)
 

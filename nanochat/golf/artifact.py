@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nanochat.distributed import Machine
+from nanochat.golf.model import new_model, read_config
 from nanochat.golf.quantize import (
     BITS,
     Format,
@@ -35,7 +36,6 @@ from nanochat.golf.quantize import (
     quantize_rows,
 )
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 Container = Literal["bytes", "packed"]

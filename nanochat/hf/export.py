@@ -4,7 +4,7 @@ Models in Hugging Face's format, both ways: weights, configuration, and the code
     GPT, Tokenizer -> write_hf -> a folder for AutoModelForCausalLM and AutoTokenizer -> read_hf
 
 The plain architecture (`GPTConfig.classic`) becomes transformers' own NanoChat classes; any other
-brings gpt.py, recursion/model.py and their imports as remote code, behind hf/modeling.py. Both keep
+brings the classes of its model as remote code, behind hf/modeling.py. Both keep
 the tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging Face.
 """
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat.common import code_of, source_of, write_atomic, write_json
+from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import (
     BOS,
@@ -27,7 +28,7 @@ from nanochat.hf.tokenizer import (
     read_tokenizer,
     write_tokenizer,
 )
-from nanochat.recursion.model import read_config
+from nanochat.loss import SOFTCAP
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
@@ -128,7 +129,7 @@ def write_hf(
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
-        for name in (MODELING, *code_of("recursion.model")):
+        for name in (MODELING, *code_of("golf.model")):
             write_atomic(folder / f"{flat(name)}.py", relative_imports(source_of(name)))
     looks_up_ids = bool(model.cfg.bigram_rows or len(model.value_embeds))
     embeds = EMBEDS_NEED_IDS if looks_up_ids else EMBEDS_ALONE
@@ -176,7 +177,7 @@ def native_config(cfg: GPTConfig) -> dict[str, Any]:
         "hidden_act": "relu2",
         "rms_norm_eps": torch.finfo(torch.float32).eps,  # what torch's rms_norm takes
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
-        "final_logit_softcapping": cfg.softcap,
+        "final_logit_softcapping": SOFTCAP,
         "attention_bias": False,
         "tie_word_embeddings": False,
     }

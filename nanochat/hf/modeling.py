@@ -1,11 +1,11 @@
 """
-gpt.py and recursion/model.py behind the interface of a causal model in transformers.
+GPT and its subclasses behind the interface of a causal model in transformers.
 
-    input ids, attention mask, cache -> GPT.begin -> GPT.run_layers -> logits, loss, hidden states
+    input ids, attention mask, cache -> GPT.prepare -> GPT.final_state -> logits, loss, states
 
-hf.py copies this file and the modules below gpt.py into every exported folder whose architecture
-transformers does not have itself; `trust_remote_code=True` runs them there. No second model: what
-generates is what was trained. What it cannot do raises an error that names the option.
+hf/export.py copies this file and the modules that it imports into every exported folder whose
+architecture transformers does not have; `trust_remote_code=True` runs them there. What generates is
+what was trained. What it cannot do raises an error that names the option.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig,
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from nanochat.golf.model import new_model, read_config
 from nanochat.loss import cap
-from nanochat.recursion.model import new_model, read_config
 
 
 class NanochatConfig(PretrainedConfig):
@@ -38,7 +38,7 @@ class NanochatConfig(PretrainedConfig):
             shape = read_config(self.gpt)
             self.vocab_size = shape.vocab_size
             self.hidden_size = shape.d_model
-            # Of the cache: keys and values by visit, then tokens where the one in front counts
+            # Of the cache: keys and values by layer, then tokens where the one in front counts
             self.num_hidden_layers = len(shape.order) + bool(shape.bigram_rows)
             self.num_attention_heads = shape.n_head
             self.num_key_value_heads = shape.n_kv_head
@@ -50,7 +50,7 @@ class NanochatConfig(PretrainedConfig):
 
 class StoredTokens:
     """
-    What kv_cache.CacheView is to our own cache, over a Cache of transformers or none at all.
+    What attention.CacheView is to our own cache, over a Cache of transformers or none at all.
 
     segments: (B, M), 0 for padding and else the number of the document, of all tokens there is
     room for, at least the past and the new ones. slots: (T,), where among them the new ones lie.
@@ -95,13 +95,13 @@ class StoredTokens:
         same = self.segments.gather(1, at) == self.segments[:, self.slots]
         return known.gather(1, at).masked_fill(~(found & same), -1)
 
-    def write(self, visit: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values at a visit to a layer, (B, T, G, D) each."""
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values of a layer, (B, T, G, D) each."""
         assert self.cache is not None
-        self.stored = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), visit)
+        self.stored = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
 
-    def read(self, visit: int) -> tuple[Tensor, Tensor]:
-        """All that there is at the visit just written: keys (B, G, D, M), values (B, G, M, D)."""
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All that the layer just written holds: keys (B, G, D, M), values (B, G, M, D)."""
         assert self.stored is not None
         keys, values = self.stored
         return keys.mT, values
@@ -251,7 +251,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises ValueError naming an argument that does not fit or that the model does not have.
         """
-        cfg, config = self.gpt.cfg, self.config
+        config = self.config
         known = ("num_items_in_batch", "shift_labels", "ignore_index")
         for name, value in loss_kwargs.items():
             if name not in known and value is not None:
@@ -269,18 +269,18 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         view: Any = self.view(tokens, attention_mask, position_ids, past_key_values, use_cache)
         if recompute and view.cache is not None:
             raise ValueError("gradient checkpointing cannot use a cache: use_cache=False")
-        run = self.gpt.begin(tokens, view, embeds=inputs_embeds)
+        ctx = self.gpt.prepare(tokens, view, embeds=inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
-        stored = None if view.cache is None else run.cache
-        run = run._replace(cache=stored, outputs=[] if output_hidden_states else None)
-        hidden = self.gpt.run_layers(run)  # (B, T, C)
-        states = None if run.outputs is None else (run.x0, *run.outputs[:-1], hidden)
+        stored = None if view.cache is None else view
+        ctx = ctx._replace(cache=stored, outputs=[] if output_hidden_states else None)
+        hidden = self.gpt.final_state(ctx)  # (B, T, C)
+        states = None if ctx.outputs is None else (ctx.x0, *ctx.outputs[:-1], hidden)
 
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         head = self.get_output_embeddings()  # called, not only read: an adapter may wrap it
         logits = self.gpt.logits(hidden[:, kept]) if head is None else head(hidden[:, kept])
-        logits = logits if head is None else cap(logits, cfg.softcap)
+        logits = logits if head is None else cap(logits)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, logits.size(-1), **loss_kwargs)

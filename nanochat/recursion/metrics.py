@@ -7,6 +7,7 @@ Metrics of a recursive model: losses, bits per byte, states and gradients by loo
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,16 +16,13 @@ import torch
 from nanochat.distributed import Machine
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte_of
 from nanochat.evaluators import ValidationLoss
-from nanochat.optim import MuonAdamW
-from nanochat.recursion.model import (  # two of them for checkpoint.ARCHITECTURES
-    RecursiveConfig,
-    RecursiveGPT,
-    new_model,
-    read_config,
-)
+from nanochat.gpt import config_from
+from nanochat.optim import MuonAdamW, values
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback
 
-__all__ = ["callbacks", "new_model", "read_config"]
+# For checkpoint.ARCHITECTURES, with `callbacks`
+new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
 
 
 class LoopMetrics(Callback):
@@ -73,11 +71,28 @@ def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
     sums = optimizer.machine.sum(*map(float, model.noted.values()))
     found = dict(zip(model.noted, sums, strict=True))
     counted = found.pop("counted")
-    norms = optimizer.gradient_norms(lambda name: part_of(name, model.cfg))
     return {
         **{name: nats / counted if counted else 0.0 for name, nats in found.items()},
-        **{f"grad_norm_{part}": norm * scale for part, norm in norms.items()},
+        **{k: norm * scale for k, norm in gradient_norms(model.cfg, optimizer).items()},
     }
+
+
+@torch.no_grad()
+def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
+    """Norms of the reduced gradients by part of the model, as {grad_norm_core, ...}."""
+    machine = optimizer.machine
+    parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in optimizer.named_params()}
+    squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
+    for group in optimizer.groups:
+        assert group.grad is not None, "gradient_norms without reduce_gradients"
+        rows = group.grad.flatten(1) if group.stacked else values(group.grad).flatten()[None]
+        first = group.rank * len(rows) if group.sharded and group.stacked else 0
+        mine = group.sharded or machine.is_main  # what all ranks hold counts once
+        sums = rows.square().sum(1).tolist()
+        for name, square in zip(group.names[first:], sums, strict=False):
+            squares[parts[name]] += square * mine
+    summed = machine.sum(*squares.values())
+    return {part: total**0.5 for part, total in zip(squares, summed, strict=True)}
 
 
 def part_of(name: str, cfg: RecursiveConfig) -> str:

@@ -10,7 +10,7 @@ an answer on grids; depth recurrence of language models arXiv:2502.05171.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -18,15 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.gpt import (
-    GPT,
-    GPTConfig,
-    Linear,
-    Pass,
-    config_from,
-    norm,
-)
-from nanochat.loss import IGNORE, loss_and_nats, token_losses
+from nanochat.gpt import GPT, ForwardContext, GPTConfig, Linear, norm
+from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
 MAX_BONUS = 4.0  # a bonus adds at most so many times the weight that a loop has anyway
@@ -106,16 +99,6 @@ class RecursiveConfig(GPTConfig):
         return sum(map(self.sampled_chance, range(loop, cut + 1)))
 
 
-def read_config(values: Mapping[str, Any]) -> GPTConfig:
-    """The configuration that `asdict` made a dict of, whichever of the two it was."""
-    return config_from(RecursiveConfig if "n_loops" in values else GPTConfig, values)
-
-
-def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """A model of a configuration, recursive or not, its weights not drawn yet."""
-    return RecursiveGPT(cfg, dtype) if isinstance(cfg, RecursiveConfig) else GPT(cfg, dtype)
-
-
 def recursive_config(plain: GPTConfig, **values: Any) -> RecursiveConfig:
     """A plain shape as a recursive one; `values` are the fields that are new."""
     own = {f.name: getattr(plain, f.name) for f in fields(GPTConfig)}
@@ -176,26 +159,25 @@ class RecursiveGPT(GPT):
 
     # ---- computation -------------------------------------------------------------------------
 
-    def states(self, run: Pass, loops: int) -> Iterator[Tensor]:
+    def states(self, ctx: ForwardContext, loops: int) -> Iterator[Tensor]:
         """The state (B, T, C) after each of so many loops, as many as it was trained for or not."""
         cfg = self.cfg
-        e = state = self.walk(run, run.x0, zip(cfg.prelude, cfg.prelude, strict=True))
+        e = state = self.run_layers(ctx, ctx.x0, cfg.prelude)
         for k in range(loops):
             if cfg.bptt_loops and 0 < k == cfg.n_loops - cfg.bptt_loops:
                 state = state.detach()
-            first = cfg.n_prelude + k * cfg.n_core
             x = self.inject(torch.cat((e, norm(state)), dim=-1))
-            state = self.walk(run, x, enumerate(cfg.core, first))
+            state = self.run_layers(ctx, x, cfg.core, cfg.n_prelude + k * cfg.n_core)
             yield state
 
-    def read_out(self, run: Pass, state: Tensor, loops: int) -> Tensor:
-        """A state after so many loops -> what stands in front of the head (B, T, C)."""
+    def read_out(self, ctx: ForwardContext, state: Tensor, loops: int) -> Tensor:
+        """A state after N loops -> the normalized state in front of the head (B, T, C)."""
         first = self.cfg.n_prelude + loops * self.cfg.n_core
-        return norm(self.walk(run, state, enumerate(self.cfg.coda, first)))
+        return norm(self.run_layers(ctx, state, self.cfg.coda, first))
 
-    def run_layers(self, run: Pass) -> Tensor:
-        *_, last = self.states(run, self.cfg.n_loops)
-        return self.read_out(run, last, self.cfg.n_loops)
+    def final_state(self, ctx: ForwardContext) -> Tensor:
+        *_, last = self.states(ctx, self.cfg.n_loops)
+        return self.read_out(ctx, last, self.cfg.n_loops)
 
     def loss(
         self,
@@ -210,12 +192,12 @@ class RecursiveGPT(GPT):
         """
         if weights is not None:
             return super().loss(tokens, targets, segments, weights)
-        cfg, run = self.cfg, self.begin(tokens, None, segments)
+        cfg, ctx = self.cfg, self.prepare(tokens, None, segments)
         counted = (targets != IGNORE).sum(1)  # (B,)
         objective = torch.zeros((), device=tokens.device)
         nats = paid = torch.zeros(len(tokens), device=tokens.device)
         shares = cfg.shares(self.supervised)
-        for k, state in enumerate(self.states(run, cfg.n_loops), start=1):
+        for k, state in enumerate(self.states(ctx, cfg.n_loops), start=1):
             if k not in shares:
                 continue
             before, extra = nats / counted.clamp(min=1), None
@@ -223,13 +205,12 @@ class RecursiveGPT(GPT):
                 bonus = cfg.improvement_bonus / before.clamp(min=1e-6) / shares[k]
                 extra = 1 + bonus.clamp(max=MAX_BONUS)  # (B,), in shares
                 paid = paid + shares[k] * (extra - 1) * nats
-            each = None if extra is None else extra[:, None].expand_as(targets).flatten()
-            hidden = self.read_out(run, state, k).flatten(0, 1)
-            summed, found = loss_and_nats(
-                hidden, self.head_weight, targets.flatten(), cfg.softcap, each, self.loss_kernels
+            each = None if extra is None else extra[:, None].expand_as(targets)
+            summed, found = chunked_cross_entropy(
+                self.read_out(ctx, state, k), self.head_weight, targets, each, self.loss_kernels
             )
             objective = objective + shares[k] * summed
-            nats = found.view_as(targets).sum(1) / (1 if extra is None else extra)
+            nats = found.sum(1) / (1 if extra is None else extra)
             self.note(f"loss_loop_{k}", nats.sum())
         self.note("total_loss", objective.detach() - paid.sum())
         self.note("counted", counted.sum())
@@ -242,14 +223,11 @@ class RecursiveGPT(GPT):
     @torch.no_grad()
     def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: Sequence[int]) -> Tensor:
         """Nats of each target after so many loops: (len(loops), B, T) float32, as token_losses."""
-        run, flat, found = self.begin(tokens), targets.flatten(), []
-        for k, state in enumerate(self.states(run, max(loops)), start=1):
+        ctx, found = self.prepare(tokens), []
+        for k, state in enumerate(self.states(ctx, max(loops)), start=1):
             if k in loops:
-                hidden = self.read_out(run, state, k).flatten(0, 1)
-                nats = token_losses(
-                    hidden, self.head_weight, flat, self.cfg.softcap, self.loss_kernels
-                )
-                found.append(nats.view_as(targets))
+                hidden = self.read_out(ctx, state, k)
+                found.append(token_losses(hidden, self.head_weight, targets, self.loss_kernels))
         return torch.stack(found)
 
     @torch.no_grad()
@@ -258,7 +236,7 @@ class RecursiveGPT(GPT):
         What the state does: its root mean square after each loop (loops,), and its mean cosine to
         the one before (loops - 1,).
         """
-        states = [s.float() for s in self.states(self.begin(tokens), loops)]
+        states = [s.float() for s in self.states(self.prepare(tokens), loops)]
         size = torch.stack([s.square().mean().sqrt() for s in states])
         pairs = zip(states, states[1:], strict=False)
         turns = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]

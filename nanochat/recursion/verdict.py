@@ -54,7 +54,7 @@ class Criterion(NamedTuple):
     why: str
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Whether it is met, and why, in words."""
         words = {True: "met", False: "NOT MET", None: "not judged"}
         return f"{words[self.met]} ({self.why})"

@@ -9,11 +9,12 @@ Reads   artifacts (scripts.export --format=artifact) and validation text; where 
 Writes  the section "Parameter golf"; several artifacts are seeds of one recipe: mean and spread
 """
 
-import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint
@@ -34,8 +35,8 @@ CHARS_PER_TOKEN = 3  # roughly, to estimate the time it will take
 
 @dataclass(frozen=True)
 class GolfEval:
-    artifacts: str | None = None
-    """Files to score, separated by commas: the seeds of one recipe. Default: all export/*.golf."""
+    artifacts: tuple[Path, ...] | None = None
+    """Files to score, the seeds of one recipe. Default: all export/*.golf."""
     eval_stride: int | None = None
     """Tokens scored per window of the sliding evaluation, which sees at least a row's length less
     that many before each; 0 = no sliding evaluation. Default: a quarter of a row."""
@@ -59,45 +60,33 @@ class GolfEval:
 
 
 class Scored(NamedTuple):
-    """What one artifact is worth."""
+    """One artifact and its scores."""
 
     path: Path
     artifact: Artifact
     parent: Checkpoint | None
-    """The checkpoint it was made of, where it is still there."""
-    before: Bpb | None
+    """The checkpoint it was made of, where it still exists."""
+    baseline: Bpb | None
     """Of that checkpoint's weights."""
     plain: Bpb
     sliding: Bpb | None
-
-    @property
-    def bytes(self) -> int:
-        """Of the file."""
-        return self.path.stat().st_size
 
 
 def main(cfg: GolfEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
-    scored = [score(cfg, path, machine) for path in files(cfg)]
-    require_alike(scored)
-    if machine.is_main:
-        with machine.working("writing the report"):
-            write_section(cfg, machine, scored, started)
-    machine.close()
-
-
-def files(cfg: GolfEval) -> list[Path]:
-    """The artifacts. Raises MissingInput where there is none."""
-    if cfg.artifacts:
-        return [Path(name.strip()).expanduser() for name in cfg.artifacts.split(",")]
-    found = sorted((base_dir() / "export").glob("*.golf"))
-    if not found:
+    paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
+    if not paths:
         raise MissingInput(
             f"there is no artifact in {base_dir() / 'export'}",
             "python -m scripts.export --source=base --format=artifact",
         )
-    return found
+    scored = [score(cfg, path.expanduser(), machine) for path in paths]
+    require_one_recipe(scored)
+    if machine.is_main:
+        with machine.working("writing the report"):
+            write_section(cfg, machine, scored, started)
+    machine.close()
 
 
 def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
@@ -110,7 +99,8 @@ def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
-    windows = cfg.eval_batch_seqs or default_seqs(T, machine)
+    on_cpu = machine.device.type == "cpu"
+    windows = cfg.eval_batch_seqs or (max(1, CPU_TOKENS // T) if on_cpu else GPU_SEQS)
     passes = 1 + (T / stride if stride else 0) + (parent is not None)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, int(tokens), machine) / 3)
@@ -119,21 +109,22 @@ def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
         return document_bpb(model, texts, artifact.tokenizer, T, stride, windows, machine)
 
     plain = bpb(T)
-    told = f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"
-    sliding = before = None
-    if stride:
-        sliding = bpb(stride)
-        told += f", sliding {sliding.value:.5f} (stride {stride})"
+    parts = [f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"]
+    sliding = bpb(stride) if stride else None
+    if sliding:
+        parts.append(f"sliding {sliding.value:.5f} (stride {stride})")
+    baseline = None
     if parent:
         model.load_state_dict(parent.model_tensors())
-        before = bpb(T)
-        told += f", before {before.value:.5f}, gap {plain.value - before.value:+.5f}"
-    machine.print0(told)
-    return Scored(path, artifact, parent, before, plain, sliding)
+        baseline = bpb(T)
+        gap = plain.value - baseline.value
+        parts.append(f"before {baseline.value:.5f}, gap {gap:+.5f}")
+    machine.print0(", ".join(parts))
+    return Scored(path, artifact, parent, baseline, plain, sliding)
 
 
-def require_alike(scored: list[Scored]) -> None:
-    """Raises ValueError where a mean would be one of different things."""
+def require_one_recipe(scored: list[Scored]) -> None:
+    """Raises ValueError for files of another text or shape, which have no common mean."""
     first = scored[0]
     for s in scored[1:]:
         if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
@@ -143,13 +134,8 @@ def require_alike(scored: list[Scored]) -> None:
             )
 
 
-def default_seqs(T: int, machine: Machine) -> int:
-    """Windows per forward pass where nobody says."""
-    return max(1, CPU_TOKENS // T) if machine.device.type == "cpu" else GPU_SEQS
-
-
 def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
-    """The checkpoint an artifact was made of; None where it is not here, or no longer that one."""
+    """The checkpoint an artifact was made of; None where it is missing or has changed."""
     origin = artifact.origin
     try:
         found = machine.on_node(
@@ -163,26 +149,22 @@ def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
 
 def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started: float) -> None:
     """The record and the report."""
-    plain = [s.plain.value for s in scored]
-    sliding = [s.sliding.value for s in scored if s.sliding]
-    before = [s.before.value for s in scored if s.before]
-    code, largest = sum(code_bytes().values()), max(s.bytes for s in scored)
+    plain = np.array([s.plain.value for s in scored])
+    sliding = np.array([s.sliding.value for s in scored if s.sliding])
+    baseline = np.array([s.baseline.value for s in scored if s.baseline])
+    figures = {"Pre-quantisation bpb": baseline, "Roundtrip bpb": plain}
+    if len(sliding):
+        figures |= {"Roundtrip sliding bpb": sliding, "Sliding gain bpb": sliding - plain}
+    if len(baseline) == len(scored):
+        figures["Quantisation gap bpb"] = plain - baseline
+    else:
+        del figures["Pre-quantisation bpb"]
+    code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
     total = largest + (code if cfg.count_code else 0)
-    values: dict[str, Any] = {"Seeds": len(scored)}
-    if len(before) == len(scored):
-        gaps = [after - was for after, was in zip(plain, before, strict=True)]
-        values["Pre-quantisation bpb"] = records.over_seeds(before)
-    values["Roundtrip bpb"] = records.over_seeds(plain)
-    if sliding:
-        values["Roundtrip sliding bpb"] = records.over_seeds(sliding)
-        values["Sliding gain bpb"] = records.over_seeds(
-            [s - p for s, p in zip(sliding, plain, strict=True)]
-        )
-    if len(before) == len(scored):
-        values["Quantisation gap bpb"] = records.over_seeds(gaps)
-    if len(scored) > 1:
-        values["Spread over seeds (std)"] = statistics.stdev(plain)
-    values |= {
+    values: dict[str, Any] = {
+        "Seeds": len(scored),
+        **{name: records.over_seeds(found.tolist()) for name, found in figures.items()},
+        **({"Spread over seeds (std)": float(plain.std(ddof=1))} if len(scored) > 1 else {}),
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,
         "Code bytes": code,
@@ -191,9 +173,8 @@ def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started
         "Within the limit": total <= cfg.limit_bytes,
         "Bytes scored": scored[0].plain.bytes,
         "Tokens scored": scored[0].plain.tokens,
+        **{s.path.stem: describe(s) for s in scored},
     }
-    for s in scored:
-        values[f"{s.path.stem}"] = line(s)
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
     records.write_record(
@@ -207,18 +188,15 @@ def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started
     report.update(cfg.report_dir)
 
 
-def line(s: Scored) -> str:
+def describe(s: Scored) -> str:
     """One artifact in a line of the section."""
     parts = [f"seed {s.artifact.origin['seed']}"]
     seconds = s.parent.state.get("progress", {}).get("clock_seconds") if s.parent else None
     if s.parent and seconds:
         parts.append(f"{s.parent.step} steps in {seconds:.0f} s")
-    if s.before:
-        parts.append(f"before {s.before.value:.4f}")
-    parts.append(f"roundtrip {s.plain.value:.4f}")
-    if s.sliding:
-        parts.append(f"sliding {s.sliding.value:.4f}")
-    return ", ".join([*parts, f"{s.bytes:,} bytes"])
+    scores = {"before": s.baseline, "roundtrip": s.plain, "sliding": s.sliding}
+    parts += [f"{name} {bpb.value:.4f}" for name, bpb in scores.items() if bpb]
+    return ", ".join([*parts, f"{s.path.stat().st_size:,} bytes"])
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ Writes  the section "Recursion"
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, NamedTuple
 
 from nanochat import records, report, stats
@@ -42,12 +42,12 @@ SHOWN = ("loss_loop_", "total_loss", "grad_norm_")  # of the metrics of the last
 
 @dataclass(frozen=True)
 class RecursionEval:
-    model_tags: str | None = None
-    """Folders under base_checkpoints/ of recursive models, separated by commas: seeds of one
-    recipe. Default: the one written last."""
-    plain_tags: str | None = None
-    """Folders of plain models to compare with. What each is equal in, FLOPs, tokens or parameters,
-    is found out."""
+    model_tags: tuple[str, ...] | None = None
+    """Folders under base_checkpoints/ of recursive models: seeds of one recipe. Default: the newest
+    one."""
+    plain_tags: tuple[str, ...] = ()
+    """Folders of plain models to compare with, each at equal FLOPs, tokens or parameters where it
+    has as many."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760, on a CPU 262,144."""
     device_batch_size: int | None = None
@@ -60,25 +60,19 @@ class RecursionEval:
 
 
 class Scored(NamedTuple):
-    """One checkpoint and what was found."""
+    """One checkpoint and its figures."""
 
     checkpoint: Checkpoint
     model: GPT
     by_loop: dict[int, float]
-    """Bits per byte after so many loops; of a plain model after one."""
+    """Bits per byte after N loops; of a plain model after one."""
     states: dict[str, float]
-    losses: list[float]
-    norms: list[float]
-    late: dict[str, float]
-    """Losses by loop and gradient norms by part, the means of the last tenth of the steps."""
+    steps: list[dict[str, float]]
+    """The metrics of every training step."""
 
     @property
     def tag(self) -> str:
         return self.checkpoint.folder.parent.name
-
-    @property
-    def tokens(self) -> int:
-        return self.checkpoint.step * self.checkpoint.state["identity"]["batch_tokens"]
 
     @property
     def recipe(self) -> str:
@@ -92,61 +86,52 @@ def main(cfg: RecursionEval) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine)
 
-    def find(tags: str | None) -> list[Checkpoint]:
-        return [find_checkpoint("base", tag, None, machine.print0) for tag in names(tags)]
+    def find(tags: Sequence[str | None]) -> list[Checkpoint]:
+        return [find_checkpoint("base", tag, None, machine.print0) for tag in tags]
 
-    found = machine.on_node("verifying checkpoints", lambda: find(cfg.model_tags))
-    plain = machine.on_node(
-        "verifying checkpoints", lambda: find(cfg.plain_tags) if cfg.plain_tags else []
-    )
-    require_alike([*found, *plain])
-    recursive = [score(cfg, checkpoint, machine) for checkpoint in found]
-    for s in recursive:
-        if not isinstance(s.model, RecursiveGPT):
-            raise Refused(f"{s.tag} is not recursive", "name it with --plain_tags")
-        if s.recipe != recursive[0].recipe:
-            raise Refused(
-                f"{s.tag} and {recursive[0].tag} are not seeds of one recipe", "judge them apart"
-            )
-    others = [score(cfg, checkpoint, machine) for checkpoint in plain]
-    for s in others:
-        if isinstance(s.model, RecursiveGPT):
-            raise Refused(f"{s.tag} is recursive", "name it with --model_tags, alone")
-    criteria = judge(recursive, others)
+    tags = (cfg.model_tags or (None,), cfg.plain_tags)
+    recursive, plain = machine.on_node("verifying checkpoints", lambda: [find(t) for t in tags])
+    require_comparable([*recursive, *plain])
+    recursive = [score(cfg, checkpoint, machine) for checkpoint in recursive]
+    plain = [score(cfg, checkpoint, machine) for checkpoint in plain]
+    require_one_recipe(recursive, plain)
+    criteria = judge(recursive, plain)
     for criterion in criteria:
-        machine.print0(f"{criterion.name}: {criterion.told}")
+        machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
         with machine.working("writing the report"):
-            write_section(cfg, machine, recursive, others, criteria, started)
+            write_section(cfg, machine, recursive, plain, criteria, started)
     machine.close()
 
 
-def names(tags: str | None) -> list[str | None]:
-    """Tags of a comma-separated list; None, the one written last, where nobody named any."""
-    if not tags:
-        return [None]
-    found = [tag.strip() for tag in tags.split(",")]
-    if "" in found or len(set(found)) < len(found):
-        raise ValueError(f"tags must be named once each, got {tags!r}")
-    return list(found)
-
-
-def require_alike(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raises Refused where a comparison would be one of different text or tokens, or unequal."""
-    for checkpoint in checkpoints:
+def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raises Refused where checkpoints differ in text or tokens, or one has no count of FLOPs."""
+    inputs = [checkpoint.state["provenance"]["inputs"] for checkpoint in checkpoints]
+    for checkpoint, theirs in zip(checkpoints, inputs, strict=True):
         if "flops" not in checkpoint.state["progress"]:
-            raise Refused(
-                f"{checkpoint.folder} does not say how many FLOPs it took", "train it anew"
-            )
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
-        ours, theirs = (c.state["provenance"]["inputs"] for c in (first, other))
-        for what in ("data", "tokenizer", "rows"):
-            if ours[what] != theirs[what]:
+            raise Refused(f"{checkpoint.folder} has no count of FLOPs", "train it anew")
+        for name in ("data", "tokenizer", "rows"):
+            if theirs[name] != inputs[0][name]:
                 raise Refused(
-                    f"{other.folder} and {first.folder} were trained on different {what}",
-                    "compare what read the same",
+                    f"{checkpoint.folder} and {checkpoints[0].folder} were trained on different "
+                    f"{name}",
+                    "compare runs with the same one",
                 )
+
+
+def require_one_recipe(recursive: Sequence[Scored], plain: Sequence[Scored]) -> None:
+    """Raises Refused where a model is of the wrong kind, or no seed of the first one's recipe."""
+    first = recursive[0]
+    for s in recursive:
+        if not isinstance(s.model, RecursiveGPT):
+            raise Refused(f"{s.tag} is not recursive", "name it with --plain_tags")
+        if s.recipe != first.recipe:
+            raise Refused(
+                f"{s.tag} and {first.tag} are not seeds of one recipe", "judge them apart"
+            )
+    for s in plain:
+        if isinstance(s.model, RecursiveGPT):
+            raise Refused(f"{s.tag} is recursive", "name it with --model_tags, alone")
 
 
 def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: Machine) -> Scored:
@@ -159,87 +144,68 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: Machine) -> Score
     size = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, 2 * tokens, machine) / 3)
+    token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():
         mine = rows.val_batches(size, max(1, tokens // T), machine.rank, machine.world_size)
         return row_batches(mine, size)
 
-    states: dict[str, float] = {}
     if isinstance(model, RecursiveGPT):
         loops = range(1, 2 * model.cfg.n_loops + 1)
-        token_bytes = tokenizer.token_bytes()
         bpb = bpb_by_loop(model, loops, batches(), token_bytes, machine)
-        by_loop = {k: one.value for k, one in zip(loops, bpb, strict=True)}
         states = state_figures(model, batches())
     else:
-        by_loop = {1: bits_per_byte(model, batches(), tokenizer.token_bytes(), machine).value}
-    steps = [
-        line for line in read_metrics(checkpoint.folder.parent / METRICS_FILE) if "loss" in line
-    ]
-    late = steps[-max(1, len(steps) // 10) :]
-    shown = {name: None for step in late for name in step if name.startswith(SHOWN)}
+        bpb = [bits_per_byte(model, batches(), token_bytes, machine)]
+    by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
+    metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     scored = Scored(
-        checkpoint,
-        model,
-        by_loop,
-        states,
-        [step["loss"] for step in steps],
-        [step["grad_norm"] for step in steps],
-        {name: statistics.mean(s[name] for s in late if name in s) for name in shown},
+        checkpoint, model, by_loop, states, [line for line in metrics if "loss" in line]
     )
-    told = ", ".join(f"{value:.4f}" for value in by_loop.values())
-    machine.print0(f"{scored.tag}: bpb {told}")
+    values = ", ".join(f"{value:.4f}" for value in by_loop.values())
+    machine.print0(f"{scored.tag}: bpb {values}")
     return scored
 
 
 def judge(recursive: Sequence[Scored], plain: Sequence[Scored]) -> list[Criterion]:
     """What the runs should satisfy, and whether they do."""
-    arm, others = arm_of(recursive), arms_of(plain)
-    trained = range(1, config_of(recursive[0]).n_loops + 1)
-    by_loop = [[s.by_loop[k] for s in recursive] for k in trained]
-    norms = [norm for s in recursive for norm in s.norms if math.isfinite(norm)]
+    arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
+    by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
+    norms = [step["grad_norm"] for s in recursive for step in s.steps]
     bad = sum(s.checkpoint.state["progress"]["health"]["bad_steps"] for s in recursive)
     return [
-        verdict.healthy(norms, bad),
-        verdict.falling([s.losses for s in recursive]),
+        verdict.healthy(list(filter(math.isfinite, norms)), bad),
+        verdict.falling([[step["loss"] for step in s.steps] for s in recursive]),
         verdict.ordered(by_loop),
-        verdict.not_held_back(
-            arm, by_loop[0], others, config_of(recursive[0]).sampled_chance(1) > 0
-        ),
+        verdict.not_held_back(arm, by_loop[0], others, cfg.sampled_chance(1) > 0),
         verdict.pays(arm, others),
     ]
 
 
 def config_of(scored: Scored) -> RecursiveConfig:
     """The shape of a recursive model."""
-    cfg = scored.model.cfg
-    assert isinstance(cfg, RecursiveConfig)
-    return cfg
+    assert isinstance(scored.model.cfg, RecursiveConfig)
+    return scored.model.cfg
 
 
 def arm_of(seeds: Sequence[Scored]) -> Arm:
     """Seeds of one recipe, with what a run of it cost."""
-    first = seeds[0]
-    cfg, model = first.model.cfg, first.model
-    last = config_of(first).n_loops if isinstance(model, RecursiveGPT) else 1
-    visits = len(cfg.order)
-    shape = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
-    if len({s.checkpoint.state["identity"]["seed"] for s in seeds}) < len(seeds):
-        raise Refused(
-            f"{', '.join(s.tag for s in seeds)} are one recipe, but not of different seeds",
-            "name one of each seed",
-        )
-    tokens = statistics.mean(s.tokens for s in seeds)
+    model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
+    cfg, passes = model.cfg, len(model.cfg.order)
+    if len({state["identity"]["seed"] for state in states}) < len(seeds):
+        tags = ", ".join(s.tag for s in seeds)
+        raise Refused(f"{tags} are one recipe, but not of different seeds", "name one of each seed")
+    shape = f"{cfg.n_layer} layers" + (f" in {passes} visits" if passes > cfg.n_layer else "")
+    tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
     return Arm(
         f"{shape}, width {cfg.d_model}, {tokens:,.0f} tokens",
-        [s.by_loop[last] for s in seeds],
+        [s.by_loop[getattr(cfg, "n_loops", 1)] for s in seeds],
         cfg.n_layer,
         cfg.d_model,
-        visits,
+        passes,
         model.num_params(),
         model.num_used_params(),
         tokens,
-        statistics.mean(s.checkpoint.state["progress"]["flops"] for s in seeds),
+        mean(state["progress"]["flops"] for state in states),
     )
 
 
@@ -267,12 +233,14 @@ def write_section(
 ) -> None:
     """The record and the report."""
     arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
-    r = shape.n_loops
-    trained = [statistics.mean(s.by_loop[k] for s in recursive) for k in range(1, r + 1)]
+    loops, r = list(recursive[0].by_loop), shape.n_loops
+    curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
+    states = {name: mean_of([s.states for s in recursive], name) for name in recursive[0].states}
+    runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": records.over_seeds(arm.bpb),
         **({"Spread over seeds (std)": arm.sd} if arm.sd is not None else {}),
-        **{criterion.name: criterion.told for criterion in reversed(criteria)},
+        **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",
         "Supervised": f"{shape.supervise}, base {shape.supervision_base:g}, bonus "
@@ -281,33 +249,25 @@ def write_section(
         "Parameters by use": arm.used_params,
         "Number of training tokens": arm.tokens,
         "Total training flops": f"{arm.flops:e}",
-        "Refinement % (a bad first loop makes it large)": refinement(trained),
-        **{f"Last steps, {name}": value for name, value in late_figures(recursive).items()},
-        "Runs": ", ".join(f"{s.tag} ({run_id(s)})" for s in (*recursive, *plain)),
+        "Refinement % (a bad first loop makes it large)": refinement([y for _, y in curve[:r]]),
+        **late_figures(recursive),
+        "Runs": ", ".join(runs),
     }
-    loops = [
-        [
-            f"{k}" + (" (trained)" if k == r else ""),
-            show([s.by_loop[k] for s in recursive]),
-            *(mean_state(recursive, name, k) for name in ("state_rms", "state_cosine")),
-        ]
-        for k in recursive[0].by_loop
-    ]
-    rows = [
-        [
-            a.name,
-            f"{a.params:,}",
-            f"{a.used_params:,}",
-            f"{a.flops:.3e}",
-            show(a.bpb),
-            "" if a is arm else verdict.apart(a, arm),
-        ]
-        for a in (arm, *others)
-    ]
+    arm_rows = []
+    for a in (arm, *others):
+        cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
+        arm_rows.append([a.name, *cost, show(a.bpb), "" if a is arm else verdict.apart(a, arm)])
+    loop_rows = []
+    for k in loops:
+        found = [states.get(f"{name}_{k}") for name in ("state_rms", "state_cosine")]
+        cells = ("-" if value is None else f"{value:.3f}" for value in found)
+        trained = " (trained)" if k == r else ""
+        loop_rows.append([f"{k}{trained}", show([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the loop before"]
-    first, last = min(recursive[0].by_loop), max(recursive[0].by_loop)
-    curve = [[k, statistics.mean(s.by_loop[k] for s in recursive)] for k in recursive[0].by_loop]
+    lines = {
+        f"{i}: {a.name}": [[loops[0], a.mean], [loops[-1], a.mean]] for i, a in enumerate(others)
+    }
     origin = recursive[0].checkpoint.state["provenance"]
     records.write_record(
         SECTION,
@@ -317,34 +277,27 @@ def write_section(
         records.Cost.since(started, machine),
         cfg.report_dir,
         tables=[
-            {"title": "Equal cost", "columns": columns, "rows": rows},
-            {"title": "By number of loops", "columns": by_loop, "rows": loops},
+            {"title": "Equal cost", "columns": columns, "rows": arm_rows},
+            {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
         ],
-        series={
-            "recursive, by loops": curve,
-            **{f"{i}: {a.name}": [[first, a.mean], [last, a.mean]] for i, a in enumerate(others)},
-        },
+        series={"recursive, by loops": curve, **lines},
     )
     report.update(cfg.report_dir)
 
 
+def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
+    """Of a figure that some lines may lack."""
+    return mean(line[name] for line in lines if name in line)
+
+
 def late_figures(recursive: Sequence[Scored]) -> dict[str, float]:
-    """Means over the seeds; a loop that is drawn by chance may be missing in some."""
-    names = {name: None for s in recursive for name in s.late}
-    return {
-        name: statistics.mean(s.late[name] for s in recursive if name in s.late) for name in names
-    }
-
-
-def run_id(scored: Scored) -> str:
-    """The run that a checkpoint belongs to."""
-    return scored.checkpoint.state["provenance"]["run_id"]
-
-
-def mean_state(recursive: Sequence[Scored], name: str, loop: int) -> str:
-    """A figure of the state after a loop, the mean of the seeds; nothing beyond those trained."""
-    found = [s.states[f"{name}_{loop}"] for s in recursive if f"{name}_{loop}" in s.states]
-    return f"{statistics.mean(found):.3f}" if found else "-"
+    """Losses by loop and gradient norms by part in the last tenth of the steps, over the seeds."""
+    found = []
+    for s in recursive:
+        late = s.steps[-max(1, len(s.steps) // 10) :]
+        names = dict.fromkeys(n for step in late for n in step if n.startswith(SHOWN))
+        found.append({f"Last steps, {name}": mean_of(late, name) for name in names})
+    return {name: mean_of(found, name) for name in dict.fromkeys(n for each in found for n in each)}
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path
     export_it(out=str(tmp_path / "kept.golf"), quantize="*=int5")
     shutil.rmtree(stage_folder("base"))
     cfg = evaluate.GolfEval(
-        artifacts=str(tmp_path / "kept.golf"),
+        artifacts=(tmp_path / "kept.golf",),
         max_documents=3,
         eval_stride=0,
         data=evaluate.DataConfig(dataset="embedded", num_shards=1),

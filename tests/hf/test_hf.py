@@ -96,7 +96,7 @@ def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exp
     if is_native(ours.cfg):
         assert type(theirs).__module__.startswith("transformers.models.nanochat") and not code
     else:
-        assert code == {"hf_modeling", "recursion_model", "gpt", "attention", "loss"}
+        assert code == {"hf_modeling", "golf_model", "recursion_model", "gpt", "attention", "loss"}
         assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
 
 
@@ -223,14 +223,14 @@ def test_prompts_as_vectors_give_what_their_ids_give(exported, ids):
 
 @torch.no_grad()
 def test_vectors_alone_need_a_model_that_looks_up_no_ids(tokenizer, ids):
-    shape = replace(TINY, vocab_size=tokenizer.vocab_size, value_embeddings=False)
+    shape = replace(TINY, vocab_size=tokenizer.vocab_size, value_every=0)
     remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
     embeds = remote.get_input_embeddings()(ids)
     torch.testing.assert_close(remote(inputs_embeds=embeds).logits, remote(ids).logits)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     want = remote.generate(ids, **options)[:, -4:]
     assert torch.equal(remote.generate(inputs_embeds=embeds, **options), want)
-    for change in ({"value_embeddings": True}, {"bigram_rows": 97}):
+    for change in ({"value_every": 2}, {"bigram_rows": 97}):
         other = NanochatForCausalLM(NanochatConfig(gpt=asdict(replace(shape, **change)))).eval()
         with pytest.raises(ValueError, match="value embeddings or hash-bigram.*give input_ids"):
             other(inputs_embeds=embeds)

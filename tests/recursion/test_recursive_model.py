@@ -25,7 +25,6 @@ from nanochat.recursion.metrics import (
 from nanochat.recursion.model import (
     RecursiveConfig,
     RecursiveGPT,
-    read_config,
     recursive_config,
 )
 from nanochat.recursion.presets import RecursionConfig
@@ -55,9 +54,9 @@ def rows(n: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_by_loop(model: RecursiveGPT, tokens: torch.Tensor, loops: int) -> list[torch.Tensor]:
-    run = model.begin(tokens)
-    states = enumerate(model.states(run, loops), start=1)
-    return [model.logits(model.read_out(run, state, k)) for k, state in states]
+    ctx = model.prepare(tokens)
+    states = enumerate(model.states(ctx, loops), start=1)
+    return [model.logits(model.read_out(ctx, state, k)) for k, state in states]
 
 
 # ---- the plain model, exactly --------------------------------------------------------------------
@@ -165,8 +164,8 @@ def test_no_loop_is_ever_trained_to_be_worse(preset, bonus, monkeypatch):
     model, (tokens, targets) = model_of(cfg), rows()
     read, shown = model.read_out, {}
 
-    def remember(run, state, loops):
-        shown[loops] = read(run, state, loops)
+    def remember(ctx, state, loops):
+        shown[loops] = read(ctx, state, loops)
         shown[loops].retain_grad()
         return shown[loops]
 
@@ -238,11 +237,11 @@ def test_gradients_stop_where_they_were_told_to():
     grads = {}
     for bptt in (None, 3, 2, 1):
         model = model_of(recursive(bptt_loops=bptt))
-        run = model.begin(tokens)
-        states = list(model.states(run, 3))
+        ctx = model.prepare(tokens)
+        states = list(model.states(ctx, 3))
         for state in states:
             state.retain_grad()
-        model.read_out(run, states[-1], 3).square().sum().backward()
+        model.read_out(ctx, states[-1], 3).square().sum().backward()
         grads[bptt] = [state.grad is not None for state in states]
         grads[bptt].append(float(model.blocks[0].mlp.up.weight.grad.norm()))
     reach = {bptt: found[:3] for bptt, found in grads.items()}
@@ -319,7 +318,7 @@ def test_a_shape_that_cannot_be_is_refused_by_name(change):
 
 def test_a_configuration_survives_being_written_down():
     for cfg in (PLAIN, recursive(bptt_loops=2)):
-        assert read_config(asdict(cfg)) == cfg
+        assert checkpoint.read_config(asdict(cfg)) == cfg
 
 
 @pytest.mark.parametrize(
@@ -394,9 +393,9 @@ def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: Machine):
 @pytest.mark.parametrize("cfg", [PLAIN, recursive()])
 def test_a_model_that_repeats_layers_is_rejected_by_name(cfg):
     earlier = {**asdict(cfg), "repeat_layers": None}  # the field that every model had
-    assert read_config(earlier) == cfg == checkpoint.read_config(earlier)
+    assert checkpoint.read_config(earlier) == cfg
     with pytest.raises(ValueError, match="repeat_layers.*27c376f"):
-        read_config({**earlier, "repeat_layers": "1-2"})
+        checkpoint.read_config({**earlier, "repeat_layers": "1-2"})
 
 
 def test_the_configuration_decides_the_class_and_its_callbacks():

@@ -1,0 +1,180 @@
+"""
+The options of the architecture that only parameter golf uses, as subclasses of GPT.
+
+    values of a checkpoint -> read_config -> GolfConfig -> new_model -> GolfGPT
+
+Both functions take every model of this repository: plain, recursive, golf, and golf that recurs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.attention import Rope, rotary, rotate
+from nanochat.gpt import GPT, Attention, Block, GPTConfig, config_from, fill, norm
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
+
+TIED_STD = 0.005  # of an embedding that is also the LM head
+
+
+@dataclass(frozen=True)
+class GolfConfig(GPTConfig):
+    """A GPT's shape with the options of parameter golf. Raises ValueError as GPTConfig does."""
+
+    tie_embeddings: bool = False
+    """One matrix embeds tokens and scores them: there is no separate LM head."""
+    rope_dims: int | None = None
+    """Rotary dimensions per head (partial RoPE); None = all."""
+    xsa_last_n: int = 0
+    """In the last N layers, what attention gathers loses its part along the token's own value
+    (exclusive self attention, arXiv:2603.09078)."""
+    qk_gain_init: float | None = None
+    """Initial value of a learned gain per query head; it replaces the fixed qk_gain."""
+    init: Literal["uniform", "orthogonal"] = "uniform"
+    """How block matrices are drawn; both with entries of standard deviation fan_in^-0.5."""
+    projection_init: Literal["zero", "scaled"] = "zero"
+    """The matrices that write into the residual stream: zero, or drawn like the others and divided
+    by sqrt(2 n_layer), as many as write there (GPT-2)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rotated = self.head_dim if self.rope_dims is None else self.rope_dims
+        if not (2 <= rotated <= self.head_dim and rotated % 2 == 0):
+            raise ValueError(f"rope_dims is even, 2 to head_dim {self.head_dim}, got {rotated}")
+        if not 0 <= self.xsa_last_n <= self.n_layer:
+            raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
+        if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
+            raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
+
+
+@dataclass(frozen=True)
+class RecursiveGolfConfig(RecursiveConfig, GolfConfig):
+    """Both."""
+
+
+def exclude_self(y: Tensor, v: Tensor) -> Tensor:
+    """
+    y (B, T, H, D) without its part along v (B, T, G, D), the token's own value of a head's group.
+
+    Source: exclusive self attention, arXiv:2603.09078.
+    """
+    grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, G, H/G, D)
+    n = F.normalize(v.float(), dim=-1).to(v.dtype)[:, :, :, None]
+    return (grouped - (grouped * n).sum(-1, keepdim=True) * n).flatten(2, 3)
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` the first R channels of x (B, T, heads, D), R being twice the number of angles."""
+    R = 2 * cos.size(-1)
+    return torch.cat((rotate(x[..., :R], cos, sin), x[..., R:]), dim=-1)
+
+
+class GolfAttention(Attention):
+    """Attention with partial RoPE, a learned gain per query head, and without the own value."""
+
+    def __init__(self, cfg: GolfConfig, layer: int):
+        super().__init__(cfg, layer)
+        self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
+        self.gain = None
+        if cfg.qk_gain_init is not None:
+            self.gain = nn.Parameter(torch.ones(cfg.n_head))
+            self.scale = cfg.head_dim**-0.5
+
+    def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        q, k = norm(rotate_first(q, *rope)), norm(rotate_first(k, *rope))
+        return q if self.gain is None else q * self.gain.to(q.dtype)[:, None], k
+
+    def project(self, y: Tensor, v: Tensor) -> Tensor:
+        return super().project(exclude_self(y, v) if self.exclusive else y, v)
+
+
+class GolfGPT(GPT):
+    """A GPT with the options of GolfConfig."""
+
+    cfg: GolfConfig
+    attention_class = GolfAttention
+
+    def __init__(self, cfg: GolfConfig, dtype: torch.dtype = torch.float32):
+        super().__init__(cfg, dtype)
+        if cfg.tie_embeddings:
+            self.head = None  # type: ignore[assignment]
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def init_embeddings(self, generator: torch.Generator | None) -> None:
+        """As in GPT; a tied embedding is as small as a head that scores all tokens alike."""
+        if self.head is not None:
+            return super().init_embeddings(generator)
+        fill(self.embed.weight, nn.init.normal_, std=TIED_STD, generator=generator)
+        if self.bigrams is not None:
+            nn.init.zeros_(self.bigrams.weight)
+
+    def init_block(
+        self, block: Block, generator: torch.Generator | None, output_scale: float = 0.0
+    ) -> None:
+        if self.cfg.projection_init == "scaled":
+            output_scale = (2 * self.cfg.n_layer) ** -0.5
+        super().init_block(block, generator, output_scale)
+        if self.cfg.qk_gain_init is not None:
+            nn.init.constant_(block.get_parameter("attention.gain"), self.cfg.qk_gain_init)
+
+    def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
+        if self.cfg.init == "uniform" or scale == 0:
+            return super().draw(weight, scale, generator)
+        M, N = weight.shape  # entries of an orthonormal matrix: max(M, N)^-0.5
+        gain = scale * max(1.0, M / N) ** 0.5
+        fill(weight, nn.init.orthogonal_, gain=gain, generator=generator)
+
+    def param_roles(self) -> dict[str, str]:
+        roles = super().param_roles()
+        if self.head is None:
+            roles["embed.weight"] = "tied"
+        return {name: "gain" if name.endswith(".gain") else r for name, r in roles.items()}
+
+    def rope(self, positions: Tensor) -> Rope:
+        rotated = self.cfg.rope_dims or self.cfg.head_dim
+        return rotary(positions, rotated, self.cfg.rope_theta, self.dtype)
+
+
+class RecursiveGolfGPT(RecursiveGPT, GolfGPT):
+    """Both."""
+
+    cfg: RecursiveGolfConfig  # type: ignore[assignment]
+
+
+MODELS = {
+    GPTConfig: GPT,
+    RecursiveConfig: RecursiveGPT,
+    GolfConfig: GolfGPT,
+    RecursiveGolfConfig: RecursiveGolfGPT,
+}
+OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTConfig)}
+
+
+def read_config(values: Mapping[str, Any]) -> GPTConfig:
+    """
+    The configuration that `asdict` made a dict of, also by an earlier commit, where every model has
+    the options of golf: it is a GolfConfig where one of them differs from its default.
+    """
+    chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}
+    if OPTIONS.keys() & chosen.keys():
+        return config_from(RecursiveGolfConfig if "n_loops" in values else GolfConfig, chosen)
+    return config_from(RecursiveConfig if "n_loops" in values else GPTConfig, chosen)
+
+
+def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model of a configuration, its weights not drawn yet."""
+    return MODELS[type(cfg)](cfg, dtype)
+
+
+def callbacks(*_: Any) -> list:
+    """Those that every training of the model needs: none."""
+    return []
