@@ -24,7 +24,7 @@ from rich.table import Table
 from nanochat.common import Refused, base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
-from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
+from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.hub import hide_progress
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
@@ -47,7 +47,7 @@ class Data:
     """Only download and verify; needs no tokenizer."""
     verify: bool = False
     """Compare rows that are there already with their SHA-256; pack damaged ones again."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
+from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
 from nanochat.tokenizer import (
     FILE_NAME,
@@ -44,7 +44,7 @@ class TokTrain:
     """Do nothing when the same training has ended before and its tokenizer is still there."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
