@@ -11,7 +11,6 @@ is encoded once, whichever mixtures take from it.
 
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -37,7 +36,7 @@ from nanochat.dataloader import Rows, interleave, permutation
 from nanochat.distributed import Machine
 from nanochat.packing import (
     Packer,
-    exit_with,
+    follow_parent,
     lock_path,
     pack,
     write_rows,
@@ -196,11 +195,6 @@ def encode_batches(
         raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def follow_parent() -> None:
-    """In a process of the pool: end soon after the parent has ended, however it ended."""
-    threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
 
 
 def encode_batch(
