@@ -34,13 +34,7 @@ from nanochat.common import (
 )
 from nanochat.dataloader import Rows, interleave, permutation
 from nanochat.distributed import Machine
-from nanochat.packing import (
-    Packer,
-    follow_parent,
-    lock_path,
-    pack,
-    write_rows,
-)
+from nanochat.packing import Packer, follow_parent, lock_path, pack, write_rows
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 

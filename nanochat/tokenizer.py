@@ -21,14 +21,7 @@ import numpy as np
 import tiktoken
 
 import rustbpe
-from nanochat.common import (
-    MissingInput,
-    base_dir,
-    fingerprint,
-    read_json,
-    require_name,
-    write_json,
-)
+from nanochat.common import MissingInput, base_dir, fingerprint, read_json, require_name, write_json
 
 if not hasattr(rustbpe, "split"):
     raise ImportError(

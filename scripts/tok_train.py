@@ -19,12 +19,7 @@ from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
-from nanochat.tokenizer import (
-    FILE_NAME,
-    SPECIAL_TOKENS,
-    Tokenizer,
-    tokenizer_dir,
-)
+from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer training"
