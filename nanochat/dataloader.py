@@ -150,8 +150,6 @@ class Rows(RowSequence):
     verifies: bool = True
     """False where another rank of the same node verifies the same shards; only the token ids of the
     rows that are returned are then checked."""
-    packer_failure: Callable[[], str | None] = lambda: None
-    """Set by `start_packing`."""
     should_stop: Callable[[], bool] = lambda: False
     """True ends a wait; set by the training stage."""
 
@@ -350,10 +348,9 @@ class Rows(RowSequence):
         while not self.is_packed(shard):
             if self.should_stop():
                 raise StoppedWaiting(f"asked to stop while {shard} was being packed")
-            failure = self.packer_failure()
-            if failure is None and stamp(self.error_path) not in (None, self._old_error):
+            has_failed = stamp(self.error_path) not in (None, self._old_error)
+            if has_failed and not self.is_packed(shard):  # it may have been packed before
                 failure = self.error_path.read_text()
-            if failure is not None and not self.is_packed(shard):  # it may have been before
                 raise Refused(f"packing {shard} failed: {failure}", "mend it and run this again")
             if (now := stamp(self.alive_path)) != beat:
                 beat, heard = now, time.monotonic()

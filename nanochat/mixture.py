@@ -512,12 +512,12 @@ def open_corpus(
     texts: TextMixture,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    run_id: str | None = None,
+    *,
     verifies: bool = True,
 ) -> Corpus:
     """The rows of texts, packed already or not; `verifies` as for `Rows`."""
     rows = {
-        name: open_rows(source, tokenizer, max_seq_len, run_id, verifies=verifies)
+        name: open_rows(source, tokenizer, max_seq_len, verifies=verifies)
         for name, source in texts.sources.items()
     }
     return Corpus(texts, tokenizer, rows)

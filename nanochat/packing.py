@@ -34,7 +34,6 @@ from nanochat.common import (
     fsync,
     locked,
     printable,
-    read_json,
     require_free,
     sealed,
     write_atomic,
@@ -224,7 +223,7 @@ def open_rows(
     source: Source,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    run_id: str | None = None,
+    *,
     say: Callable[[str], None] = print,
     verifies: bool = True,
 ) -> Rows:
@@ -232,8 +231,8 @@ def open_rows(
     The rows of a source under rows/, whether packed already or not.
 
     The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
-    source share it. It holds a copy of the tokenizer. run_id goes into index.json; `say` reports
-    the shard that is waited for; `verifies` as for `Rows`.
+    source share it. It holds a copy of the tokenizer, and the recipe in index.json, for people.
+    `say` and `verifies` as for `Rows`.
     """
     if max_seq_len < 1:
         raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
@@ -243,27 +242,27 @@ def open_rows(
         "packing_rule": PACKING_RULE,
     }
     folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
+    recipe = {
+        "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
+        "source": source.describe(),
+        **made_of,
+    }
     groups = group_files(source, max_seq_len + 1)
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
-    rows = Rows(
+    write_json(folder / "index.json", recipe)
+    return Rows(
         folder,
         list(groups),
         source.val_shard,
         max_seq_len,
         "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         tokenizer.vocab_size,
-        {
-            "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
-            "source": source.describe(),
-            **made_of,
-        },
+        recipe,
         say,
         {**groups, source.val_shard: [source.val_shard]},
         verifies,
     )
-    write_index(rows, run_id)
-    return rows
 
 
 def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
@@ -297,23 +296,6 @@ def estimate_tokens(source: Source) -> dict[str, float]:
         shard: size * TOKENS_PER_STORED_BYTE.get(Path(shard).suffix, TOKENS_PER_BYTE)
         for shard, size in source.shard_sizes().items()
     }
-
-
-def write_index(rows: Rows, run_id: str | None = None) -> None:
-    """Write index.json: the recipe of these rows, and the packed shards in order. For people."""
-    path = rows.folder / "index.json"
-    with locked(rows.folder / ".locks" / "index.lock", "writing index.json"):
-        if run_id is None and path.exists():
-            run_id = read_json(path)["run_id"]
-        index = {
-            **rows.recipe,
-            "run_id": run_id,
-            "dtype": rows.dtype.name,
-            "val_shard": rows.val_shard,
-            "totals": rows.totals(),
-            "shards": [{"shard": s, **rows.counts(s)} for s in rows.shards if rows.is_packed(s)],
-        }
-        write_json(path, index)
 
 
 def pack_shard(
@@ -390,7 +372,6 @@ def ensure(
             else:  # others are packing them all: wait for the first
                 with locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
                     pass
-    write_index(rows)
 
 
 def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
@@ -434,11 +415,25 @@ def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) ->
 # ---- In the background ---------------------------------------------------------------------------
 
 
+STOPPED = (
+    128 + signal.SIGTERM,
+    -signal.SIGTERM,
+)  # exit statuses after a request to stop
+
+
 class Packing:
     """Background processes at work. They end when the work is done, on close, or with us."""
 
-    def __init__(self, rows: Rows, processes: Sequence[subprocess.Popen]):
+    def __init__(
+        self, rows: Rows, processes: Sequence[subprocess.Popen], say: Callable[[str], None]
+    ):
         self.rows, self.processes = rows, processes
+        self.threads = [
+            threading.Thread(target=forward, args=(process, rows, say), daemon=True)
+            for process in processes
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def __enter__(self) -> "Packing":
         return self
@@ -453,14 +448,12 @@ class Packing:
     @property
     def running(self) -> bool:
         """True while a process is at work."""
-        return any(process.poll() is None for process in self.processes)
+        return any(thread.is_alive() for thread in self.threads)
 
     def failure(self) -> str | None:
         """Why a process ended before its work was done, if one did."""
-        failed = [p.returncode for p in self.processes if p.poll() not in (None, 0)]
-        if failed and self.rows.error_path.exists():
-            return self.rows.error_path.read_text()
-        return f"a packing process ended with status {failed[0]}" if failed else None
+        path = self.rows.error_path
+        return path.read_text() if path.exists() else None
 
 
 def start_packing(
@@ -494,18 +487,16 @@ def start_packing(
         )
         for _ in range(workers)
     ]
-    for process in processes:
-        threading.Thread(target=forward, args=(process, say), daemon=True).start()
-    packing = Packing(rows, processes)
-    rows.packer_failure = packing.failure
-    return packing
+    return Packing(rows, processes, say)
 
 
-def forward(process: subprocess.Popen, say: Callable[[str], None]) -> None:
-    """Pass on the output of a process, line by line."""
+def forward(process: subprocess.Popen, rows: Rows, say: Callable[[str], None]) -> None:
+    """Pass on the output of a process, line by line, and record why it was killed, if it was."""
     assert process.stdout is not None
     for line in process.stdout:
         say(printable(line.rstrip()))
+    if process.wait() not in (0, *STOPPED) and not rows.error_path.exists():
+        write_atomic(rows.error_path, f"a packing process ended with status {process.returncode}")
 
 
 @contextmanager
@@ -543,7 +534,7 @@ def main() -> None:
     """The background process: one JSON argument, as `start_packing` writes it."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: no half file stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED[0]))  # unwinds: no half file stays
     os.nice(10)
     described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:

@@ -281,10 +281,10 @@ def open_text(cfg: BaseTrain, machine: Machine) -> Text:
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.stage.report_dir))
     if machine.is_main:
-        open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
+        open_corpus(texts, tokenizer, cfg.max_seq_len)
     machine.barrier()
     verifies = machine.local_rank == 0
-    return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, run_id, verifies), run_id)
+    return Text(open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies), run_id)
 
 
 def asked(cfg: BaseTrain, machine: Machine) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last
 from nanochat.hub import hide_progress
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
-from nanochat.records import inherited_run_id
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
 
@@ -61,8 +60,7 @@ def main(cfg: Data) -> None:
         return
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     texts = open_texts(cfg.data, cfg.mix, used, ensure_written)
-    run_id = inherited_run_id({"tokenizer": tokenizer.fingerprint})
-    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     for name, rows in corpus.rows.items():
         make_rows(cfg, rows, texts.sources[name], workers, console)
     save_last_source(texts.describe(), cfg.tokenizer_tag)

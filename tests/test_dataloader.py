@@ -303,16 +303,12 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
     assert digests(found) == expected
 
 
-def test_the_index_lists_the_shards_in_order_and_says_what_they_are(folder, tokenizer):
+def test_the_recipe_of_rows_stands_beside_them_and_opens_their_text(folder, tokenizer):
     source = source_of(folder)
-    found = open_rows(source, tokenizer, T, run_id="a-run")
-    ensure(found, source, tokenizer)
-    index = read_json(found.folder / "index.json")
-    assert [entry["shard"] for entry in index["shards"]] == source.shards()
-    assert index["run_id"] == "a-run"
-    assert index["tokenizer"] == tokenizer.fingerprint
-    assert index["totals"]["rows"] == found.packed_train_rows
-    assert open_source(DataConfig(), index["source"]) == source
+    found = open_rows(source, tokenizer, T)
+    recipe = read_json(found.folder / "index.json")
+    assert recipe == found.recipe and recipe["tokenizer"] == tokenizer.fingerprint
+    assert open_source(DataConfig(), recipe["source"]) == source
 
 
 # ------------------------------------------------------------------------------------------------
