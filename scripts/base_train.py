@@ -30,7 +30,15 @@ from nanochat.hardware import peak_memory_bytes, used_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.logger import METRICS_FILE
 from nanochat.loss import IGNORE
-from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, Resolution, open_corpus, open_texts
+from nanochat.mixture import (
+    MIXTURE_FILE,
+    MOVED_FLAGS,
+    Corpus,
+    MixConfig,
+    Resolution,
+    open_corpus,
+    open_texts,
+)
 from nanochat.optim import MuonAdamW, rules
 from nanochat.preflight import estimate_seconds, require_memory
 from nanochat.scaling import (
@@ -74,6 +82,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
+    **MOVED_FLAGS,
+    **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
     "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
     "arm_floor": "it is a flag of scripts.lab.sweep",
 }

@@ -23,7 +23,7 @@ from nanochat.finetune import (
 )
 from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MixConfig, Resolution, read_buckets
+from nanochat.mixture import MOVED_FLAGS, MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
@@ -32,6 +32,7 @@ from tasks.defaults import defaults
 
 SECTION = "Chat SFT"
 RETIRED = {
+    **MOVED_FLAGS,
     "target_examples_per_step": "a step has --total_batch_size tokens of packed conversations",
     "aqua_train_examples": "say how many in the mixture: --mixture=aqua=20000,...",
     "aqua_val_examples": "validation takes its share of every task of the --mixture",

@@ -23,7 +23,7 @@ from nanochat.finetune import (
 )
 from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MixConfig, Resolution, read_buckets
+from nanochat.mixture import MOVED_FLAGS, MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.stage import Outcome, StageConfig
 from nanochat.train import LoopConfig
@@ -32,6 +32,7 @@ from tasks.defaults import defaults
 
 SECTION = "Midtraining"
 RETIRED = {
+    **MOVED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
     "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
     "arm_floor": "it is a flag of scripts.lab.sweep",
