@@ -11,7 +11,6 @@ Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer tr
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
@@ -67,24 +66,26 @@ class Reading:
 
     def __iter__(self) -> Iterator[str]:
         for source, most in self.texts:
-            yield from self.read(source, self.chars + most)
-
-    def read(self, source: Source, end: int) -> Iterator[str]:
-        """The documents of a source until there are `end` characters in all."""
-        for shard in source.train_shards:
-            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
-            self.shards += 1
-            for text in source.texts(shard):
-                if len(text) > self.doc_cap:
-                    self.documents_cut += 1
-                    self.chars_cut += len(text) - self.doc_cap
-                text = text[: min(self.doc_cap, end - self.chars)]
+            left = most
+            for text in self.read(source):
+                text = text[:left]
+                left -= len(text)
                 self.documents += 1
                 self.chars += len(text)
                 self.text_bytes += len(text.encode())
                 yield text
-                if self.chars == end:
-                    return
+                if not left:
+                    break
+
+    def read(self, source: Source) -> Iterator[str]:
+        """The capped documents of a source."""
+        for shard in source.train_shards:
+            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
+            self.shards += 1
+            for text in source.texts(shard):
+                self.documents_cut += len(text) > self.doc_cap
+                self.chars_cut += max(0, len(text) - self.doc_cap)
+                yield text[: self.doc_cap]
 
 
 def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
@@ -121,7 +122,15 @@ def main(cfg: TokTrain) -> None:
 
     run_id = records.new_run_id()  # the first stage of a run names it
     folder = tokenizer_dir(cfg.tokenizer_tag)
-    save(tokenizer, folder, cfg, texts, run_id)
+    tokenizer.save(folder)  # its bytes depend on the training alone; meta.json says the rest
+    meta = {
+        "run_id": run_id,
+        "source": texts.describe(),
+        "settings": settings(cfg),
+        "sha256": sha256_file(folder / FILE_NAME),
+    }
+    write_json(folder / "meta.json", meta)
+    save_last_source(texts.describe(), cfg.tokenizer_tag)
     values = figures(tokenizer, reading, train_seconds)
     records.write_record(
         SECTION,
@@ -139,21 +148,6 @@ def main(cfg: TokTrain) -> None:
     )
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
     print(f"next: python -m scripts.base_train --depth=4{tag}")
-
-
-def save(
-    tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: TextMixture, run_id: str
-) -> None:
-    """Write tokenizer.json, whose bytes depend on the training alone, and where it comes from."""
-    tokenizer.save(folder)
-    meta = {
-        "run_id": run_id,
-        "source": texts.describe(),
-        "settings": settings(cfg),
-        "sha256": sha256_file(folder / FILE_NAME),
-    }
-    write_json(folder / "meta.json", meta)
-    save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
 def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:

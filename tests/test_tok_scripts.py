@@ -181,8 +181,10 @@ def die(*_):
 
 
 def test_B17_a_process_that_dies_is_no_reason_to_stop(monkeypatch):
-    monkeypatch.setattr(tok_eval, "count_in_child", die)
-    assert set(tok_eval.rival_counts([]).values()) == {"left out: its process ended early"}
+    monkeypatch.setattr(tok_eval, "count_rival", die)
+    monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
+    said = "left out: its vocabulary did not come within 1 seconds"
+    assert set(tok_eval.rival_counts([]).values()) == {said}
 
 
 def test_the_comparison_is_that_of_the_report_card():
