@@ -117,9 +117,12 @@ def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]
     trained = int(turn.speaker == "assistant")
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:
-        part_ids, part_trained = encode(tokenizer, part)
+        part_ids, part_trained = tokenizer.encode(part["text"]), trained
+        if part["type"] != "text":  # only an assistant has such parts
+            first, last, part_trained = PARTS[part["type"]]
+            part_ids = [tokenizer.special(first), *part_ids, tokenizer.special(last)]
         ids += part_ids
-        mask += [trained & part_trained] * len(part_ids)
+        mask += [part_trained] * len(part_ids)
     return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, trained]
 
 
@@ -192,7 +195,12 @@ def turns(messages: Sequence[Message]) -> list[Turn]:
             found.append(Turn(speaker, []))
         elif found[-1].parts and parts:
             parts = [SEPARATOR, *parts]
-        append_parts(found[-1].parts, parts)
+        kept = found[-1].parts
+        for part in parts:
+            if kept and kept[-1]["type"] == part["type"] == "text":
+                kept[-1] = {"type": "text", "text": kept[-1]["text"] + part["text"]}
+            else:
+                kept.append(part)
     return found
 
 
@@ -216,21 +224,3 @@ def check(i: int, message: Message) -> tuple[str, list[Message]]:
                 f"message {i} has a part {part!r:.80}; parts of the {role} are {', '.join(known)}"
             )
     return SPEAKERS[role], [part for part in content if part["type"] != "text" or part["text"]]
-
-
-def append_parts(parts: list[Message], more: Sequence[Message]) -> None:
-    """Add parts at the end of others, neighboring texts as one."""
-    for part in more:
-        if parts and parts[-1]["type"] == part["type"] == "text":
-            parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
-        else:
-            parts.append(part)
-
-
-def encode(tokenizer: Tokenizer, part: Message) -> tuple[list[int], int]:
-    """The ids of a part, and 1 where they are trained when the assistant says them, else 0."""
-    ids = tokenizer.encode(part["text"])
-    if part["type"] == "text":
-        return ids, 1
-    first, last, trained = PARTS[part["type"]]
-    return [tokenizer.special(first), *ids, tokenizer.special(last)], trained

@@ -12,7 +12,6 @@ tokenizer.json holds `format`, `pattern` (what splits text into words), `special
 them can be read. The same training gives the same file, byte for byte.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ class Tokenizer:
             raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
         tokens = [token.encode("latin-1") for token in content["tokens"]]
         self._content = content
-        self._ranks = list(zip(tokens, itertools.count(), strict=False))
+        self._ranks = [(token, i) for i, token in enumerate(tokens)]
         self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, content["pattern"])
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
@@ -94,24 +93,16 @@ class Tokenizer:
         tokens = [token for token, _ in bpe.get_mergeable_ranks()]
         tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
-            print(
-                f"tokenizer: the text has nothing left to merge after {tokenizer.vocab_size} ids, "
-                f"so there are not the {vocab_size} asked for",
-                flush=True,
-            )
+            found = f"{tokenizer.vocab_size} ids, not {vocab_size}"
+            print(f"tokenizer: {found}: the text has nothing left to merge", flush=True)
         return tokenizer
 
     @classmethod
     def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
         """From its parts, tokens by id. Raises ValueError for special tokens that are not ours."""
-        return cls(
-            {
-                "format": FORMAT,
-                "pattern": pattern,
-                "special_tokens": list(special),
-                "tokens": [token.decode("latin-1") for token in tokens],
-            }
-        )
+        names = [token.decode("latin-1") for token in tokens]
+        content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
+        return cls({**content, "tokens": names})
 
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
@@ -145,9 +136,9 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
-        content = {**self.content, "fingerprint": self.fingerprint}
-        write_json(folder / FILE_NAME, content)
-        return folder / FILE_NAME
+        path = folder / FILE_NAME
+        write_json(path, {**self._content, "fingerprint": self.fingerprint})
+        return path
 
     @property
     def content(self) -> dict[str, Any]:
