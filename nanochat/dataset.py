@@ -524,7 +524,7 @@ class HubSource(Source):
         return sum(self.files[file]["bytes"] for file in missing)
 
     def fetch(self, shard: str) -> Path:
-        return self.repo.fetch(file_of(shard), find_damage, check_file)
+        return self.repo.fetch(file_of(shard))
 
 
 def open_hub(cfg: FirstUseConfig) -> HubSource:
@@ -544,7 +544,9 @@ def open_hub(cfg: FirstUseConfig) -> HubSource:
         choose_shards(cfg, name, files, val_shard)  # may reject: then nothing is recorded
         return {"val_shard": val_shard}
 
-    repo, manifest = open_repo(name, folder, (".parquet",), cfg.revision, choose)
+    repo, manifest = open_repo(
+        name, folder, (".parquet",), find_damage, check_file, cfg.revision, choose
+    )
     files, val_shard = manifest["files"], manifest["val_shard"]
     check_val_shard(cfg, val_shard, repo.manifest, delete=folder)
     train = choose_shards(cfg, name, files, val_shard)
@@ -562,7 +564,7 @@ def open_tail(repo: HubRepo, val_shard: str) -> dict[str, int]:
     """
     manifest = read_json(repo.manifest)
     if "tail" not in manifest:
-        path = repo.fetch(file_of(val_shard), find_damage, check_file)
+        path = repo.fetch(file_of(val_shard))
         try:
             tail = find_tail(path)
         except ValueError:

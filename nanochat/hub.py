@@ -78,7 +78,7 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
     """
 
     def resolve() -> tuple[str, dict[str, int]]:
-        api = HfApi()
+        api = HfApi()  # of the endpoint that is set by now
         try:
             commit = api.dataset_info(repo, revision=revision).sha
             tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
@@ -96,32 +96,6 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
             "use another repository, or tell its owner",
         )
     return commit, sizes
-
-
-def remote_file(repo: str, commit: str, name: str) -> tuple[int, str | None]:
-    """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
-    url = hf_hub_url(repo, name, repo_type="dataset", revision=commit)
-
-    def ask() -> tuple[int, str | None]:
-        about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        if about.etag is None or about.commit_hash is None:
-            raise NotTheHub("no ETag or no commit")
-        return about.size or 0, about.etag if len(about.etag) == 64 else None
-
-    return request(repo, commit, name, ask)
-
-
-def download(repo: str, commit: str, name: str, size: int, folder: Path) -> None:
-    """Fetch one file into `folder`, resuming what an earlier attempt left behind."""
-    require_free(folder, size, f"downloading {name}", "lower --num_shards")
-    print(printable(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)"), flush=True)
-    began = time.monotonic()
-
-    def fetch() -> str:
-        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder)
-
-    request(repo, commit, name, fetch)
-    print(printable(f"downloaded {name} in {time.monotonic() - began:.1f} s"), flush=True)
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -313,6 +287,10 @@ class HubRepo:
     name: str
     folder: Path
     commit: str
+    find_damage: Callable[[Path, bool], str | None]
+    """(a new file, decode all of it?) -> why it cannot be read, or None."""
+    check: Callable[[Path], None] = lambda path: None
+    """May reject, by a ValueError, a new file that is whole."""
 
     @property
     def manifest(self) -> Path:
@@ -334,25 +312,18 @@ class HubRepo:
         self.manifest.unlink()
         path.unlink()
 
-    def fetch(
-        self,
-        file: str,
-        find_damage: Callable[[Path, bool], str | None],
-        check: Callable[[Path], None] = lambda path: None,
-    ) -> Path:
+    def fetch(self, file: str) -> Path:
         """
         A file, complete and verified. One process fetches it, the others wait.
 
         A file that is damaged is set aside as `<name>.bad` and fetched anew, once; after that
-        ValueError names it. find_damage: (path, decode all of it?) -> the damage of a new file.
-        `check` may reject, by an error, a file that is new and whole.
+        ValueError names it.
         """
-        path = self.folder / file
-        problem = None
+        path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
         with locked(lock, f"fetching {file}"):
             for _ in range(2):
-                problem = self.obtain(file, find_damage, check)
+                problem = self.obtain(file)
                 if problem is None:
                     return path
                 bad = path.with_name(path.name + ".bad")
@@ -363,20 +334,15 @@ class HubRepo:
             f"use fewer --num_shards, or delete {self.folder} and name another --revision"
         )
 
-    def obtain(
-        self,
-        file: str,
-        find_damage: Callable[[Path, bool], str | None],
-        check: Callable[[Path], None],
-    ) -> str | None:
+    def obtain(self, file: str) -> str | None:
         """Download the file unless it is there, and record its digest; or say what is wrong."""
         path, entry = self.folder / file, self.files()[file]
         recorded = promised = entry.get("sha256")
         if recorded is None or not path.exists():
-            remote_size, remote_digest = remote_file(self.name, self.commit, file)
+            remote_size, remote_digest = self.remote_file(file)
             promised = recorded or remote_digest
             if not path.exists():
-                download(self.name, self.commit, file, remote_size, self.folder)
+                self.download(file, remote_size)
         digest, size = sha256_file(path), path.stat().st_size
         if promised not in (None, digest):
             by = "the manifest" if recorded else "the hub"
@@ -385,10 +351,10 @@ class HubRepo:
             return None
         if entry.get("bytes") not in (None, size):
             return f"it has {size} bytes, the listing says {entry['bytes']}"
-        if problem := find_damage(path, promised is None):
+        if problem := self.find_damage(path, promised is None):
             return problem
         try:
-            check(path)
+            self.check(path)
         except ValueError:
             if not any("sha256" in each for each in self.files().values()):
                 self.forget(path)
@@ -397,11 +363,34 @@ class HubRepo:
         self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
 
+    def remote_file(self, file: str) -> tuple[int, str | None]:
+        """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
+        url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
+
+        def ask() -> tuple[int, str | None]:
+            about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            if about.etag is None or about.commit_hash is None:
+                raise NotTheHub("no ETag or no commit")
+            return about.size or 0, about.etag if len(about.etag) == 64 else None
+
+        return request(self.name, self.commit, file, ask)
+
+    def download(self, file: str, size: int) -> None:
+        """Fetch one file, resuming what an earlier attempt left behind."""
+        require_free(self.folder, size, f"downloading {file}", "lower --num_shards")
+        print(printable(f"downloading {self.name}: {file} ({size / 1e6:.1f} MB)"), flush=True)
+        began, where = time.monotonic(), {"revision": self.commit, "local_dir": self.folder}
+        get = functools.partial(hf_hub_download, self.name, file, repo_type="dataset", **where)
+        request(self.name, self.commit, file, get)
+        print(printable(f"downloaded {file} in {time.monotonic() - began:.1f} s"), flush=True)
+
 
 def open_repo(
     name: str,
     folder: Path,
     suffixes: tuple[str, ...],
+    find_damage: Callable[[Path, bool], str | None],
+    check: Callable[[Path], None] = lambda path: None,
     revision: str | None = None,
     choose: Callable[[Sequence[str]], dict[str, Any]] = lambda files: {},
 ) -> tuple[HubRepo, dict[str, Any]]:
@@ -409,8 +398,8 @@ def open_repo(
     A repository and its manifest, which is written at first use.
 
     suffixes: of the files that the manifest lists, in order of names; from these names, `choose`
-    makes further entries. Raises ValueError when there is no such repository or revision, or when
-    another one is pinned.
+    makes further entries. find_damage, check: as for `HubRepo`. Raises ValueError when there is no
+    such repository or revision, or when another one is pinned.
     """
     path = folder / "manifest.json"
     with locked(folder / ".lock", f"resolving {name}"):
@@ -426,4 +415,4 @@ def open_repo(
             f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
             f"commit {manifest['commit']}; delete {folder} to start over with another"
         )
-    return HubRepo(name, folder, manifest["commit"]), manifest
+    return HubRepo(name, folder, manifest["commit"], find_damage, check), manifest

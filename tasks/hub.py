@@ -64,9 +64,9 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
     if len(words) < 2 or not all(words):
         raise ValueError(f"{repo!r} is no repository of the hub: <owner>/<name>[/<folder>]")
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
-    source, _ = open_repo(repo, where, SUFFIXES)
+    source, _ = open_repo(repo, where, SUFFIXES, find_damage)
     files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
-    paths = [source.fetch(file, find_damage) for file in files]
+    paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read(path, columns) for path in paths])
     if not table.num_rows:
         raise ValueError(f"{repo}: {', '.join(files)} hold no rows")

@@ -399,14 +399,14 @@ def test_damage_the_hub_has_no_digest_of_is_never_recorded(tmp_path, hub, base, 
     served.write_bytes(bad)
     with hub_served(hub, monkeypatch) as serve:
         serve(tmp_path / "hub", handler=without_digest)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
         with pytest.raises(ValueError, match="refused, twice"):
-            repo.fetch(name, find_damage)
+            repo.fetch(name)
         assert "sha256" not in repo.files()[name]
         served.write_bytes(good)
         shutil.rmtree(repo.folder)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
-        assert repo.fetch(name, find_damage).read_bytes() == good
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
+        assert repo.fetch(name).read_bytes() == good
 
 
 def without_digest(module) -> type:
