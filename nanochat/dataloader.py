@@ -512,9 +512,8 @@ class MixedRows(RowSequence):
             buckets[now], own[now] = order.bucket[indices[now]], order.number[indices[now]]
         own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
         out = np.empty((len(numbers), 4), np.int64)
-        out[:, 1] = buckets
         for rows, here in self._by_bucket(buckets):
-            out[np.ix_(here, [0, 2, 3])] = rows.locate(own[here], seed)
+            out[here] = np.insert(rows.locate(own[here], seed), 1, buckets[here], axis=1)
         return out
 
     def _by_bucket(self, buckets: np.ndarray) -> list[tuple[Rows, np.ndarray]]:

@@ -338,25 +338,21 @@ def choose_shards(cfg: DataConfig, where: str, names: Iterable[str], val_shard: 
     return train[: cfg.num_shards]
 
 
-def choose_val_shard(cfg: FirstUseConfig, where: str, names: Sequence[str]) -> str:
-    """The validation shard of a source that is opened for the first time."""
-    options = names if len(names) > 1 else [TAIL + names[0]]
+def choose_val_shard(
+    cfg: FirstUseConfig, where: str, names: Sequence[str], recorded: str | None, delete: Path
+) -> str:
+    """The validation shard: the recorded one; at first use the one asked for, or the last."""
+    options = [recorded] if recorded else names if len(names) > 1 else [TAIL + names[0]]
     if cfg.val_shard in (None, *options):
         return cfg.val_shard or options[-1]
-    what = "needs it for training" if cfg.val_shard in names else "has no such file"
+    problem = "needs it for training" if cfg.val_shard in names else "has no such file"
     fix = "leave --val_shard out to hold out the last documents of its only file"
-    if len(names) > 1:
+    if recorded:
+        problem = f"names {recorded}, and earlier stages may have trained on {cfg.val_shard}"
+        fix = f"delete {delete} to start over"
+    elif len(names) > 1:
         fix = f"its {len(names)} files are {names[0]} to {names[-1]}"
-    raise ValueError(f"--val_shard={cfg.val_shard}: {where} {what}; {fix}")
-
-
-def check_val_shard(cfg: FirstUseConfig, recorded: str, path: Path, delete: Path) -> None:
-    """Raise ValueError when another validation shard is asked for than the recorded one."""
-    if cfg.val_shard not in (None, recorded):
-        raise ValueError(
-            f"--val_shard={cfg.val_shard}, but {path} names {recorded}, and earlier "
-            f"stages may have trained on {cfg.val_shard}; delete {delete} to start over"
-        )
+    raise ValueError(f"--val_shard={cfg.val_shard}: {where} {problem}; {fix}")
 
 
 # ---- A local folder ------------------------------------------------------------------------------
@@ -475,16 +471,15 @@ def check_folder(
             f"{data_dir} holds no {', '.join(SUFFIXES)} file; add one whose rows or lines have a "
             "field `text`"
         )
-    if old:
-        check_val_shard(cfg, old["val_shard"], path, delete=path)
-        if changes := sorted(old["files"].keys() ^ set(names)):
-            raise ValueError(
-                f"{data_dir} has other files than {path} recorded: {', '.join(changes[:5])} "
-                "came or went; bring the old state back, or delete that manifest to start over"
-            )
-    known = old["files"] if old else {}
-    val_shard = old["val_shard"] if old else choose_val_shard(cfg, str(data_dir), names)
-    files = {name: check_entry(data_dir / name, known.get(name), path) for name in names}
+    recorded = old["val_shard"] if old else None
+    val_shard = choose_val_shard(cfg, str(data_dir), names, recorded, delete=path)
+    known = old["files"] if old else dict.fromkeys(names)
+    if changes := sorted(known.keys() ^ set(names)):
+        raise ValueError(
+            f"{data_dir} has other files than {path} recorded: {', '.join(changes[:5])} "
+            "came or went; bring the old state back, or delete that manifest to start over"
+        )
+    files = {name: check_entry(data_dir / name, known[name], path) for name in names}
     manifest = {"data_dir": str(data_dir), "val_shard": val_shard, "files": files}
     if val_shard.startswith(TAIL):
         manifest["tail"] = old["tail"] if old else find_tail(data_dir / file_of(val_shard))
@@ -540,15 +535,15 @@ def open_hub(cfg: FirstUseConfig) -> HubSource:
     def choose(files: Sequence[str]) -> dict[str, str]:
         if not files:
             raise ValueError(f"{name} holds no parquet file; --data_dir reads jsonl from a folder")
-        val_shard = choose_val_shard(cfg, name, files)
+        val_shard = choose_val_shard(cfg, name, files, None, folder)
         choose_shards(cfg, name, files, val_shard)  # may reject: then nothing is recorded
         return {"val_shard": val_shard}
 
     repo, manifest = open_repo(
         name, folder, (".parquet",), find_damage, check_file, cfg.revision, choose
     )
-    files, val_shard = manifest["files"], manifest["val_shard"]
-    check_val_shard(cfg, val_shard, repo.manifest, delete=folder)
+    files = manifest["files"]
+    val_shard = choose_val_shard(cfg, name, list(files), manifest["val_shard"], folder)
     train = choose_shards(cfg, name, files, val_shard)
     tail = open_tail(repo, val_shard) if val_shard.startswith(TAIL) else {}
     split = {"tail_start": tail["tail_start"]} if tail else {}

@@ -117,31 +117,24 @@ class Part(NamedTuple):
 
 def parse_mixture(spec: str) -> list[Part]:
     """The parts of a mixture, its budget left out. Raises ValueError naming a malformed part."""
-    parts = []
-    for words in BUDGET.sub("", spec).split(","):
-        part = parse_part(words.strip())
-        if part is None:
-            raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
-        parts.append(part)
-    return parts
+    return [parse_part(words, spec) for words in BUDGET.sub("", spec).split(",")]
 
 
-def parse_part(words: str) -> Part | None:
-    """A part of a mixture; None for malformed words and for an amount of 0 that is no share."""
-    found = PART.fullmatch(words)
-    if found is None:
-        return None
-    name, source, share, first, tokens, rows, repeats = found.groups()
-    part = Part(
-        name,
-        source,
-        int(rows or first) if rows or first else None,
-        float(repeats) if repeats else None,
-        int(tokens) if tokens else None,
-        float(share) / 100 if share else None,
-    )
-    is_nothing = 0 in (part.rows, part.repeats) or (part.tokens == 0 and part.rows is None)
-    return None if is_nothing else part
+def parse_part(words: str, spec: str) -> Part:
+    """A part of the mixture `spec`. Raises ValueError where it is malformed or of 0 rows."""
+    if found := PART.fullmatch(words.strip()):
+        name, source, share, first, tokens, rows, repeats = found.groups()
+        part = Part(
+            name,
+            source,
+            int(rows or first) if rows or first else None,
+            float(repeats) if repeats else None,
+            int(tokens) if tokens else None,
+            float(share) / 100 if share else None,
+        )
+        if 0 not in (part.rows, part.repeats) and (part.rows or part.tokens != 0):
+            return part
+    raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
 
 
 def parse_budget(spec: str) -> tuple[int | None, float]:

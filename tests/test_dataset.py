@@ -326,9 +326,9 @@ def test_a_generated_data_set_is_opened_by_name(generated):
     assert open_source(DataConfig(), source.describe()) == source
     with pytest.raises(ValueError, match="--num_shards=3, but made-up has 2"):
         open_source(DataConfig(dataset="made-up", num_shards=3))
-    for wrong in ({"val_shard": "a"}, {"revision": "main"}):
+    for val_shard, revision in (("a", None), (None, "main")):
         with pytest.raises(ValueError, match="leave both out"):
-            open_source(FirstUseConfig(dataset="made-up", **wrong))
+            open_source(FirstUseConfig("made-up", val_shard=val_shard, revision=revision))
 
 
 def test_a_generated_data_set_may_grow_but_not_change(generated, base):
