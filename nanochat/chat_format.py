@@ -25,8 +25,10 @@ from nanochat.tokenizer import Tokenizer
 # A character that spans several tokens is sent when it is complete.
 
 
-OPENING = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-CLOSING = ("<|python_end|>", "<|output_end|>")
+PARTS = {  # type of a part -> its first and last token, is it trained?
+    "python": ("<|python_start|>", "<|python_end|>", 1),
+    "python_output": ("<|output_start|>", "<|output_end|>", 0),
+}
 
 
 class Transcript:
@@ -34,8 +36,8 @@ class Transcript:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.kinds = {tokenizer.special(name): kind for name, kind in OPENING.items()}
-        self.kinds |= {tokenizer.special(name): "text" for name in CLOSING}
+        self.kinds = {tokenizer.special(first): kind for kind, (first, _, _) in PARTS.items()}
+        self.kinds |= {tokenizer.special(last): "text" for _, last, _ in PARTS.values()}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.parts: list[dict[str, str]] = []
         self.kind = "text"
@@ -81,10 +83,6 @@ class Transcript:
 Message = Mapping[str, Any]
 SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
 SEPARATOR = {"type": "text", "text": "\n\n"}  # between neighboring messages of one speaker
-PARTS = {  # type of a part -> its first and last token, is it trained?
-    "python": ("<|python_start|>", "<|python_end|>", 1),
-    "python_output": ("<|output_start|>", "<|output_end|>", 0),
-}
 
 
 class Turn(NamedTuple):
