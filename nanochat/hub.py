@@ -85,7 +85,8 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
             files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
             return commit or revision, {file.path: file.size for file in files}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, errors.HFValidationError) or getattr(error, "response", None):
+            is_answer = getattr(error, "response", None) is not None
+            if is_answer or isinstance(error, errors.HFValidationError):
                 raise
             raise NotTheHub(f"unexpected content: {error!r}") from error
 
@@ -244,16 +245,15 @@ def is_inside(name: str) -> bool:
 
 @functools.cache
 def install_client() -> None:
-    """Make huggingface_hub use `new_client`, once per process."""
+    """Add timeouts and `check_answer`, before its own retries, to huggingface_hub's client."""
+
+    def new_client() -> Any:
+        client = default_client_factory()
+        client.event_hooks["request"].append(limit_time)
+        client.event_hooks["response"].append(check_answer)
+        return client
+
     set_client_factory(new_client)
-
-
-def new_client() -> Any:
-    """The library's HTTP client, with timeouts and with `check_answer` before its own retries."""
-    client = default_client_factory()
-    client.event_hooks["request"].append(limit_time)
-    client.event_hooks["response"].append(check_answer)
-    return client
 
 
 def limit_time(http_request: Any) -> None:

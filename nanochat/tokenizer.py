@@ -46,7 +46,8 @@ class Tokenizer:
     """
     A trained vocabulary. Make one with `train`, `read` or `load`; it never changes.
 
-    `fingerprint` is 16 hex digits of its content: equal vocabularies, equal fingerprints.
+    `content` makes it again, `Tokenizer(content)`; `pattern` splits a text into words, within which
+    tokens are merged; `fingerprint` is 16 hex digits of the content.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -59,9 +60,9 @@ class Tokenizer:
         if tuple(content["special_tokens"]) != SPECIAL_TOKENS:
             raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
         tokens = [token.encode("latin-1") for token in content["tokens"]]
-        self._content = content
+        self.content, self.pattern = content, content["pattern"]
         self._ranks = [(token, i) for i, token in enumerate(tokens)]
-        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, content["pattern"])
+        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, self.pattern)
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
         self.fingerprint = fingerprint(content)
@@ -137,23 +138,13 @@ class Tokenizer:
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
         path = folder / FILE_NAME
-        write_json(path, {**self._content, "fingerprint": self.fingerprint})
+        write_json(path, {**self.content, "fingerprint": self.fingerprint})
         return path
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """What makes it again: `Tokenizer(content)`. In types that JSON has."""
-        return dict(self._content)
 
     @property
     def vocab_size(self) -> int:
         """The number of ids, special tokens included."""
         return len(self._bytes)
-
-    @property
-    def pattern(self) -> str:
-        """What splits a text into words, within which tokens are merged."""
-        return self._content["pattern"]
 
     @property
     def ranks(self) -> dict[bytes, int]:
@@ -217,7 +208,7 @@ class Tokenizer:
         """The same tokenizer for tiktoken, the reference encoder."""
         return tiktoken.Encoding(
             name=f"nanochat-{self.fingerprint}",
-            pat_str=self._content["pattern"],
+            pat_str=self.pattern,
             mergeable_ranks=dict(self._ranks),
             special_tokens=self._special,
         )
