@@ -53,9 +53,8 @@ def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    if cfg.once and records.finished(
-        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
-    ):
+    key = records.stage_key(settings(cfg), inputs)
+    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()

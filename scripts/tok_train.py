@@ -103,9 +103,8 @@ def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
 def main(cfg: TokTrain) -> None:
     texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"data": texts.fingerprint}
-    if cfg.once and records.finished(
-        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
-    ):
+    key = records.stage_key(settings(cfg), inputs)
+    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
@@ -131,21 +130,18 @@ def main(cfg: TokTrain) -> None:
     }
     write_json(folder / "meta.json", meta)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
-    values = figures(tokenizer, reading, train_seconds)
     records.write_record(
         SECTION,
         settings(cfg),
-        values,
+        figures(tokenizer, reading, train_seconds),
         records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
         records.Cost(time.perf_counter() - started),
         cfg.report_dir,
         files=[folder],
     )
     report.update(cfg.report_dir)
-    print(
-        f"{folder}: {tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text "
-        f"in {train_seconds:.1f} s"
-    )
+    size = f"{tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text"
+    print(f"{folder}: {size} in {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
     print(f"next: python -m scripts.base_train --depth=4{tag}")
 
