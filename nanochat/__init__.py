@@ -13,9 +13,8 @@ The core, in reading order; a module imports only from those above it:
     tools           the calculator and python tools of a model
     tokenizer       byte-pair encoding with special tokens
     chat_format     conversations as tokens, with the loss mask
-    text_files      parquet and JSON lines
     hub             files of data sets on the Hugging Face Hub
-    dataset         text from the hub, a folder, or the built-in data set
+    dataset         text files; text from the hub, a folder, or the built-in data set
     dataloader      packed rows -> batches, a pure function of (rows, seed, step)
     packing         documents -> packed rows
     mixture         several data sets in proportion

@@ -25,8 +25,10 @@ from nanochat.tokenizer import Tokenizer
 # A character that spans several tokens is sent when it is complete.
 
 
-OPENING = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-CLOSING = ("<|python_end|>", "<|output_end|>")
+PARTS = {  # type of a part -> its first and last token, is it trained?
+    "python": ("<|python_start|>", "<|python_end|>", 1),
+    "python_output": ("<|output_start|>", "<|output_end|>", 0),
+}
 
 
 class Transcript:
@@ -34,8 +36,8 @@ class Transcript:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.kinds = {tokenizer.special(name): kind for name, kind in OPENING.items()}
-        self.kinds |= {tokenizer.special(name): "text" for name in CLOSING}
+        self.kinds = {tokenizer.special(first): kind for kind, (first, _, _) in PARTS.items()}
+        self.kinds |= {tokenizer.special(last): "text" for _, last, _ in PARTS.values()}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.parts: list[dict[str, str]] = []
         self.kind = "text"
@@ -81,10 +83,6 @@ class Transcript:
 Message = Mapping[str, Any]
 SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
 SEPARATOR = {"type": "text", "text": "\n\n"}  # between neighboring messages of one speaker
-PARTS = {  # type of a part -> its first and last token, is it trained?
-    "python": ("<|python_start|>", "<|python_end|>", 1),
-    "python_output": ("<|output_start|>", "<|output_end|>", 0),
-}
 
 
 class Turn(NamedTuple):
@@ -117,9 +115,12 @@ def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]
     trained = int(turn.speaker == "assistant")
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:
-        part_ids, part_trained = encode(tokenizer, part)
+        part_ids, part_trained = tokenizer.encode(part["text"]), trained
+        if part["type"] != "text":  # only an assistant has such parts
+            first, last, part_trained = PARTS[part["type"]]
+            part_ids = [tokenizer.special(first), *part_ids, tokenizer.special(last)]
         ids += part_ids
-        mask += [trained & part_trained] * len(part_ids)
+        mask += [part_trained] * len(part_ids)
     return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, trained]
 
 
@@ -192,7 +193,12 @@ def turns(messages: Sequence[Message]) -> list[Turn]:
             found.append(Turn(speaker, []))
         elif found[-1].parts and parts:
             parts = [SEPARATOR, *parts]
-        append_parts(found[-1].parts, parts)
+        kept = found[-1].parts
+        for part in parts:
+            if kept and kept[-1]["type"] == part["type"] == "text":
+                kept[-1] = {"type": "text", "text": kept[-1]["text"] + part["text"]}
+            else:
+                kept.append(part)
     return found
 
 
@@ -216,21 +222,3 @@ def check(i: int, message: Message) -> tuple[str, list[Message]]:
                 f"message {i} has a part {part!r:.80}; parts of the {role} are {', '.join(known)}"
             )
     return SPEAKERS[role], [part for part in content if part["type"] != "text" or part["text"]]
-
-
-def append_parts(parts: list[Message], more: Sequence[Message]) -> None:
-    """Add parts at the end of others, neighboring texts as one."""
-    for part in more:
-        if parts and parts[-1]["type"] == part["type"] == "text":
-            parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
-        else:
-            parts.append(part)
-
-
-def encode(tokenizer: Tokenizer, part: Message) -> tuple[list[int], int]:
-    """The ids of a part, and 1 where they are trained when the assistant says them, else 0."""
-    ids = tokenizer.encode(part["text"])
-    if part["type"] == "text":
-        return ids, 1
-    first, last, trained = PARTS[part["type"]]
-    return [tokenizer.special(first), *ids, tokenizer.special(last)], trained

@@ -11,7 +11,6 @@ is encoded once, whichever mixtures take from it.
 
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from nanochat.common import (
     base_dir,
     fingerprint,
     locked,
+    read_json,
     read_sealed,
     sealed,
     sha256_file,
@@ -35,13 +35,7 @@ from nanochat.common import (
 )
 from nanochat.dataloader import Rows, interleave, permutation
 from nanochat.distributed import Machine
-from nanochat.packing import (
-    Packer,
-    exit_with,
-    lock_path,
-    pack,
-    write_rows,
-)
+from nanochat.packing import Packer, follow_parent, lock_path, pack, write_rows
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -53,7 +47,6 @@ BATCH = 256  # conversations encoded, or handed to the packer, at a time
 POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
 
 Conversations = Iterable[Sequence[Message]]
-X = TypeVar("X")
 read_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
 
 
@@ -80,7 +73,7 @@ class Encoded:
         return len(self.ends) - 1
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[i] for i in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, i: int) -> np.ndarray:
         return self.ids[self.ends[i] : self.ends[i + 1]]
@@ -98,18 +91,20 @@ def encode(
     Conversations as tokens, from the disk where that was done before.
 
     about: JSON-ready, decides which there are, and in which order. Those longer than a row lose
-    their end. verify: compare what is on the disk with its SHA-256; damaged files are written
-    again. report: called with the progress. Raises ValueError where no conversation is left.
+    their end. verify: compare the files with their SHA-256; damaged ones are written again.
+    report: called with the progress. Raises ValueError where no conversation is left.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
+    record = folder / "encoded.json"
     with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        if (damage := encoded_damage(folder, verify)) is not None:
-            if damage:
-                print(f"{damage}: encoding these conversations again", flush=True)
+        problem = find_problem(record, verify) if record.exists() else None
+        if problem:
+            print(f"{problem}: encoding these conversations again", flush=True)
+        if problem or not record.exists():
             write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
-        counts = read_sealed(folder / "encoded.json")
+        counts = read_sealed(record)
     if not counts["conversations"]:
         raise ValueError(f"there is no conversation to train on in {dict(about)}")
     ids = np.memmap(folder / "ids.bin", np.int32, "r")
@@ -117,17 +112,18 @@ def encode(
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
 
 
-def encoded_damage(folder: Path, verify: bool) -> str | None:
-    """What is wrong with encoded conversations; "" where there are none, None where all is well."""
+def find_problem(record: Path, verify: bool) -> str | None:
+    """Why encoded conversations cannot be used as they are; None where they can."""
     try:
-        counts = read_sealed(folder / "encoded.json")
-    except FileNotFoundError:
-        return ""
+        if "seal" not in read_json(record):
+            return f"{record.parent} was encoded by another version"
+        counts = read_sealed(record)
     except ValueError as error:
         return str(error)
     for name, digest in counts["sha256"].items() if verify else ():
-        if not (folder / name).exists() or sha256_file(folder / name) != digest:
-            return f"{folder / name} is damaged: its SHA-256 is not the recorded one"
+        path = record.with_name(name)
+        if not path.exists() or sha256_file(path) != digest:
+            return f"{path} is damaged: its SHA-256 is not the recorded one"
     return None
 
 
@@ -198,11 +194,6 @@ def encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-def follow_parent() -> None:
-    """In a process of the pool: end soon after the parent has ended, however it ended."""
-    threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
-
-
 def encode_batch(
     tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
 ) -> EncodedBatch:
@@ -215,7 +206,7 @@ def encode_batch(
     return EncodedBatch(flatten(kept)[0], lengths, sum(counted), len(every) - len(kept))
 
 
-def batched(items: Iterable[X]) -> Iterator[list[X]]:
+def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
     """BATCH items at a time."""
     source = iter(items)
     while batch := list(islice(source, BATCH)):
@@ -315,11 +306,9 @@ def mixed_chat_rows(
     }
     verifies = machine.local_rank == 0
     rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0, verifies)
+    conversations = mix_conversations(list(buckets.values()), tokens, seed)
     machine.on_node(
-        "packing conversations",
-        lambda: pack_encoded(
-            rows, "train", mix_conversations(list(buckets.values()), tokens, seed), tokenizer
-        ),
+        "packing conversations", lambda: pack_encoded(rows, "train", conversations, tokenizer)
     )
     return rows
 
@@ -328,12 +317,9 @@ def mix_conversations(
     buckets: Sequence[Encoded], tokens: Sequence[int], seed: int
 ) -> Iterator[np.ndarray]:
     """The conversations of a pass, in order."""
-    taken = [
-        choose_conversations(bucket.lengths, count, seed, number)
-        for number, (bucket, count) in enumerate(zip(buckets, tokens, strict=True))
-    ]
-    sizes = [bucket.lengths[which] for bucket, which in zip(buckets, taken, strict=True)]
-    order = interleave(sizes, seed)
+    lengths = [bucket.lengths for bucket in buckets]
+    taken = [choose_conversations(lengths[b], tokens[b], seed, b) for b in range(len(buckets))]
+    order = interleave([each[which] for each, which in zip(lengths, taken, strict=True)], seed)
     for bucket, number in zip(order.bucket.tolist(), order.number.tolist(), strict=True):
         yield buckets[bucket][taken[bucket][number]]
 

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ class RowSequence(ABC):
     """An endless sequence of packed rows; every step of a run takes the next ones of it."""
 
     recipe: Mapping[str, Any]
-    """What decides the rows, JSON-ready; it belongs into every checkpoint."""
+    """Decides the rows; JSON-ready. Every checkpoint holds it."""
 
     @property
     def fingerprint(self) -> str:
@@ -88,9 +89,17 @@ class RowSequence(ABC):
     @abstractmethod
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         """
-        Where rows are, by their numbers in the sequence: (n, columns), first how often all rows
-        came before, then what `row_ids` returns.
+        The positions of rows by their numbers in the sequence: (n, columns), first how often all
+        rows came before, then the columns of `row_ids`.
         """
+
+    @abstractmethod
+    def verify_rows(self, ids: np.ndarray) -> None:
+        """Verify the shards of `row_ids`, each once per run. Raises Refused for a damaged one."""
+
+    @abstractmethod
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """The rows of `row_ids`, whether verified or not."""
 
     def row_ids(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -107,58 +116,6 @@ class RowSequence(ABC):
         """How often each row of a batch came before in the run, (n,)."""
         return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)[:, 0]
 
-
-class Rows(RowSequence):
-    """
-    The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length.
-
-    say: called with what is waited for. files: those of the source that are packed into each shard,
-    in order. `folder` may hold more shards than this run reads. verifies: False where
-    another rank of the same node verifies the same shards; only the token ids of the rows that are
-    returned are then checked.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        train_shards: list[str],
-        val_shard: str,
-        max_seq_len: int,
-        dtype: str,
-        vocab_size: int,
-        recipe: Mapping[str, Any],
-        say: Callable[[str], None] = print,
-        files: Mapping[str, Sequence[str]] | None = None,
-        verifies: bool = True,
-    ):
-        self.folder = folder
-        self.train_shards = train_shards
-        self.val_shard = val_shard
-        self.shards = [*train_shards, val_shard]
-        self.max_seq_len = max_seq_len
-        self.row_length = max_seq_len + 1
-        """Tokens in a row: max_seq_len inputs and one more, the last target."""
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.vocab_size = vocab_size
-        self.recipe = recipe
-        self.say = say
-        self.files = files or {}
-        self.verifies = verifies
-        self.packer_failure: Callable[[], str | None] = lambda: None  # set by start_packing
-        self.should_stop: Callable[[], bool] = lambda: False  # set by whoever can be asked to
-        self.alive_path = folder / "packing.alive"
-        """Touched every second while a process packs."""
-        self.error_path = folder / "packing.error"
-        """Why packing failed, when it did."""
-        self._starts = [0]  # index in the epoch of each shard's first row, as far as known
-        self._maps: dict[str, np.ndarray] = {}
-        self._checks: dict[str, Future[str | None]] = {}
-        self._checker = ThreadPoolExecutor(1, "rows")
-        self._old_error = stamp(self.error_path)
-
-    # -----------------------------------------------------------------------------------------
-    # Training
-
     def batch(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
@@ -170,9 +127,49 @@ class Rows(RowSequence):
         nothing packs what is missing, Refused when a shard of the step, whichever rank reads it,
         is damaged.
         """
-        if self.verifies:
-            self.verify_train(self.row_ids(step, rows_per_step, seed)[:, 0])
+        self.verify_rows(self.row_ids(step, rows_per_step, seed))
         return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
+
+
+@dataclass(eq=False)
+class Rows(RowSequence):
+    """The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length."""
+
+    folder: Path
+    """It may hold more shards than this run reads."""
+    train_shards: list[str]
+    val_shard: str
+    max_seq_len: int
+    dtype: Any
+    vocab_size: int
+    recipe: Mapping[str, Any]
+    say: Callable[[str], None] = print
+    """Reports the shard that is waited for."""
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Shard -> files of the source that are packed into it, in order."""
+    verifies: bool = True
+    """False where another rank of the same node verifies the same shards; only the token ids of the
+    rows that are returned are then checked."""
+    should_stop: Callable[[], bool] = lambda: False
+    """True ends a wait; set by the training stage."""
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype(self.dtype).newbyteorder("<")
+        self.shards = [*self.train_shards, self.val_shard]
+        self.row_length = self.max_seq_len + 1
+        """Tokens in a row: max_seq_len inputs and one more, the last target."""
+        self.alive_path = self.folder / "packing.alive"
+        """Touched every second while a process packs."""
+        self.error_path = self.folder / "packing.error"
+        """Why packing failed, when it did."""
+        self._starts = [0]  # index in the epoch of each shard's first row, as far as known
+        self._maps: dict[str, np.ndarray] = {}
+        self._checks: dict[str, Future[str | None]] = {}
+        self._checker = ThreadPoolExecutor(1, "rows")
+        self._old_error = stamp(self.error_path)
+
+    # -----------------------------------------------------------------------------------------
+    # Training
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         """(n, 3): epoch, index of the shard, of the row in its file."""
@@ -239,14 +236,10 @@ class Rows(RowSequence):
         if self.verifies:
             self.verify([self.val_shard])
         order = permutation(0, 0, 0, total)
-        if half:
-            order = order[half - 1 :: 2]
-        order = order[: num_rows or total]
-        bounds = [len(order) * r // world_size for r in (rank, rank + 1)]
-        mine = order[slice(*bounds)]
-        for i in range(0, len(mine), rows_per_batch):
-            rows = mine[i : i + rows_per_batch]
-            yield self.read(np.stack([np.zeros_like(rows), rows], axis=1), [self.val_shard])
+        order = (order[half - 1 :: 2] if half else order)[: num_rows or total]
+        first, last = (len(order) * r // world_size for r in (rank, rank + 1))
+        for i in range(first, last, rows_per_batch):
+            yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
 
     def require_val_rows(self, half: int = 0) -> int:
         """How many validation rows there are. Waits for them; raises Refused for an empty half."""
@@ -261,11 +254,13 @@ class Rows(RowSequence):
     # -----------------------------------------------------------------------------------------
     # Damage
 
-    def verify_train(self, indices: np.ndarray) -> None:
-        """`verify` of training shards by index; the one that follows is checked meanwhile."""
-        last = int(indices.max())
-        self.verify([self.train_shards[i] for i in np.unique(indices)])
-        for shard in self.train_shards[last + 1 : last + 2]:
+    def verify_rows(self, ids: np.ndarray) -> None:
+        """Verify the training shards of `ids`; the one that follows is checked meanwhile."""
+        if not self.verifies:
+            return
+        indices = np.unique(ids[:, 0]).tolist()
+        self.verify([self.train_shards[i] for i in indices])
+        for shard in self.train_shards[indices[-1] + 1 : indices[-1] + 2]:
             if self.is_packed(shard):
                 self._check(shard)
 
@@ -275,9 +270,7 @@ class Rows(RowSequence):
 
         Raises Refused naming the file of a damaged one. It then counts as not packed.
         """
-        shards = list(shards)
-        checks = [self._check(shard) for shard in shards]
-        for shard, check in zip(shards, checks, strict=True):
+        for shard, check in [(shard, self._check(shard)) for shard in shards]:
             if damage := check.result():
                 self.discard(shard)
                 raise Refused(f"{damage}; nothing was trained on it", PACK_AGAIN)
@@ -290,14 +283,14 @@ class Rows(RowSequence):
         return self._checks[shard]
 
     def damage(self, shard: str) -> str | None:
-        """What is wrong with the rows of a packed shard; None when they are what was packed."""
+        """The damage of a packed shard; None when its rows are what was packed."""
         path, counts = self.bin_path(shard), self.counts(shard)
         if sha256_file(path) != counts["sha256"]:
             return f"{path} is damaged: its SHA-256 is not the recorded one"
         return self.foreign_id(np.memmap(path, self.dtype, "r"), path) if counts["rows"] else None
 
     def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
-        """What is wrong where rows hold a token id that the vocabulary does not have, else None."""
+        """Names a token id in rows that the vocabulary does not have; None without one."""
         largest = max(int(rows.max()), ~int(rows.min()))  # ~id is stored where none counts
         if largest >= self.vocab_size:
             return f"{path} holds token id {largest}, but the vocabulary size is {self.vocab_size}"
@@ -317,25 +310,23 @@ class Rows(RowSequence):
         return self.folder / f"{flat(shard)}.bin"
 
     def counts_path(self, shard: str) -> Path:
-        """What is in the rows of a shard; its presence says that they are complete."""
+        """The record of a shard; its presence says that the rows are complete."""
         return self.folder / f"{flat(shard)}.json"
 
     def is_packed(self, shard: str) -> bool:
         """True when all rows of a shard are there and its record is sound."""
         try:
-            self.counts(shard)
+            return bool(self.counts(shard))
         except (FileNotFoundError, ValueError):
             return False
-        return True
 
     def counts(self, shard: str) -> dict[str, Any]:
         """
         The record of a packed shard. Raises FileNotFoundError where there is none, ValueError where
         it is damaged or does not match the size of the file of rows.
         """
-        record = self.counts_path(shard)
+        path, record = self.bin_path(shard), self.counts_path(shard)
         counts = read_sealed(record)
-        path = self.bin_path(shard)
         expected = counts["rows"] * self.row_length * self.dtype.itemsize
         actual = path.stat().st_size if path.exists() else 0
         if actual != expected:
@@ -351,19 +342,15 @@ class Rows(RowSequence):
 
     def wait(self, shard: str) -> dict[str, Any]:
         """The record of a shard, once it is packed. Raises as `batch` does."""
-        if self.is_packed(shard):
-            return self.counts(shard)
-        self.say(f"waiting for {shard} to be packed")
+        if not self.is_packed(shard):
+            self.say(f"waiting for {shard} to be packed")
         beat, heard = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
             if self.should_stop():
                 raise StoppedWaiting(f"asked to stop while {shard} was being packed")
-            failure = self.packer_failure()
-            if failure is None and stamp(self.error_path) not in (None, self._old_error):
+            has_failed = stamp(self.error_path) not in (None, self._old_error)
+            if has_failed and not self.is_packed(shard):  # it may have been packed before
                 failure = self.error_path.read_text()
-            if self.is_packed(shard):  # before it failed
-                break
-            if failure is not None:
                 raise Refused(f"packing {shard} failed: {failure}", "mend it and run this again")
             if (now := stamp(self.alive_path)) != beat:
                 beat, heard = now, time.monotonic()
@@ -375,23 +362,24 @@ class Rows(RowSequence):
             time.sleep(POLL_SECONDS)
         return self.counts(shard)
 
-    def read(self, ids: np.ndarray, shards: list[str] | None = None) -> np.ndarray:
+    def read(self, ids: np.ndarray) -> np.ndarray:
         """
-        The rows of `row_ids`, by default of training shards, whether verified or not.
+        The rows of `row_ids`, whether verified or not.
 
         Raises Refused for foreign token ids where another rank verifies.
         """
-        shards = self.train_shards if shards is None else shards
         out = np.empty((len(ids), self.row_length), self.dtype)
         for index in np.unique(ids[:, 0]).tolist():
             here = ids[:, 0] == index
-            out[here] = self._map(shards[index])[ids[here, 1]]
-            # the rank that verifies may not be done: a foreign id would end in a device assert
-            if not self.verifies and (
-                why := self.foreign_id(out[here], self.bin_path(shards[index]))
-            ):
-                raise Refused(why, PACK_AGAIN)
+            out[here] = self._read_shard(self.train_shards[index], ids[here, 1])
         return out
+
+    def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
+        rows = self._map(shard)[indices]
+        # The rank that verifies may not be done: a foreign id would end in a device assert
+        if not self.verifies and (problem := self.foreign_id(rows, self.bin_path(shard))):
+            raise Refused(problem, PACK_AGAIN)
+        return rows
 
     def _map(self, shard: str) -> np.ndarray:
         if shard not in self._maps:
@@ -503,21 +491,15 @@ class MixedRows(RowSequence):
             "buckets": described,
         }
 
-    def batch(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """This rank's rows of a step, as `Rows.batch` gives them; verified as there."""
-        if any(rows.verifies for rows in self.parts):
-            whole = self.row_ids(step, rows_per_step, seed)
-            for bucket, rows in enumerate(self.parts):
-                if rows.verifies and (here := whole[:, 0] == bucket).any():
-                    rows.verify_train(whole[here, 1])
-        ids = self.row_ids(step, rows_per_step, seed, rank, world_size)
+    def verify_rows(self, ids: np.ndarray) -> None:
+        for rows, here in self._by_bucket(ids[:, 0]):
+            rows.verify_rows(ids[here, 1:])
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
         dtype = np.result_type(*(rows.dtype for rows in self.parts))
         out = np.empty((len(ids), self.max_seq_len + 1), dtype)
-        for bucket, rows in enumerate(self.parts):
-            if (here := ids[:, 0] == bucket).any():
-                out[here] = rows.read(ids[here, 1:])
+        for rows, here in self._by_bucket(ids[:, 0]):
+            out[here] = rows.read(ids[here, 1:])
         return out
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
@@ -530,11 +512,13 @@ class MixedRows(RowSequence):
             buckets[now], own[now] = order.bucket[indices[now]], order.number[indices[now]]
         own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
         out = np.empty((len(numbers), 4), np.int64)
-        out[:, 1] = buckets
-        for bucket, rows in enumerate(self.parts):
-            if (here := buckets == bucket).any():
-                out[np.ix_(here, [0, 2, 3])] = rows.locate(own[here], seed)
+        for rows, here in self._by_bucket(buckets):
+            out[here] = np.insert(rows.locate(own[here], seed), 1, buckets[here], axis=1)
         return out
+
+    def _by_bucket(self, buckets: np.ndarray) -> list[tuple[Rows, np.ndarray]]:
+        """The buckets that occur, each with a mask of its positions in `buckets`."""
+        return [(self.parts[i], buckets == i) for i in np.unique(buckets).tolist()]
 
     def epochs_for(self, rows_needed: int) -> float | None:
         """The number of passes through the mixture."""

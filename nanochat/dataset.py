@@ -1,6 +1,7 @@
 """
-Text to train on: a data set on the hub, a local folder, or one that a program of ours wrote.
+Text to train on: files of a hub data set, of a local folder, or that a program wrote.
 
+    file -> check_file -> file_texts -> in_batches -> lists of texts
     DataConfig -> open_source -> Source: ordered shards -> documents(shard) -> lists of texts
 
 The first use of a source writes a manifest under the base directory: commit, list of files,
@@ -8,14 +9,21 @@ validation shard, SHA-256 of every file as it comes in. From then on it is enfor
 reads the very same text or is rejected. Only a hub source uses the network.
 """
 
+import gzip
 import itertools
+import json
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
 
 from nanochat.common import (
     base_dir,
@@ -27,9 +35,131 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.hub import HubRepo, open_repo
-from nanochat.text_files import SUFFIXES, check_file, file_texts, in_batches
+
+# ---- The texts in a file -------------------------------------------------------------------------
+# Parquet with a column `text`, or one JSON object with a `text` per line. Memory stays bounded by
+# READ_ROWS rows, whatever the size of the file.
+
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+READ_ROWS = 256  # parquet rows decoded at a time
+BATCH_CHARS = 1 << 22
+CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
+TEXT_TYPES = {
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+}
+
+
+def find_damage(path: Path, whole: bool = False) -> str | None:
+    """
+    Why a file cannot be read, or None.
+
+    Opens parquet files; with `whole`, decodes all content of parquet, JSON lines and CSV, which
+    finds damage where no digest is known.
+    """
+    try:
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
+        elif whole and path.suffix == ".csv":
+            csv.read_csv(path, parse_options=CSV_FORMAT)
+        elif whole:
+            deque(json_lines(path), maxlen=0)
+    except (pa.ArrowException, OSError) as error:
+        kind = path.suffix.removeprefix(".")
+        return f"it is no readable {kind} file ({str(error).splitlines()[0]})"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError for an empty file, and for parquet without a column `text` of strings."""
+    problem = "it is empty" if path.stat().st_size == 0 else find_damage(path)
+    if problem is None and path.suffix == ".parquet":
+        schema = pq.read_schema(path)
+        column = schema.field("text").type if "text" in schema.names else None
+        if column is None:
+            problem = f"it has no column `text`; its columns are {', '.join(schema.names)}"
+        elif (column.value_type if pa.types.is_dictionary(column) else column) not in TEXT_TYPES:
+            problem = f"its column `text` holds {column}, not strings"
+    if problem:
+        raise ValueError(f"{path}: {problem}; replace it or leave it out")
+
+
+def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
+    """
+    The texts of a file, in order. Raises ValueError naming a file that cannot be read.
+
+    Texts that are left out are counted in `skipped`, under `null`, `empty` and `undecodable`.
+    """
+    for raw in (parquet_texts if path.suffix == ".parquet" else jsonl_texts)(path):
+        try:
+            if raw:
+                yield raw.decode()
+            else:
+                skipped["null" if raw is None else "empty"] += 1
+        except UnicodeDecodeError:
+            skipped["undecodable"] += 1
+
+
+def parquet_texts(path: Path) -> Iterator[bytes | None]:
+    """The texts of a parquet file as UTF-8, a few rows in memory at a time."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
+                yield from batch.column(0).cast(pa.large_binary()).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; replace it or leave it out") from error
+
+
+def jsonl_texts(path: Path) -> Iterator[bytes | None]:
+    """The texts of a file with one JSON object per line, as UTF-8."""
+    for number, value in json_lines(path):
+        fields = value if isinstance(value, dict) else {}
+        text = fields.get("text", 0)
+        if not isinstance(text, str | None):
+            raise ValueError(
+                f"{path}, line {number}: not a JSON object with a string `text` but "
+                f"with {', '.join(fields)[:200] or 'no fields'}; correct the line or leave the "
+                "file out"
+            )
+        # Half a surrogate pair becomes bytes that are no UTF-8
+        yield None if text is None else text.encode(errors="surrogatepass")
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of JSON in a file. Raises ValueError naming file and line."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.isspace():
+                    yield number, json.loads(line)
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(
+            f"{path}, line {number}: not JSON ({type(error).__name__}: {error}); "
+            "correct the line or leave the file out"
+        ) from error
+
+
+def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Gather texts into lists of about BATCH_CHARS characters."""
+    batch: list[str] = []
+    chars = 0
+    for text in texts:
+        batch.append(text)
+        chars += len(text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
 
 # ---- Sources of text: ordered, frozen shards with a fingerprint ----------------------------------
+# A single file is two shards: its documents before number `tail_start`, and those from there on.
 
 
 TAIL = "tail-of-"  # and the name of the only file: the shard of its last documents
@@ -45,11 +175,6 @@ class DataConfig:
     which needs no network. Default: what the earlier stages used."""
     data_dir: str | None = None
     """A local folder of text instead: .parquet, .jsonl or .jsonl.gz files with a field `text`."""
-    revision: str | None = None
-    """Branch, tag or commit of the repository. Default: main at first use, pinned from then on."""
-    val_shard: str | None = None
-    """File kept for validation. Default: the last one in the order of names; of a single file, its
-    last documents (about 1% of the text)."""
     num_shards: int | None = None
     """Number of training shards to use, counted from the first. Default: all; they are downloaded
     only as they are needed."""
@@ -66,46 +191,64 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class FirstUseConfig(DataConfig):
+    """Also the settings that the first use of a source decides for all later ones."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the repository. Default: main at first use, pinned from then on."""
+    val_shard: str | None = None
+    """File kept for validation. Default: the last one in the order of names; of a single file, its
+    last documents (about 1% of the text)."""
+
+
+@dataclass(frozen=True)
 class Source(ABC):
-    """An ordered, frozen list of training shards and one validation shard."""
+    """An ordered, frozen list of training shards and one validation shard, all of them files."""
 
     name: str
     train_shards: list[str]
     val_shard: str
+    identity: dict[str, Any]
+    """Decides the text in a shard of a given name; not which shards are taken."""
+    origin: dict[str, Any]
+    """The settings that open the source again, as `describe` has them."""
+    manifest: Path
+    files: dict[str, dict[str, Any]] = field(compare=False)
+    """File -> bytes and sha256, from the manifest."""
+    tail: dict[str, int]
+    """Of a single file: `tail_start`, the first document for validation, of all `documents`."""
 
     @property
     def fingerprint(self) -> str:
         """Names the text: the data and the ordered list of shards taken from it."""
-        return fingerprint(
-            {
-                "identity": self.identity,
-                "train_shards": self.train_shards,
-                "val_shard": self.val_shard,
-            }
-        )
+        shards = {"train_shards": self.train_shards, "val_shard": self.val_shard}
+        return fingerprint({"identity": self.identity, **shards})
 
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """What decides the text in a shard of a given name; not which shards are taken."""
-
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """JSON-ready; `open_source(DataConfig(), recorded)` opens the very same source from it."""
+        num_shards = len(self.train_shards)
+        return {**self.origin, "num_shards": num_shards, "fingerprint": self.fingerprint}
 
-    @abstractmethod
+    def shards(self) -> list[str]:
+        """All shards, the validation shard last."""
+        return [*self.train_shards, self.val_shard]
+
     def shard_sizes(self) -> dict[str, int]:
         """Bytes of each shard as it is stored."""
+        sizes = {shard: self.files[file_of(shard)]["bytes"] for shard in self.shards()}
+        if self.tail:
+            share = 1 - self.tail["tail_start"] / self.tail["documents"]
+            sizes[self.val_shard] = int(sizes[self.val_shard] * share)
+        return sizes
 
     def missing_bytes(self, shards: Iterable[str]) -> int:
         """How much would have to be downloaded to read these shards."""
         return 0
 
-    def fetch(self, shard: str) -> Path | None:
-        """Make a shard readable: download what is missing, verify what is there."""
-        return None
-
     @abstractmethod
+    def fetch(self, shard: str) -> Path:
+        """Make a shard readable: download what is missing, verify what is there."""
+
     def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
         """
         The texts of a shard, in order, in lists of about BATCH_CHARS characters.
@@ -113,83 +256,27 @@ class Source(ABC):
         Null, empty and undecodable texts are left out, and counted in `skipped` under `null`,
         `empty` and `undecodable`. Raises ValueError naming a file that cannot be read.
         """
-
-    def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
-        """The texts of a shard one by one, at most so many from the first."""
-        return itertools.islice(itertools.chain.from_iterable(self.documents(shard)), most)
-
-    def shards(self) -> list[str]:
-        """All shards, the validation shard last."""
-        return [*self.train_shards, self.val_shard]
-
-
-@dataclass(frozen=True)
-class FileSource(Source):
-    """
-    A source whose shards are files, described by the manifest in `folder`.
-
-    A single file is two shards: its documents before number `tail_start`, and those from there on.
-    """
-
-    folder: Path
-    tail_start: int | None
-    """None where training and validation have files of their own."""
-
-    @property
-    def manifest(self) -> Path:
-        return self.folder / "manifest.json"
-
-    @property
-    def tail(self) -> dict[str, int]:
-        """What `identity` and `describe` say of a single file."""
-        return {} if self.tail_start is None else {"tail_start": self.tail_start}
-
-    @property
-    @abstractmethod
-    def origin(self) -> dict[str, str]:
-        """The settings that open the source again."""
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            **self.origin,
-            "val_shard": self.val_shard,
-            "num_shards": len(self.train_shards),
-            "fingerprint": self.fingerprint,
-            **self.tail,
-        }
-
-    @abstractmethod
-    def fetch(self, shard: str) -> Path: ...
-
-    def shard_sizes(self) -> dict[str, int]:
-        manifest = read_json(self.manifest)
-        sizes = {shard: manifest["files"][file_of(shard)]["bytes"] for shard in self.shards()}
-        if self.tail_start is not None:
-            tail = manifest["tail"]
-            share = (tail["documents"] - tail["tail_start"]) / tail["documents"]
-            sizes[self.val_shard] = int(sizes[self.val_shard] * share)
-        return sizes
-
-    def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
-        path, skips = self.fetch(shard), Counter()
+        path, skips, start = self.fetch(shard), Counter(), self.tail.get("tail_start")
         texts = file_texts(path, skips)
         if shard.startswith(TAIL):
-            deque(itertools.islice(texts, self.tail_start), maxlen=0)
+            deque(itertools.islice(texts, start), maxlen=0)
             skips.clear()  # counted with the training part
         else:
-            texts = itertools.islice(texts, self.tail_start)
+            texts = itertools.islice(texts, start)
         batch = None
         for batch in in_batches(texts):
             yield batch
         if skipped is not None:
             skipped.update(skips)
         if batch is None:
-            raise ValueError(f"{path} holds no text; {self.fix}")
+            raise ValueError(
+                f"{path} holds no text; use fewer --num_shards, or delete {self.manifest} to start "
+                "over with other files"
+            )
 
-    @property
-    @abstractmethod
-    def fix(self) -> str:
-        """How to go on without a file that cannot be used."""
+    def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
+        """The texts of a shard one by one, at most so many from the first."""
+        return itertools.islice(itertools.chain.from_iterable(self.documents(shard)), most)
 
 
 def file_of(shard: str) -> str:
@@ -240,14 +327,9 @@ def require_recorded(source: Source, recorded: str | None) -> None:
         )
 
 
-def choose_shards(cfg: DataConfig, where: str, names: Sequence[str], val_shard: str) -> list[str]:
+def choose_shards(cfg: DataConfig, where: str, names: Iterable[str], val_shard: str) -> list[str]:
     """The training shards: all but the validation shard, as many as asked for."""
     train = [name for name in names if name != val_shard]
-    if not train:
-        raise ValueError(
-            f"{val_shard} is recorded as validation shard and is the only file of {where}, so none "
-            f"is left for training; delete its folder below {base_dir() / 'data'} to start over"
-        )
     if cfg.num_shards is not None and cfg.num_shards > len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {where} has {len(train)} training shards; use "
@@ -256,25 +338,21 @@ def choose_shards(cfg: DataConfig, where: str, names: Sequence[str], val_shard: 
     return train[: cfg.num_shards]
 
 
-def choose_val_shard(cfg: DataConfig, where: str, names: Sequence[str]) -> str:
-    """The validation shard of a source that is opened for the first time."""
-    options = names if len(names) > 1 else [TAIL + names[0]]
+def choose_val_shard(
+    cfg: FirstUseConfig, where: str, names: Sequence[str], recorded: str | None, delete: Path
+) -> str:
+    """The validation shard: the recorded one; at first use the one asked for, or the last."""
+    options = [recorded] if recorded else names if len(names) > 1 else [TAIL + names[0]]
     if cfg.val_shard in (None, *options):
         return cfg.val_shard or options[-1]
-    what = "needs it for training" if cfg.val_shard in names else "has no such file"
+    problem = "needs it for training" if cfg.val_shard in names else "has no such file"
     fix = "leave --val_shard out to hold out the last documents of its only file"
-    if len(names) > 1:
+    if recorded:
+        problem = f"names {recorded}, and earlier stages may have trained on {cfg.val_shard}"
+        fix = f"delete {delete} to start over"
+    elif len(names) > 1:
         fix = f"its {len(names)} files are {names[0]} to {names[-1]}"
-    raise ValueError(f"--val_shard={cfg.val_shard}: {where} {what}; {fix}")
-
-
-def check_val_shard(cfg: DataConfig, manifest: dict[str, Any], path: Path, delete: Path) -> None:
-    """Raise ValueError when another validation shard is asked for than the recorded one."""
-    if cfg.val_shard not in (None, manifest["val_shard"]):
-        raise ValueError(
-            f"--val_shard={cfg.val_shard}, but {path} names {manifest['val_shard']}, and earlier "
-            f"stages may have trained on {cfg.val_shard}; delete {delete} to start over"
-        )
+    raise ValueError(f"--val_shard={cfg.val_shard}: {where} {problem}; {fix}")
 
 
 # ---- A local folder ------------------------------------------------------------------------------
@@ -286,72 +364,62 @@ LARGE_BYTES = 1 << 28  # reading more than that is announced
 
 
 @dataclass(frozen=True)
-class LocalSource(FileSource):
-    """Files in a local folder, which may be read-only; their digests are its identity."""
+class LocalSource(Source):
+    """Files in a local folder, which may be read-only."""
 
     data_dir: Path
-    digests: dict[str, str]
-
-    @classmethod
-    def open(cls, cfg: DataConfig, recorded: str | None = None) -> "LocalSource":
-        """
-        Open a folder; at first use, after all checks, write its manifest.
-
-        recorded: the fingerprint that the source must have. Raises ValueError naming the fix.
-        """
-        data_dir = Path(cfg.data_dir or "").expanduser().resolve()
-        if cfg.revision is not None:
-            raise ValueError(
-                f"--revision={cfg.revision} is for data sets of the hub; leave it out with "
-                "--data_dir"
-            )
-        if data_dir.is_file():
-            raise ValueError(
-                f"--data_dir={cfg.data_dir} is a file; use the folder it is in: "
-                f"--data_dir={data_dir.parent}"
-            )
-        if not data_dir.is_dir():
-            raise ValueError(f"--data_dir={cfg.data_dir}: there is no such folder; check the path")
-        folder = base_dir() / "data" / f"{data_dir.name}-{fingerprint(str(data_dir))[:8]}"
-        path = folder / "manifest.json"
-        with locked(folder / ".lock", f"reading {data_dir}"):
-            old = read_json(path) if path.exists() else None
-            manifest = check_folder(cfg, data_dir, path, old)
-            digests = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-            val_shard = manifest["val_shard"]
-            train = choose_shards(cfg, str(data_dir), list(digests), val_shard)
-            start = manifest["tail"]["tail_start"] if "tail" in manifest else None
-            source = cls(str(data_dir), train, val_shard, folder, start, data_dir, digests)
-            require_recorded(source, recorded)
-            if manifest != old:
-                write_json(path, manifest)
-        return source
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "local", "files": self.digests, **self.tail}
-
-    @property
-    def origin(self) -> dict[str, str]:
-        return {"data_dir": str(self.data_dir)}
+    suffix: str = ""
+    """Behind the name of a shard in that of its file."""
 
     def fetch(self, shard: str) -> Path:
-        path = self.path_of(shard)
-        if not path.is_file() or sha256_file(path) != self.digests[file_of(shard)]:
+        file = file_of(shard)
+        path = self.data_dir / f"{file}{self.suffix}"
+        if not path.is_file() or sha256_file(path) != self.files[file]["sha256"]:
             raise ValueError(changed_file(path, self.manifest))
         return path
 
-    def path_of(self, shard: str) -> Path:
-        """The file that holds a shard."""
-        return self.data_dir / file_of(shard)
 
-    @property
-    def fix(self) -> str:
-        return f"remove it, and delete {self.manifest} to start over"
+def open_folder(cfg: FirstUseConfig, recorded: str | None) -> LocalSource:
+    """
+    Open a folder; at first use, after all checks, write its manifest.
+
+    recorded: the fingerprint that the source must have. Raises ValueError naming the fix.
+    """
+    data_dir = Path(cfg.data_dir or "").expanduser().resolve()
+    if cfg.revision is not None:
+        raise ValueError(
+            f"--revision={cfg.revision} is for data sets of the hub; leave it out with --data_dir"
+        )
+    if not data_dir.is_dir():
+        is_file, parent = data_dir.is_file(), data_dir.parent
+        fix = f"use the folder it is in: --data_dir={parent}" if is_file else "check the path"
+        raise ValueError(f"--data_dir={cfg.data_dir}: there is no such folder; {fix}")
+    name = str(data_dir)
+    path = base_dir() / "data" / f"{data_dir.name}-{fingerprint(name)[:8]}" / "manifest.json"
+    with locked(path.parent / ".lock", f"reading {data_dir}"):
+        old = read_json(path) if path.exists() else None
+        manifest = check_folder(cfg, data_dir, path, old)
+        files, val_shard, tail = manifest["files"], manifest["val_shard"], manifest.get("tail", {})
+        split = {"tail_start": tail["tail_start"]} if tail else {}
+        source = LocalSource(
+            name,
+            choose_shards(cfg, name, files, val_shard),
+            val_shard,
+            {"kind": "local", "files": {f: files[f]["sha256"] for f in files}, **split},
+            {"data_dir": name, "val_shard": val_shard, **split},
+            path,
+            files,
+            tail,
+            data_dir,
+        )
+        require_recorded(source, recorded)
+        if manifest != old:
+            write_json(path, manifest)
+    return source
 
 
 def changed_file(path: Path, manifest: Path) -> str:
-    """The refusal of a file that is not what it was."""
+    """The error for a file that differs from its record."""
     return (
         f"{path} is not the file it was: its SHA-256 differs from {manifest}; "
         "bring the old file back, or delete that manifest to accept the new one"
@@ -362,8 +430,8 @@ def find_files(data_dir: Path) -> list[str]:
     """
     The names of the files with text below a folder, sorted; links to folders are followed.
 
-    Raises ValueError for a file that is none and for a link that makes text come twice, OSError
-    for a folder that cannot be read.
+    Raises ValueError for an entry that is no regular file and for a link that makes text come
+    twice, OSError for a folder that cannot be read.
     """
 
     def stop(error: OSError) -> None:
@@ -389,7 +457,7 @@ def find_files(data_dir: Path) -> list[str]:
 
 
 def check_folder(
-    cfg: DataConfig, data_dir: Path, path: Path, old: dict[str, Any] | None
+    cfg: FirstUseConfig, data_dir: Path, path: Path, old: dict[str, Any] | None
 ) -> dict[str, Any]:
     """
     The manifest of a folder; writes nothing. `old` is the one recorded in `path`, if there is one.
@@ -403,16 +471,15 @@ def check_folder(
             f"{data_dir} holds no {', '.join(SUFFIXES)} file; add one whose rows or lines have a "
             "field `text`"
         )
-    if old:
-        check_val_shard(cfg, old, path, delete=path)
-        if changes := sorted(old["files"].keys() ^ set(names)):
-            raise ValueError(
-                f"{data_dir} has other files than {path} recorded: {', '.join(changes[:5])} "
-                "came or went; bring the old state back, or delete that manifest to start over"
-            )
-    known = old["files"] if old else {}
-    val_shard = old["val_shard"] if old else choose_val_shard(cfg, str(data_dir), names)
-    files = {name: check_entry(data_dir / name, known.get(name), path) for name in names}
+    recorded = old["val_shard"] if old else None
+    val_shard = choose_val_shard(cfg, str(data_dir), names, recorded, delete=path)
+    known = old["files"] if old else dict.fromkeys(names)
+    if changes := sorted(known.keys() ^ set(names)):
+        raise ValueError(
+            f"{data_dir} has other files than {path} recorded: {', '.join(changes[:5])} "
+            "came or went; bring the old state back, or delete that manifest to start over"
+        )
+    files = {name: check_entry(data_dir / name, known[name], path) for name in names}
     manifest = {"data_dir": str(data_dir), "val_shard": val_shard, "files": files}
     if val_shard.startswith(TAIL):
         manifest["tail"] = old["tail"] if old else find_tail(data_dir / file_of(val_shard))
@@ -420,7 +487,7 @@ def check_folder(
 
 
 def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
-    """What the manifest says of a file: bytes, time of the last change, SHA-256."""
+    """The manifest's entry of a file: bytes, time of the last change, SHA-256."""
     stat = file.stat()
     entry: dict[str, Any] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     if known and entry.items() <= known.items():
@@ -442,138 +509,89 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
 
 
 @dataclass(frozen=True)
-class HubSource(FileSource):
+class HubSource(Source):
     """Parquet files of a data set repository at one commit, fetched when first read."""
 
-    commit: str
-
-    @classmethod
-    def open(cls, cfg: DataConfig) -> "HubSource":
-        name = cfg.dataset or ""
-        if name.count("/") != 1 or not all(name.split("/")):
-            raise ValueError(
-                f"--dataset={name}: a repository of the hub is <owner>/<name>; "
-                "else `embedded`, the built-in data set, or --data_dir for a local folder"
-            )
-
-        def choose(files: Sequence[str]) -> dict[str, str]:
-            if not files:
-                raise ValueError(
-                    f"{name} holds no parquet file; --data_dir reads jsonl from a folder"
-                )
-            val_shard = choose_val_shard(cfg, name, files)
-            choose_shards(cfg, name, files, val_shard)  # may refuse, before anything is recorded
-            return {"val_shard": val_shard}
-
-        folder = base_dir() / "data" / name.replace("/", "--")
-        repo, manifest = open_repo(name, folder, (".parquet",), cfg.revision, choose)
-        check_val_shard(cfg, manifest, repo.manifest, delete=folder)
-        val_shard = manifest["val_shard"]
-        train = choose_shards(cfg, name, list(manifest["files"]), val_shard)
-        start = open_tail(repo, val_shard) if val_shard.startswith(TAIL) else None
-        return cls(name, train, val_shard, folder, start, repo.commit)
-
-    @property
-    def repo(self) -> HubRepo:
-        return HubRepo(self.name, self.folder, self.commit)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "hub", "dataset": self.name, "commit": self.commit, **self.tail}
-
-    @property
-    def origin(self) -> dict[str, str]:
-        return {"dataset": self.name, "revision": self.commit}
+    repo: HubRepo
 
     def missing_bytes(self, shards: Iterable[str]) -> int:
-        files = self.repo.files()
-        missing = {f for f in map(file_of, shards) if not (self.folder / f).exists()}
-        return sum(files[file]["bytes"] for file in missing)
+        missing = {f for f in map(file_of, shards) if not (self.repo.folder / f).exists()}
+        return sum(self.files[file]["bytes"] for file in missing)
 
     def fetch(self, shard: str) -> Path:
-        return self.repo.fetch(file_of(shard), check_file)
-
-    @property
-    def fix(self) -> str:
-        return f"use fewer --num_shards, or delete {self.folder} and name another --revision"
+        return self.repo.fetch(file_of(shard))
 
 
-def open_tail(repo: HubRepo, val_shard: str) -> int:
+def open_hub(cfg: FirstUseConfig) -> HubSource:
+    """Open a repository of the hub; its manifest is written once the settings are checked."""
+    name = cfg.dataset or ""
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ValueError(
+            f"--dataset={name}: a repository of the hub is <owner>/<name>; "
+            "else `embedded`, the built-in data set, or --data_dir for a local folder"
+        )
+    folder = base_dir() / "data" / name.replace("/", "--")
+
+    def choose(files: Sequence[str]) -> dict[str, str]:
+        if not files:
+            raise ValueError(f"{name} holds no parquet file; --data_dir reads jsonl from a folder")
+        val_shard = choose_val_shard(cfg, name, files, None, folder)
+        choose_shards(cfg, name, files, val_shard)  # may reject: then nothing is recorded
+        return {"val_shard": val_shard}
+
+    repo, manifest = open_repo(
+        name, folder, (".parquet",), find_damage, check_file, cfg.revision, choose
+    )
+    files = manifest["files"]
+    val_shard = choose_val_shard(cfg, name, list(files), manifest["val_shard"], folder)
+    train = choose_shards(cfg, name, files, val_shard)
+    tail = open_tail(repo, val_shard) if val_shard.startswith(TAIL) else {}
+    split = {"tail_start": tail["tail_start"]} if tail else {}
+    identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
+    origin = {"dataset": name, "revision": repo.commit, "val_shard": val_shard, **split}
+    return HubSource(name, train, val_shard, identity, origin, repo.manifest, files, tail, repo)
+
+
+def open_tail(repo: HubRepo, val_shard: str) -> dict[str, int]:
     """
-    The first document of the part of a repository's only file that is for validation.
-
-    Fetches the file at first use. One that cannot be divided is refused, and nothing is recorded.
+    The tail of a repository's only file, which is fetched at first use. Nothing is recorded of a
+    file that cannot be divided.
     """
-    file = file_of(val_shard)
-    if "tail" not in read_json(repo.manifest):
-        path = repo.fetch(file, check_file)
+    manifest = read_json(repo.manifest)
+    if "tail" not in manifest:
+        path = repo.fetch(file_of(val_shard))
         try:
             tail = find_tail(path)
         except ValueError:
-            repo.manifest.unlink()
-            path.unlink()
+            repo.forget(path)
             raise
-        with locked(repo.folder / ".lock", "writing the manifest"):
-            write_json(repo.manifest, {**read_json(repo.manifest), "tail": tail})
-    return read_json(repo.manifest)["tail"]["tail_start"]
-
-
-# ---- A data set that a program wrote -------------------------------------------------------------
-# data/<name>/ under the base directory: text/<shard>.jsonl and a manifest that came with them. The
-# program may add shards later; what decides their text is the `identity` in the manifest.
-
-
-@dataclass(frozen=True)
-class GeneratedSource(LocalSource):
-    """Files that a program wrote, opened by the name of their data set."""
-
-    written_as: dict[str, Any]
-    """The manifest's `identity`."""
-
-    @classmethod
-    def open(cls, cfg: DataConfig, recorded: str | None = None) -> "GeneratedSource":
-        name = cfg.dataset or ""
-        folder = base_dir() / "data" / name
-        manifest = read_json(folder / "manifest.json")
-        val_shard = manifest["val_shard"]
-        if cfg.val_shard not in (None, val_shard) or cfg.revision is not None:
-            raise ValueError(
-                f"--val_shard={cfg.val_shard}, --revision={cfg.revision}: the data set {name} has "
-                f"one revision and one validation shard, {val_shard}; leave both out"
-            )
-        digests = {shard: entry["sha256"] for shard, entry in manifest["files"].items()}
-        train = choose_shards(cfg, name, list(digests), val_shard)
-        text, identity = folder / "text", manifest["identity"]
-        source = cls(name, train, val_shard, folder, None, text, digests, identity)
-        require_recorded(source, recorded)
-        return source
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return self.written_as
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": self.name,
-            "identity": self.identity,
-            "num_shards": len(self.train_shards),
-            "fingerprint": self.fingerprint,
-        }
-
-    def path_of(self, shard: str) -> Path:
-        return self.data_dir / f"{shard}.jsonl"
-
-
-def is_generated(name: str) -> bool:
-    """Whether the base directory holds a data set of that name that a program wrote."""
-    path = base_dir() / "data" / name / "manifest.json"
-    return "/" not in name and path.is_file() and "identity" in read_json(path)
+        manifest = repo.record(lambda manifest: manifest | {"tail": tail})
+    return manifest["tail"]
 
 
 # ---- Opening a source ----------------------------------------------------------------------------
 
 
 Prepare = Callable[[str, int | None], Any]  # name of a data set, number of shards
+
+
+def open_generated(cfg: FirstUseConfig, manifest: Path) -> LocalSource:
+    """
+    Open data/<name>/ under the base directory, which a program wrote: text/<shard>.jsonl and a
+    manifest. Shards may be added later; `identity` in the manifest decides their text.
+    """
+    name, written = cfg.dataset or "", read_json(manifest)
+    files, val_shard, identity = (written[key] for key in ("files", "val_shard", "identity"))
+    if cfg.val_shard not in (None, val_shard) or cfg.revision is not None:
+        raise ValueError(
+            f"--val_shard={cfg.val_shard}, --revision={cfg.revision}: the data set {name} has "
+            f"one revision and one validation shard, {val_shard}; leave both out"
+        )
+    train = choose_shards(cfg, name, files, val_shard)
+    origin, text = {"dataset": name, "identity": identity}, manifest.with_name("text")
+    return LocalSource(
+        name, train, val_shard, identity, origin, manifest, files, {}, text, suffix=".jsonl"
+    )
 
 
 def open_source(
@@ -587,8 +605,8 @@ def open_source(
     Raises ValueError, naming the fix, when there is nothing to open or it is not what it was; then
     nothing is recorded.
     """
-    must_be = None
-    if cfg.dataset is None and cfg.data_dir is None:
+    wanted, must_be = FirstUseConfig(**asdict(cfg)), None
+    if wanted.dataset is None and wanted.data_dir is None:
         if recorded is None:
             raise ValueError(
                 "nothing says where text comes from: give --dataset=<owner>/<name>, "
@@ -599,21 +617,22 @@ def open_source(
                 f"the text was a mixture, {recorded['mixture']}: name one of its texts by "
                 "--dataset or --data_dir"
             )
-        must_be = recorded["fingerprint"] if cfg == DataConfig() else None
-        cfg = DataConfig(
+        must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
+        wanted = FirstUseConfig(
             dataset=recorded.get("dataset"),
             data_dir=recorded.get("data_dir"),
-            revision=cfg.revision or recorded.get("revision"),
-            val_shard=cfg.val_shard or recorded.get("val_shard"),
-            num_shards=cfg.num_shards or recorded["num_shards"],
+            num_shards=wanted.num_shards or recorded["num_shards"],
+            revision=wanted.revision or recorded.get("revision"),
+            val_shard=wanted.val_shard or recorded.get("val_shard"),
         )
-    if cfg.data_dir is not None:
-        return LocalSource.open(cfg, must_be)
+    if wanted.data_dir is not None:
+        return open_folder(wanted, must_be)
+    name = wanted.dataset or ""
     if prepare:
-        prepare(cfg.dataset or "", cfg.num_shards)
-    if is_generated(cfg.dataset or ""):
-        return GeneratedSource.open(cfg, must_be)
-    source = HubSource.open(cfg)
+        prepare(name, wanted.num_shards)
+    manifest = base_dir() / "data" / name / "manifest.json"
+    is_generated = "/" not in name and manifest.is_file() and "identity" in read_json(manifest)
+    source = open_generated(wanted, manifest) if is_generated else open_hub(wanted)
     require_recorded(source, must_be)
     return source
 

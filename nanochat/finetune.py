@@ -36,6 +36,7 @@ from nanochat.mixture import (
     Resolution,
     Resolved,
     Tags,
+    parse_budget,
     parse_mixture,
     resolve,
 )
@@ -321,7 +322,7 @@ def train_rows(
     machine.on_node("encoding conversations", lambda: bool(encode_all(verify=True)))
     mix, encoded = chats.mix, encode_all(verify=False)  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
-    counts = resolve(chats.parts, available, 1, mix.mixture_tokens, mix.mixture_alpha)
+    counts = resolve(chats.parts, available, 1, *parse_budget(mix.mixture))
     tags = {bucket.name: bucket.tags for bucket in chats.learned}
     found = [
         Resolved(name, tags[name], size, count, len(each), each.trained)

@@ -9,7 +9,6 @@ to every request, retries, and error messages that name the fix.
 """
 
 import functools
-import itertools
 import os
 import random
 import re
@@ -24,20 +23,11 @@ from typing import Any, TypeVar
 from huggingface_hub import (
     HfApi,
     constants,
+    errors,
     get_hf_file_metadata,
     hf_hub_download,
     hf_hub_url,
     set_client_factory,
-)
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    FileMetadataError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, hf_raise_for_status
@@ -52,7 +42,6 @@ from nanochat.common import (
     sha256_file,
     write_json,
 )
-from nanochat.text_files import damage
 
 # ---- Requests to the hub, with retries -----------------------------------------------------------
 
@@ -87,16 +76,17 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
 
     Raises Refused where there is no such revision.
     """
-    api = HfApi()
 
     def resolve() -> tuple[str, dict[str, int]]:
+        api = HfApi()  # of the endpoint that is set by now
         try:
             commit = api.dataset_info(repo, revision=revision).sha
             tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
             files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
             return commit or revision, {file.path: file.size for file in files}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, HFValidationError) or getattr(error, "response", None) is not None:
+            is_answer = getattr(error, "response", None) is not None
+            if is_answer or isinstance(error, errors.HFValidationError):
                 raise
             raise NotTheHub(f"unexpected content: {error!r}") from error
 
@@ -109,98 +99,59 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
     return commit, sizes
 
 
-def remote_file(repo: str, commit: str, name: str) -> tuple[int, str | None]:
-    """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
-    url = hf_hub_url(repo, name, repo_type="dataset", revision=commit)
-
-    def ask() -> tuple[int, str | None]:
-        about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        if about.etag is None or about.commit_hash is None:
-            raise NotTheHub("no ETag or no commit")
-        return about.size or 0, about.etag if len(about.etag) == 64 else None
-
-    return request(repo, commit, name, ask)
-
-
-def download(repo: str, commit: str, name: str, size: int, folder: Path) -> None:
-    """Fetch one file into `folder`, resuming what an earlier attempt left behind."""
-    require_free(folder, size, f"downloading {name}", "lower --num_shards")
-    print(printable(f"downloading {repo}: {name} ({size / 1e6:.1f} MB)"), flush=True)
-    began = time.monotonic()
-
-    def fetch() -> str:
-        return hf_hub_download(repo, name, repo_type="dataset", revision=commit, local_dir=folder)
-
-    request(repo, commit, name, fetch)
-    print(printable(f"downloaded {name} in {time.monotonic() - began:.1f} s"), flush=True)
-
-
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
     """Run a request to the hub with retries. Raises Refused with the fix when it fails."""
     install_client()
     try:
         return with_retries(file or repo, action)
     except Exception as error:
-        if refusal := explain(error, repo, revision, file):
-            raise refusal from error
+        if found := explain(root(error), repo, revision, file):
+            raise Refused(*found) from error
         raise
 
 
-def explain(error: BaseException, repo: str, revision: str, file: str | None) -> Refused | None:
-    """The sentence and the fix for an error that another attempt cannot mend, where known."""
-    error = root(error)
+def explain(
+    error: BaseException, repo: str, revision: str, file: str | None
+) -> tuple[str, str] | None:
+    """Cause and fix of an error that another attempt cannot mend, where known."""
+    hub, wanted, line = constants.ENDPOINT, file or repo, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, HFValidationError):
-        return Refused(
-            f"{repo!r} is no name of a repository ({first_line(error)})",
-            "name one as <owner>/<name>",
-        )
-    if isinstance(error, OfflineModeIsEnabled):
-        return Refused(
-            f"{file or repo} is not on the disk, and HF_HUB_OFFLINE forbids to download it",
-            f"unset HF_HUB_OFFLINE, or {NO_NETWORK}",
-        )
-    if isinstance(error, GatedRepoError) or code == 403:
-        return Refused(
-            f"{repo} is gated or forbidden to you ({code})",
-            f"request access at {constants.ENDPOINT}/datasets/{repo}, log in with `hf auth login`",
-        )
-    if isinstance(error, RevisionNotFoundError) and file is None:
-        return Refused(
-            f"{repo} has no revision {revision!r}", "name a branch, tag or commit with --revision"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return Refused(
-            f"{repo} no longer has commit {revision}, which the manifest pins",
-            "start over with today's commit in a new NANOCHAT_BASE_DIR",
-        )
-    if isinstance(error, EntryNotFoundError):
-        return Refused(
-            f"{repo} has no file {file} at commit {revision}, although the hub listed it",
-            "delete its folder below NANOCHAT_BASE_DIR/data and name another --revision",
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return Refused(
-            f"{constants.ENDPOINT} has no data set {repo}, or it is private",
-            "check its name; log in with `hf auth login` if it is private",
-        )
-    if code == 401:
-        return Refused(
-            f"{constants.ENDPOINT} rejects your token (401)",
-            "log in again with `hf auth login`, or unset HF_TOKEN",
-        )
-    if isinstance(error, NotTheHub | FileMetadataError) or is_client_error(error):
-        return Refused(
-            f"what answers at {constants.ENDPOINT} is not the hub ({first_line(error)})",
+    if isinstance(error, errors.HFValidationError):
+        why = f"{repo!r} is no name of a repository ({line})"
+        fix = "name one as <owner>/<name>"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        why = f"{wanted} is not on the disk, and HF_HUB_OFFLINE forbids to download it"
+        fix = f"unset HF_HUB_OFFLINE, or {NO_NETWORK}"
+    elif isinstance(error, errors.GatedRepoError) or code == 403:
+        why = f"{repo} is gated or forbidden to you ({code})"
+        fix = f"request access at {hub}/datasets/{repo}, log in with `hf auth login`"
+    elif isinstance(error, errors.RevisionNotFoundError) and file is None:
+        why = f"{repo} has no revision {revision!r}"
+        fix = "name a branch, tag or commit with --revision"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        why = f"{repo} no longer has commit {revision}, which the manifest pins"
+        fix = "start over with today's commit in a new NANOCHAT_BASE_DIR"
+    elif isinstance(error, errors.EntryNotFoundError):
+        why = f"{repo} has no file {file} at commit {revision}, although the hub listed it"
+        fix = "delete its folder below NANOCHAT_BASE_DIR/data and name another --revision"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        why = f"{hub} has no data set {repo}, or it is private"
+        fix = "check its name; log in with `hf auth login` if it is private"
+    elif code == 401:
+        why = f"{hub} rejects your token (401)"
+        fix = "log in again with `hf auth login`, or unset HF_TOKEN"
+    elif isinstance(error, NotTheHub | errors.FileMetadataError) or is_client_error(error):
+        why = f"what answers at {hub} is not the hub ({line})"
+        fix = (
             "open that address in a browser to log in to the network if it asks for it; check "
-            f"HF_ENDPOINT and the proxy; or {NO_NETWORK}",
+            f"HF_ENDPOINT and the proxy; or {NO_NETWORK}"
         )
-    if code is not None:
-        return Refused(
-            f"{constants.ENDPOINT} answers to {file or repo}: {first_line(error)}",
-            f"check the name and HF_ENDPOINT, or {NO_NETWORK}",
-        )
-    return None
+    elif code is not None:
+        why = f"{hub} answers to {wanted}: {line}"
+        fix = f"check the name and HF_ENDPOINT, or {NO_NETWORK}"
+    else:
+        return None
+    return why, fix
 
 
 def with_retries(what: str, action: Callable[[], X], patience_seconds: float | None = None) -> X:
@@ -211,8 +162,8 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
     Raises Refused when the time is over, any other error at once.
     """
     patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-    began = None
-    for attempt in itertools.count(1):
+    attempt, began = 1, None
+    while True:
         attempted = time.monotonic()
         try:
             return action()
@@ -221,30 +172,26 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
                 raise
             if began is None or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
                 began = time.monotonic()  # data came in between: a new period of failures
-            asked = retry_after(error)
+            asked, problem = retry_after(error), printable(f"{what}: {first_line(error)}")
             backoff = min(MAX_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** min(attempt - 1, 30))
             pause = backoff if asked is None else max(asked, PAUSE_SECONDS)
             pause *= random.SystemRandom().uniform(1, JITTER)  # not the generator of the run
+            limit = f"limit {patience / 60:.0f} min"
             if time.monotonic() - began + pause > patience:
                 wait = f"; the server asks to wait {asked:.0f} s" if asked is not None else ""
                 raise Refused(
-                    f"{what}: gave up after {attempt} attempts and the limit of "
-                    f"{patience / 60:.0f} min: {first_line(error)}{wait}",
+                    f"gave up after {attempt} attempts ({limit}): {problem}{wait}",
                     f"run the same command again to continue, or {NO_NETWORK}",
                 ) from error
-            print(
-                f"{printable(what)}: {printable(first_line(error))}; trying again in {pause:.0f} s "
-                f"(attempt {attempt + 1}, limit {patience / 60:.0f} min)",
-                flush=True,
-            )
+            attempt += 1
+            print(f"{problem}; trying again in {pause:.0f} s (attempt {attempt}, {limit})")
             time.sleep(pause)
-    raise AssertionError("unreachable")
 
 
 def is_transient(error: BaseException) -> bool:
     """True for failures that may pass by themselves: an overloaded hub, a cut connection."""
     error = root(error)
-    if isinstance(error, OfflineModeIsEnabled) or is_client_error(error):
+    if isinstance(error, errors.OfflineModeIsEnabled) or is_client_error(error):
         return False
     response = getattr(error, "response", None)
     if response is not None:
@@ -254,14 +201,14 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_client_error(error: BaseException) -> bool:
-    """True where no request was possible: an address that is none, a wrong certificate."""
+    """True where no request was possible: an invalid address, a wrong certificate."""
     return type(error).__name__ in ("UnsupportedProtocol", "InvalidURL", "TooManyRedirects") or (
         "CERTIFICATE_VERIFY_FAILED" in str(error)
     )
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that the server asks to wait: Retry-After, or of a rate limit its end."""
+    """Seconds that the server asks to wait: Retry-After, or the end of a rate limit."""
     response = getattr(root(error), "response", None)
     headers = getattr(response, "headers", {})
     wish = str(headers.get("Retry-After", "")).strip()
@@ -280,7 +227,7 @@ def retry_after(error: BaseException) -> float | None:
 
 def root(error: BaseException) -> BaseException:
     """The cause of huggingface_hub's error that a file is neither on the hub nor on the disk."""
-    is_wrapper = isinstance(error, LocalEntryNotFoundError)
+    is_wrapper = isinstance(error, errors.LocalEntryNotFoundError)
     return (is_wrapper and error.__cause__) or error
 
 
@@ -298,16 +245,15 @@ def is_inside(name: str) -> bool:
 
 @functools.cache
 def install_client() -> None:
-    """Make huggingface_hub use `new_client`, once per process."""
+    """Add timeouts and `check_answer`, before its own retries, to huggingface_hub's client."""
+
+    def new_client() -> Any:
+        client = default_client_factory()
+        client.event_hooks["request"].append(limit_time)
+        client.event_hooks["response"].append(check_answer)
+        return client
+
     set_client_factory(new_client)
-
-
-def new_client() -> Any:
-    """The library's HTTP client, with timeouts and with `check_answer` before its own retries."""
-    client = default_client_factory()
-    client.event_hooks["request"].append(limit_time)
-    client.event_hooks["response"].append(check_answer)
-    return client
 
 
 def limit_time(http_request: Any) -> None:
@@ -341,6 +287,10 @@ class HubRepo:
     name: str
     folder: Path
     commit: str
+    find_damage: Callable[[Path, bool], str | None]
+    """(a new file, decode all of it?) -> why it cannot be read, or None."""
+    check: Callable[[Path], None] = lambda path: None
+    """May reject, by a ValueError, a new file that is whole."""
 
     @property
     def manifest(self) -> Path:
@@ -350,19 +300,30 @@ class HubRepo:
         """Name -> bytes, and sha256 once it has been fetched."""
         return read_json(self.manifest)["files"]
 
-    def fetch(self, file: str, check: Callable[[Path], None] = lambda path: None) -> Path:
+    def record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Replace the manifest by what `change` makes of it; returns the new one."""
+        with locked(self.folder / ".lock", "writing the manifest"):
+            manifest = change(read_json(self.manifest))
+            write_json(self.manifest, manifest)
+        return manifest
+
+    def forget(self, path: Path) -> None:
+        """Delete the manifest, and a file that makes the repository of no use."""
+        self.manifest.unlink()
+        path.unlink()
+
+    def fetch(self, file: str) -> Path:
         """
         A file, complete and verified. One process fetches it, the others wait.
 
         A file that is damaged is set aside as `<name>.bad` and fetched anew, once; after that
-        ValueError names it. `check` may refuse, by an error, a file that is new and whole.
+        ValueError names it.
         """
-        path = self.folder / file
-        problem = None
+        path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
         with locked(lock, f"fetching {file}"):
             for _ in range(2):
-                problem = self.obtain(file, check)
+                problem = self.obtain(file)
                 if problem is None:
                     return path
                 bad = path.with_name(path.name + ".bad")
@@ -373,44 +334,63 @@ class HubRepo:
             f"use fewer --num_shards, or delete {self.folder} and name another --revision"
         )
 
-    def obtain(self, file: str, check: Callable[[Path], None]) -> str | None:
+    def obtain(self, file: str) -> str | None:
         """Download the file unless it is there, and record its digest; or say what is wrong."""
-        path = self.folder / file
-        recorded = promised = self.files()[file].get("sha256")
+        path, entry = self.folder / file, self.files()[file]
+        recorded = promised = entry.get("sha256")
         if recorded is None or not path.exists():
-            remote_size, remote_digest = remote_file(self.name, self.commit, file)
+            remote_size, remote_digest = self.remote_file(file)
             promised = recorded or remote_digest
             if not path.exists():
-                download(self.name, self.commit, file, remote_size, self.folder)
-        digest = sha256_file(path)
-        if promised is not None and promised != digest:
+                self.download(file, remote_size)
+        digest, size = sha256_file(path), path.stat().st_size
+        if promised not in (None, digest):
             by = "the manifest" if recorded else "the hub"
             return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
         if recorded is not None:
             return None
-        size, listed = path.stat().st_size, self.files()[file].get("bytes")
-        if listed not in (None, size):
-            return f"it has {size} bytes, the listing says {listed}"
-        if problem := damage(path, whole=promised is None):
+        if entry.get("bytes") not in (None, size):
+            return f"it has {size} bytes, the listing says {entry['bytes']}"
+        if problem := self.find_damage(path, promised is None):
             return problem
         try:
-            check(path)
+            self.check(path)
         except ValueError:
             if not any("sha256" in each for each in self.files().values()):
-                self.manifest.unlink()  # nothing of a repository that is of no use is recorded
-                path.unlink()
+                self.forget(path)
             raise
-        with locked(self.folder / ".lock", "writing the manifest"):
-            manifest = read_json(self.manifest)
-            manifest["files"][file] = {"bytes": size, "sha256": digest}
-            write_json(self.manifest, manifest)
+        entry = {"bytes": size, "sha256": digest}
+        self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
+
+    def remote_file(self, file: str) -> tuple[int, str | None]:
+        """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
+        url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
+
+        def ask() -> tuple[int, str | None]:
+            about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            if about.etag is None or about.commit_hash is None:
+                raise NotTheHub("no ETag or no commit")
+            return about.size or 0, about.etag if len(about.etag) == 64 else None
+
+        return request(self.name, self.commit, file, ask)
+
+    def download(self, file: str, size: int) -> None:
+        """Fetch one file, resuming what an earlier attempt left behind."""
+        require_free(self.folder, size, f"downloading {file}", "lower --num_shards")
+        print(printable(f"downloading {self.name}: {file} ({size / 1e6:.1f} MB)"), flush=True)
+        began, where = time.monotonic(), {"revision": self.commit, "local_dir": self.folder}
+        get = functools.partial(hf_hub_download, self.name, file, repo_type="dataset", **where)
+        request(self.name, self.commit, file, get)
+        print(printable(f"downloaded {file} in {time.monotonic() - began:.1f} s"), flush=True)
 
 
 def open_repo(
     name: str,
     folder: Path,
     suffixes: tuple[str, ...],
+    find_damage: Callable[[Path, bool], str | None],
+    check: Callable[[Path], None] = lambda path: None,
     revision: str | None = None,
     choose: Callable[[Sequence[str]], dict[str, Any]] = lambda files: {},
 ) -> tuple[HubRepo, dict[str, Any]]:
@@ -418,8 +398,8 @@ def open_repo(
     A repository and its manifest, which is written at first use.
 
     suffixes: of the files that the manifest lists, in order of names; from these names, `choose`
-    makes what else it is to hold. Raises ValueError when there is no such repository or revision,
-    or when another one is pinned.
+    makes further entries. find_damage, check: as for `HubRepo`. Raises ValueError when there is no
+    such repository or revision, or when another one is pinned.
     """
     path = folder / "manifest.json"
     with locked(folder / ".lock", f"resolving {name}"):
@@ -435,4 +415,4 @@ def open_repo(
             f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
             f"commit {manifest['commit']}; delete {folder} to start over with another"
         )
-    return HubRepo(name, folder, manifest["commit"]), manifest
+    return HubRepo(name, folder, manifest["commit"], find_damage, check), manifest

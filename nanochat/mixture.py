@@ -1,5 +1,5 @@
 """
-Mixtures of data: their words, what they amount to, and the text of a base model.
+Mixtures of data: their notation, the amounts they resolve to, and the text of a base model.
 
     "fineweb=0.7,code=0.3" -> parse_mixture -> Part, ... -> resolve -> counts of each bucket
     DataConfig, MixConfig -> open_texts -> TextMixture: sources by name -> Corpus: rows
@@ -19,25 +19,30 @@ from nanochat.common import fingerprint, read_json
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.dataset import DataConfig, Prepare, Source, open_source
 from nanochat.distributed import Machine
-from nanochat.packing import (
-    bytes_to_pack,
-    ensure,
-    open_rows,
-    start_packing,
-)
+from nanochat.packing import bytes_to_pack, ensure, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
 
-# ---- Mixtures: what shares, tokens and repeats amount to -----------------------------------------
+# ---- Mixtures: shares, tokens and repeats, resolved to counts ------------------------------------
 
 
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
-OPTIONS_CAP = 0.05  # share of questions with added options from which on they are warned of
-MIXTURE_FILE = "mixture.json"  # what a mixture came to, beside the checkpoints
-PART = re.compile(r"([\w./-]+)(?::([^,=*]+))?(?:=([\d.]+)(t|%)?)?(?:\*([\d.]+)(t)?)?")
+OPTIONS_CAP = 0.05  # share of questions with added options above which a warning is printed
+MIXTURE_FILE = "mixture.json"  # the resolved mixture, beside the checkpoints
+NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+PART = re.compile(
+    r"([\w./-]+)(?::([^,=*]+))?"
+    rf"(?:=({NUMBER})%|=(?:(\d+)\*)?(\d+)t|(?:=(\d+))?(?:\*({NUMBER}))?)"
+)
+BUDGET = re.compile(rf"@(?=[\d^])(?:(\d+)t)?(?:\^({NUMBER}))?$")
 FORM = (
     "name[:source], then =rows, *repeats, =tokens as in =500000t, rows and tokens as in "
     "=10000*500000t, or a share as in =20%"
 )
+
+MOVED_FLAGS = {
+    "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
+    "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",
+}
 
 
 @dataclass(frozen=True)
@@ -47,25 +52,21 @@ class MixConfig:
     (=500000t) or as large a share (=20%) as wanted, as in smoltalk=10000,gsm8k*4,aqua=10%. A
     bucket without an amount is taken whole, or fills the budget with the others of that sort; of
     one with =0% nothing is taken; =10000*500000t takes so many tokens of so many conversations.
+    Conversations may have a budget behind them all: @500000t, the tokens of one pass (by default
+    the amounts decide); and @^0.5 or @500000t^0.5: buckets without an amount share what is left in
+    proportion to their size to this power (by default 1; 0 = all alike).
     Default: by what the base model was trained on; of text, the one of --dataset."""
     buckets: str | None = None
     """A JSON file that names own buckets: {"wiki": {"dataset": "owner/name", "language": "ko"}}."""
-    mixture_tokens: int | None = None
-    """The budget: tokens of the mixture gone through once. Default: what the amounts add up to."""
-    mixture_alpha: float = 1.0
-    """Buckets without an amount share what is left in proportion to their size to this power: 1 as
-    they are, 0 all alike."""
 
     def __post_init__(self) -> None:
-        if self.mixture_tokens is not None and self.mixture_tokens < 1:
-            raise ValueError(f"mixture_tokens must be at least 1, got {self.mixture_tokens}")
-        if not 0 <= self.mixture_alpha <= 1:
-            raise ValueError(f"mixture_alpha lies in [0, 1], got {self.mixture_alpha}")
+        parse_budget(self.mixture)
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What beside the words decides the proportions; JSON-ready."""
-        return {"mixture_tokens": self.mixture_tokens, "mixture_alpha": self.mixture_alpha}
+        """Budget and power under the names that fingerprints and checkpoints know; JSON-ready."""
+        tokens, alpha = parse_budget(self.mixture)
+        return {"mixture_tokens": tokens, "mixture_alpha": alpha}
 
     def otherwise(self, mixture: str) -> "MixConfig":
         """The same with a mixture where none was asked for."""
@@ -109,61 +110,44 @@ class Part(NamedTuple):
         return self.name if self.source is None else f"{self.name}:{self.source}"
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing of it is taken."""
-        return self.share == 0 or self.tokens == 0
-
-    @property
     def is_open(self) -> bool:
-        """Whether nobody said how much of it."""
+        """Whether it has no amount."""
         return self.rows is self.repeats is self.tokens is self.share is None
 
 
 def parse_mixture(spec: str) -> list[Part]:
-    """The parts of a mixture. Raises ValueError naming the part that is amiss."""
-    parts = []
-    for words in spec.split(","):
-        found = PART.fullmatch(words.strip())
-        try:
-            part = read_part(*found.groups()) if found else None
-        except ValueError:
-            part = None
-        if part is None:
-            raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
-        parts.append(part)
-    return parts
+    """The parts of a mixture, its budget left out. Raises ValueError naming a malformed part."""
+    return [parse_part(words, spec) for words in BUDGET.sub("", spec).split(",")]
 
 
-def read_part(
-    name: str,
-    source: str | None,
-    amount: str | None,
-    unit: str | None,
-    factor: str | None,
-    factor_unit: str | None,
-) -> Part | None:
-    """
-    A part from the groups of PART; None for an amount of 0 or a contradictory one.
+def parse_part(words: str, spec: str) -> Part:
+    """A part of the mixture `spec`. Raises ValueError where it is malformed or of 0 rows."""
+    if found := PART.fullmatch(words.strip()):
+        name, source, share, first, tokens, rows, repeats = found.groups()
+        part = Part(
+            name,
+            source,
+            int(rows or first) if rows or first else None,
+            float(repeats) if repeats else None,
+            int(tokens) if tokens else None,
+            float(share) / 100 if share else None,
+        )
+        if 0 not in (part.rows, part.repeats) and (part.rows or part.tokens != 0):
+            return part
+    raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
 
-    Raises ValueError for a number that is none, such as 1.5 rows.
-    """
-    if amount and float(amount) == 0 and unit != "%":
-        return None
-    if factor_unit:  # tokens of the first `amount` rows
-        rows = int(amount) if amount and not unit else None
-        return Part(name, source, rows, tokens=int(factor or 0)) if rows else None
-    repeats = float(factor) if factor else None
-    if repeats == 0 or (unit and repeats):
-        return None
-    if unit == "%":
-        return Part(name, source, share=float(amount or 0) / 100)
-    if unit == "t":
-        return Part(name, source, tokens=int(amount or 0))
-    return Part(name, source, int(amount) if amount else None, repeats)
+
+def parse_budget(spec: str) -> tuple[int | None, float]:
+    """The tokens and the power behind a mixture (None and 1 by default). Raises ValueError."""
+    found = BUDGET.search(spec)
+    tokens, alpha = found.groups() if found else (None, None)
+    if (tokens and int(tokens) == 0) or (alpha and float(alpha) > 1):
+        raise ValueError(f"the mixture {spec!r} needs a token or more and a power from 0 to 1")
+    return int(tokens) if tokens else None, float(alpha) if alpha else 1.0
 
 
 def write_mixture(parts: Sequence[Part]) -> str:
-    """The words that `parse_mixture` reads as these parts."""
+    """The notation that `parse_mixture` reads as these parts."""
 
     def words(part: Part) -> str:
         amount = f"={part.rows}" if part.rows is not None else ""
@@ -190,42 +174,42 @@ def resolve(
     one, of the total at which they come out right, and of shares alone the largest at which nothing
     comes twice. Raises ValueError for amounts that contradict one another or come to nothing.
     """
-    named = [part.label for part in parts]
+    sized, named = list(zip(parts, available, strict=True)), ", ".join(p.label for p in parts)
     shares = math.fsum(part.share or 0 for part in parts)
-    fixed = [fixed_rows(part, n, row_tokens) for part, n in zip(parts, available, strict=True)]
-    opens = [n**alpha if part.is_open else 0.0 for part, n in zip(parts, available, strict=True)]
-    natural = sum(n for part, n in zip(parts, available, strict=True) if part.is_open)
-    others = math.fsum(fixed) + natural
-    if shares > 1 + 1e-9 or (shares > 1 - 1e-9 and others):
-        raise ValueError(f"the shares of {', '.join(named)} add up to {shares:.1%}: too much")
-    if not others and shares < 1 - 1e-9:
-        raise ValueError(f"the shares of {', '.join(named)} add up to {shares:.1%}, not to 100%")
+    fixed = [fixed_rows(part, n, row_tokens) for part, n in sized]
+    weights = [n**alpha if part.is_open else 0.0 for part, n in sized]
+    others = math.fsum(fixed) + sum(n for part, n in sized if part.is_open)
+    too_much = shares > 1 + 1e-9 or (shares > 1 - 1e-9 and others)
+    if too_much or (shares < 1 - 1e-9 and not others):
+        problem = ": too much" if too_much else ", not to 100%"
+        raise ValueError(f"the shares of {named} add up to {shares:.1%}{problem}")
     if budget_tokens is not None:
         total = budget_tokens / row_tokens
     elif others:
         total = others / (1 - shares)
     else:
-        total = min(n / part.share for part, n in zip(parts, available, strict=True) if part.share)
+        total = min(n / part.share for part, n in sized if part.share)
     left = total * (1 - shares) - math.fsum(fixed)
-    if left < -0.5 or (any(opens) and left < 0.5) or (not any(opens) and left > 0.5 * len(parts)):
+    if left < -0.5 or (left < 0.5 if any(weights) else left > 0.5 * len(parts)):
         raise ValueError(
-            f"a budget of {round(total * row_tokens):,} tokens, but the amounts of "
-            f"{', '.join(named)} leave {round(left * row_tokens):,} of it to buckets without one"
+            f"a budget of {round(total * row_tokens):,} tokens, but the amounts of {named} "
+            f"leave {round(left * row_tokens):,} of it to buckets without one"
         )
-    filled = left / math.fsum(opens) if any(opens) else 0.0
-    wanted = [
-        fix + total * (part.share or 0) + filled * weight
-        for part, fix, weight in zip(parts, fixed, opens, strict=True)
-    ]
-    counts = round_to_total(wanted)
-    for name, part, count, n in zip(named, parts, counts, available, strict=True):
-        if not part.is_empty and not (count and n):
-            raise ValueError(f"{name} comes to less than {row_tokens} tokens")
+    filled = left / math.fsum(weights) if any(weights) else 0.0
+    counts = round_to_total(
+        [
+            fix + total * (part.share or 0) + filled * weight
+            for part, fix, weight in zip(parts, fixed, weights, strict=True)
+        ]
+    )
+    for (part, n), count in zip(sized, counts, strict=True):
+        if not (part.share == 0 or part.tokens == 0 or (count and n)):
+            raise ValueError(f"{part.label} comes to less than {row_tokens} tokens")
     return counts
 
 
 def fixed_rows(part: Part, available: int, row_tokens: int) -> float:
-    """Rows of a part that says itself how many; 0 of one that shares or fills."""
+    """Rows of a part with an amount of its own; 0 of one that shares or fills."""
     if part.tokens is not None:
         return part.tokens / row_tokens
     if part.rows is None and part.repeats is None:
@@ -242,8 +226,7 @@ def round_to_total(wanted: Sequence[float]) -> list[int]:
     return counts
 
 
-# ------------------------------------------------------------------------------------------------
-# What came of it
+# ---- A resolved mixture --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,7 +259,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A mixture, resolved: what is printed, and saved beside the checkpoints."""
+    """A mixture, resolved: printed, and saved beside the checkpoints."""
 
     spec: str
     buckets: Sequence[Resolved]
@@ -328,7 +311,7 @@ class Resolution:
         return {"spec": self.spec, "buckets": buckets, "warnings": self.warnings}
 
     def tables(self) -> list[dict[str, Any]]:
-        """As a record holds them: by bucket, and by every tag that tells buckets apart."""
+        """For a record: shares by bucket, and by every tag that tells buckets apart."""
         columns = "Bucket, Of, Documents, Tokens, With loss, Repeats, Share".split(", ")
         rows = [
             [
@@ -342,17 +325,17 @@ class Resolution:
             ]
             for bucket in self.buckets
         ]
-        tables = [{"title": "Mixture", "columns": columns, "rows": rows}]
         by_tag = [
             [tag.name, value or "-", f"{share:.1%}"]
             for tag in fields(Tags)
             if len(shares := self.shares_by(tag.name)) > 1
             for value, share in shares.items()
         ]
-        if by_tag:
-            title = "Mixture by tag"
-            tables.append({"title": title, "columns": ["Tag", "Value", "Share"], "rows": by_tag})
-        return tables
+        tables = [
+            {"title": "Mixture", "columns": columns, "rows": rows},
+            {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag},
+        ]
+        return tables if by_tag else tables[:1]
 
     def lines(self) -> list[str]:
         """For the screen."""
@@ -366,8 +349,7 @@ class Resolution:
         return [f"mixture {self.spec}", *lines, *self.warnings]
 
 
-# ------------------------------------------------------------------------------------------------
-# Own buckets
+# ---- Own buckets ---------------------------------------------------------------------------------
 
 
 def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
@@ -376,7 +358,7 @@ def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
 
     {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations, of questions with
     "augment": styles, order or options; {"dataset": ...} or {"data_dir": ...} for text. Raises
-    ValueError naming an entry that is neither, or what it holds that is neither place nor tag.
+    ValueError naming an entry that is neither, or a key that is neither place nor tag.
     """
     if path is None:
         return {}
@@ -393,18 +375,14 @@ def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{file}: {name} must have one of task, dataset and data_dir")
         if wrong := [key for key in places & entry.keys() if not isinstance(entry[key], str)]:
             raise ValueError(f"{file}: {wrong[0]} of {name} is {entry[wrong[0]]!r}, not a string")
-        if unknown := entry.keys() - known:
-            raise ValueError(
-                f"{file}: {name} has {', '.join(sorted(unknown))}; known are "
-                f"{', '.join(sorted(known))}"
-            )
+        if unknown := ", ".join(sorted(entry.keys() - known)):
+            raise ValueError(f"{file}: {name} has {unknown}; known are {', '.join(sorted(known))}")
     return found
 
 
 def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
-    """The tags of a declared bucket; what it does not say, as `default` has it."""
-    given = {tag.name: entry[tag.name] for tag in fields(Tags) if tag.name in entry}
-    return Tags(**{**asdict(default), **given})
+    """The tags of a declared bucket; those it does not declare, from `default`."""
+    return replace(default, **{t.name: entry[t.name] for t in fields(Tags) if t.name in entry})
 
 
 # ---- The text of a base model: one source, or several in proportions -----------------------------
@@ -413,17 +391,12 @@ def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
 
 @dataclass(frozen=True)
 class TextMixture:
-    """Sources by the name of their bucket, in order; `mix` says how much of each."""
+    """Sources by the name of their bucket, in order; `spec` decides how much of each."""
 
     sources: dict[str, Source]
-    mix: MixConfig = field(default_factory=MixConfig)
-    """Without a mixture there is a single source, which is taken as it comes."""
+    spec: str = ""
+    """The mixture; without one there is a single source, which is taken as it comes."""
     tags: Mapping[str, Tags] = field(default_factory=dict)
-
-    @property
-    def spec(self) -> str:
-        """The words of the mixture; empty for a single source."""
-        return self.mix.mixture
 
     @property
     def parts(self) -> list[Part]:
@@ -442,7 +415,8 @@ class TextMixture:
         if not self.spec:
             return self.only.fingerprint
         prints = {name: source.fingerprint for name, source in self.sources.items()}
-        return fingerprint({"mixture": self.spec, **self.mix.chosen, "sources": prints})
+        chosen = MixConfig(self.spec).chosen
+        return fingerprint({"mixture": self.spec, **chosen, "sources": prints})
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready; `open_texts` opens the very same text from it."""
@@ -450,7 +424,7 @@ class TextMixture:
             return self.only.describe()
         return {
             "mixture": self.spec,
-            "chosen": self.mix.chosen,
+            "chosen": MixConfig(self.spec).chosen,
             "sources": {name: source.describe() for name, source in self.sources.items()},
             "tags": {name: asdict(tags) for name, tags in self.tags.items()},
             "fingerprint": self.fingerprint,
@@ -475,40 +449,35 @@ class Corpus:
         self, rows_needed: int, machine: Machine
     ) -> tuple[Resolution | None, dict[str, int]]:
         """
-        What a run over `rows_needed` rows takes of a mixture, which is printed, and how many rows
-        of every bucket. Packs buckets first whose share depends on their size.
+        The amounts that a run over `rows_needed` rows takes of a mixture, which are printed, and
+        the rows of every bucket. Packs buckets first whose share depends on their size.
         """
-        texts = self.texts
-        if not texts.spec:
+        spec, parts, tags = self.texts.spec, self.texts.parts, self.texts.tags
+        if not spec:
             return None, dict.fromkeys(self.rows, rows_needed)
-        if sized := [p.label for p in texts.parts if p.tokens is None and p.share is None]:
+        if sized := [p.label for p in parts if p.tokens is None and p.share is None]:
             machine.print0(f"packing all of {', '.join(sized)}: it counts how much there is")
             self.pack(dict.fromkeys(sized), machine)
-        T, alpha = next(iter(self.rows.values())).max_seq_len, texts.mix.mixture_alpha
+        T, (_, alpha) = next(iter(self.rows.values())).max_seq_len, parse_budget(spec)
         sizes = {  # None while not all of a text is packed
             name: rows.packed_train_rows if all(map(rows.is_packed, rows.train_shards)) else None
             for name, rows in self.rows.items()
         }
-        available = [sizes[part.label] or rows_needed for part in texts.parts]
-        counts = resolve(texts.parts, available, T, rows_needed * T, alpha)
+        available = [sizes[part.label] or rows_needed for part in parts]
+        counts = resolve(parts, available, T, rows_needed * T, alpha)
         needed = dict(zip(self.rows, counts, strict=True))
-        found = [
-            Resolved(
-                name,
-                texts.tags.get(name, Tags()),
-                None if (size := sizes[name]) is None else size * T,
-                needed[name] * T,
-                rows.totals()["documents"],
-            )
-            for name, rows in self.rows.items()
-        ]
-        mixed = Resolution(texts.spec, found)
+        found = []
+        for name, rows in self.rows.items():
+            size, documents = sizes[name], rows.totals()["documents"]
+            tokens = None if size is None else size * T
+            found.append(Resolved(name, tags[name], tokens, needed[name] * T, documents))
+        mixed = Resolution(spec, found)
         for line in mixed.lines():
             machine.print0(line)
         return mixed, needed
 
     def mixed(self, needed: Mapping[str, int]) -> Rows | MixedRows:
-        """What a run reads: the rows of a single text as they come, or mixed by their counts."""
+        """The rows of a run: those of a single text as they come, or mixed by their counts."""
         if not self.texts.spec:
             return next(iter(self.rows.values()))
         return MixedRows({name: (rows, needed[name]) for name, rows in self.rows.items()})
@@ -522,14 +491,14 @@ class Corpus:
         machine.barrier()
 
     def bytes_to_pack(self, needed: Mapping[str, int], machine: Machine) -> int:
-        """What packing will write; the main rank finds out."""
+        """About what packing will write; 0 on all ranks but the main one."""
         if not machine.is_main:
             return 0
         sources = self.texts.sources
         return sum(bytes_to_pack(self.rows[n], sources[n], count)[0] for n, count in needed.items())
 
     def packing(self, needed: Mapping[str, int], machine: Machine) -> ExitStack:
-        """Pack beside the training what it needs; a process for each machine and bucket does."""
+        """Pack during training what it needs, in one process for each machine and bucket."""
         stack = ExitStack()
         for name, count in needed.items() if machine.local_rank == 0 else ():
             source = self.texts.sources[name]
@@ -541,12 +510,12 @@ def open_corpus(
     texts: TextMixture,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    run_id: str | None = None,
+    *,
     verifies: bool = True,
 ) -> Corpus:
     """The rows of texts, packed already or not; `verifies` as for `Rows`."""
     rows = {
-        name: open_rows(source, tokenizer, max_seq_len, run_id, verifies=verifies)
+        name: open_rows(source, tokenizer, max_seq_len, verifies=verifies)
         for name, source in texts.sources.items()
     }
     return Corpus(texts, tokenizer, rows)
@@ -562,32 +531,33 @@ def open_texts(
     The text that `cfg` or `mix` name; or, where they name none, the one an earlier stage `recorded`
     (`TextMixture.describe()` of then). `prepare` as for `open_source`.
 
-    Raises ValueError, naming the way out, for amounts that text is not counted in, and as
-    `open_source` does.
+    Raises ValueError, naming the fix, for amounts that text is not counted in, and as `open_source`
+    does.
     """
     if mix and mix.mixture:
-        if cfg.dataset or cfg.data_dir or cfg.val_shard or cfg.revision:
+        if replace(cfg, num_shards=None) != type(cfg)():
             raise ValueError(
                 "--mixture names its texts itself: give no --dataset, --data_dir, --val_shard or "
                 "--revision beside it"
             )
         return open_mixture(cfg, mix, prepare)
-    if not (cfg.dataset or cfg.data_dir) and "mixture" in (recorded or {}):
-        assert recorded is not None
-        described = recorded["sources"].items()
+    if not (cfg.dataset or cfg.data_dir) and recorded and "mixture" in recorded:
+        described, spec = recorded["sources"].items(), recorded["mixture"]
         sources = {name: open_source(cfg, was, prepare) for name, was in described}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
-        return TextMixture(sources, MixConfig(recorded["mixture"], **recorded["chosen"]), tags)
+        if MixConfig(spec).chosen != recorded["chosen"]:  # of a version that had a flag for it
+            spec += f"@^{recorded['chosen']['mixture_alpha']:g}"
+        return TextMixture(sources, spec, tags)
     source = open_source(cfg, recorded, prepare)
     return TextMixture({source.name: source})
 
 
 def open_mixture(cfg: DataConfig, mix: MixConfig, prepare: Prepare | None) -> TextMixture:
     """The sources of a mixture of text; none is opened before all parts are checked."""
-    if mix.mixture_tokens is not None:
+    if parse_budget(mix.mixture)[0] is not None:
         raise ValueError(
-            f"--mixture_tokens={mix.mixture_tokens} is for conversations; the budget of a mixture "
-            "of text is the run's: --num_iterations or --target_param_data_ratio"
+            f"{mix.mixture!r}: the budget of a mixture of text is the run's: leave @...t out and "
+            "use --num_iterations or --target_param_data_ratio"
         )
     declared = read_buckets(mix.buckets)
     configs: dict[str, DataConfig] = {}
@@ -610,4 +580,4 @@ def open_mixture(cfg: DataConfig, mix: MixConfig, prepare: Prepare | None) -> Te
         )
     sources = {name: open_source(place, None, prepare) for name, place in configs.items()}
     tags = {name: tags_of(declared.get(name, {})) for name in sources}
-    return TextMixture(sources, replace(mix, buckets=None), tags)
+    return TextMixture(sources, mix.mixture, tags)

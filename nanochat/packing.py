@@ -17,9 +17,10 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from nanochat.common import (
     fsync,
     locked,
     printable,
-    read_json,
     require_free,
     sealed,
     write_atomic,
@@ -53,9 +53,7 @@ PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same in
 # (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
 POOL_PIECES = 8192
 POOL_TOKENS = 1 << 24  # bounds the memory of the pool where rows are very long
-SPARE_TOKENS = 1 << 20  # used-up tokens that may stay in the store before it is compacted
 MAX_DROPPED = 0.005  # share of a stream's tokens that may be dropped at its end
-BLOCK_TOKENS = 1 << 20  # tokens laid out at a time: bounds the index arrays
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Packer:
     Packs one stream of documents into rows of `row_length` tokens. With `cut`, documents are cut
     so that only the last row may be padded with BOS; without it they stay whole.
 
-    Memory: the pool (at most POOL_TOKENS tokens), as much again, and the batch at hand.
+    Memory: the pool (at most POOL_TOKENS tokens) and the batch at hand, twice.
     Raises ValueError for a row shorter than two tokens.
     """
 
@@ -96,18 +94,16 @@ class Packer:
         if row_length < 2:
             raise ValueError(f"a row holds a BOS and at least one token, not {row_length} in all")
         self.row_length = row_length
-        self.bos_id = bos_id
+        self.bos = np.array([bos_id], dtype)
         self.cut = cut
         self.pool_pieces = max(1, min(pool_pieces, POOL_TOKENS // row_length))
         self.counts = PackCounts()
-        self.store = np.empty(0, dtype)  # tokens of the pooled pieces, and used-up ones between
-        # The pool: by length (BOS included), oldest first, 2 * start in store + (1: a rest)
-        self.buckets: dict[int, deque[int]] = defaultdict(deque)
+        # The pool: by length, oldest first: tokens with their BOS, and whether they are a rest
+        self.buckets: dict[int, deque[tuple[np.ndarray, bool]]] = defaultdict(deque)
         self.lengths = 0  # bit n is set: there is a piece of length n
         self.pooled_pieces = 0
         self.pooled_tokens = 0  # without BOS
-        # The plan: pieces in the order in which they lie in rows
-        self.plan: list[tuple[int, int, int]] = []  # start in store, length, (1: opens no document)
+        self.placed: list[np.ndarray] = []  # pieces in the order in which they lie in full rows
 
     def add(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """
@@ -115,17 +111,20 @@ class Packer:
 
         ids: token ids without BOS; offsets: (documents + 1,). Returns (n, row_length), n >= 0.
         """
-        base = self.store.size
-        self.store = np.concatenate([self.store, ids.astype(self.store.dtype)])
-        bounds = (offsets + base).tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
-            self._take(start, end)
-            while self.pooled_pieces > self.pool_pieces and self._can_fill():
+        tokens = np.insert(ids.astype(self.bos.dtype), offsets[:-1], self.bos[0])
+        bounds = (offsets + np.arange(len(offsets))).tolist()
+        self.counts.documents += int(np.count_nonzero(np.diff(offsets)))
+        for start, end in pairwise(bounds):
+            if end - start > self.row_length:
+                self._put(*self._cut(tokens[start:end]))
+            elif end - start > 1:
+                self._put(tokens[start:end], False)
+            while (
+                self.pooled_pieces > self.pool_pieces
+                and self.pooled_tokens + self.pooled_pieces >= self.row_length
+            ):
                 self._fill_row()
-        rows = self._lay_out()
-        if self.store.size > 2 * self.pooled_tokens + SPARE_TOKENS:
-            self._compact()
-        return rows
+        return self._lay_out()
 
     def finish(self) -> np.ndarray:
         """Empty the pool: the last rows, (n, row_length)."""
@@ -133,131 +132,75 @@ class Packer:
             self._fill_row()
         return self._lay_out()
 
-    def _take(self, start: int, end: int) -> None:
-        """Pool the document store[start:end], after the whole rows it gives off by itself."""
-        if start == end:
-            return
-        self.counts.documents += 1
-        whole = self.row_length - 1
-        rest = 0
-        if not self.cut and end - start > whole:
-            self.counts.documents_cut += 1
-            self.counts.dropped += end - start - whole
-            end = start + whole
-        while end - start > whole:
-            self.plan.append((start, self.row_length, rest))
-            start += whole
-            rest = 1
-        self.counts.documents_cut += rest
-        self._put(start, end - start + 1, rest)
+    def _cut(self, document: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Place the whole rows of a long document (BOS first); its last piece, whether a rest."""
+        counts, whole = self.counts, self.row_length - 1
+        counts.documents_cut += 1
+        if not self.cut:
+            counts.dropped += len(document) - self.row_length
+            return document[: self.row_length], False
+        n = (len(document) - 2) // whole  # at least a token is left over
+        rows = np.full((n, self.row_length), self.bos)
+        rows[:, 1:] = document[1 : 1 + n * whole].reshape(n, whole)
+        self.placed.append(rows.reshape(-1))
+        counts.tokens += n * whole
+        counts.bos += n
+        counts.extra_bos += n - 1
+        return np.concatenate([self.bos, document[1 + n * whole :]]), True
 
-    def _put(self, start: int, length: int, rest: int) -> None:
-        self.buckets[length].append(2 * start + rest)
+    def _put(self, piece: np.ndarray, is_rest: bool) -> None:
+        """Pool a copy of a piece: a view would keep all of its batch in memory."""
+        length = len(piece)
+        self.buckets[length].append((piece.copy(), is_rest))
         self.lengths |= 1 << length
         self.pooled_pieces += 1
         self.pooled_tokens += length - 1
 
-    def _pop(self, length: int) -> tuple[int, int]:
-        """Take the oldest piece of a length out of the pool: its start, and 1 if it is a rest."""
+    def _pop(self, length: int) -> tuple[np.ndarray, bool]:
+        """Take the oldest piece of a length out of the pool, and whether it is a rest."""
         bucket = self.buckets[length]
-        piece = bucket.popleft()
-        if not bucket:
+        if len(bucket) == 1:
             self.lengths ^= 1 << length
         self.pooled_pieces -= 1
         self.pooled_tokens -= length - 1
-        return piece >> 1, piece & 1
-
-    def _can_fill(self) -> bool:
-        """True when the pool holds a row's worth of tokens."""
-        return self.pooled_tokens + self.pooled_pieces >= self.row_length
+        return bucket.popleft()
 
     def _fill_row(self) -> None:
-        """Plan one row. One that the whole pool cannot fill is padded, or dropped."""
-        first = len(self.plan)
-        gap = self.row_length
+        """Fill one row. One that the whole pool cannot fill is padded, or dropped."""
+        counts, pieces, num_rests, gap = self.counts, [], 0, self.row_length
         while gap and self.pooled_pieces:
-            fitting = self.lengths & ((2 << gap) - 1)
-            if fitting:
-                length = fitting.bit_length() - 1  # the longest that fits
-                start, rest = self._pop(length)
-                self.plan.append((start, length, rest))
-                gap -= length
+            if fitting := self.lengths & ((2 << gap) - 1):
+                piece, is_rest = self._pop(fitting.bit_length() - 1)  # the longest that fits
             elif gap == 1 or not self.cut:
                 break
             else:
-                length = (self.lengths & -self.lengths).bit_length() - 1  # the shortest there is
-                start, rest = self._pop(length)
-                self.plan.append((start, gap, rest))
-                self._put(start + gap - 1, length - gap + 1, rest=1)
-                self.counts.documents_cut += 1 - rest
-                gap = 0
-        if gap > 1 and self.cut and self._may_drop(first):
-            self.counts.dropped += planned_tokens(self.plan[first:])
-            del self.plan[first:]
-        else:
-            self.plan += [(0, 1, 1)] * gap
-
-    def _may_drop(self, first: int) -> bool:
-        """Whether the tokens planned from place `first` on are at most MAX_DROPPED of all."""
-        total = self.counts.tokens + self.counts.dropped + planned_tokens(self.plan)
-        return planned_tokens(self.plan[first:]) <= MAX_DROPPED * total
+                piece, is_rest = self._pop((self.lengths & -self.lengths).bit_length() - 1)
+                self._put(np.concatenate([self.bos, piece[gap:]]), is_rest=True)  # of the shortest
+                counts.documents_cut += not is_rest
+                piece = piece[:gap]
+            pieces.append(piece)
+            num_rests += is_rest
+            gap -= len(piece)
+        tokens = self.row_length - gap - len(pieces)
+        most_dropped = MAX_DROPPED * (counts.tokens + counts.dropped + tokens)
+        if gap > 1 and self.cut and tokens <= most_dropped:
+            counts.dropped += tokens
+            return
+        counts.tokens += tokens
+        counts.bos += len(pieces) + gap
+        counts.extra_bos += num_rests + gap
+        self.placed += [*pieces, self.bos.repeat(gap)]
 
     def _lay_out(self) -> np.ndarray:
-        """Turn the plan into rows and forget it."""
-        plan = np.array(self.plan, dtype=np.int64).reshape(-1, 3)
-        self.plan.clear()
-        starts, lengths, rests = plan.T
-        rows = np.empty((int(lengths.sum()) // self.row_length, self.row_length), self.store.dtype)
-        step = max(1, BLOCK_TOKENS // self.row_length)  # pieces at a time
-        done = 0
-        for i in range(0, len(plan), step):
-            part = gather(self.store, starts[i : i + step], lengths[i : i + step], self.bos_id)
-            rows.reshape(-1)[done : done + part.size] = part
-            done += part.size
-        counts = self.counts
-        counts.rows += len(rows)
-        counts.bos += len(plan)
-        counts.extra_bos += int(rests.sum())
-        counts.tokens += rows.size - len(plan)
+        """The rows of the pieces that were placed, which are forgotten."""
+        rows = np.concatenate([self.bos[:0], *self.placed]).reshape(-1, self.row_length)
+        self.placed.clear()
+        self.counts.rows += len(rows)
         return rows
-
-    def _compact(self) -> None:
-        """Move the pooled pieces to the front of a store that holds nothing else."""
-        buckets = {length: bucket for length, bucket in self.buckets.items() if bucket}
-        pieces = np.array([p for bucket in buckets.values() for p in bucket], dtype=np.int64)
-        sizes = [len(bucket) for bucket in buckets.values()]
-        lengths = np.repeat(np.array(list(buckets), dtype=np.int64), sizes) - 1  # without BOS
-        moved = np.cumsum(lengths) - lengths
-        index = np.arange(lengths.sum()) + np.repeat((pieces >> 1) - moved, lengths)
-        self.store = self.store[index]
-        fresh = iter((2 * moved + (pieces & 1)).tolist())
-        for bucket in buckets.values():
-            for i in range(len(bucket)):
-                bucket[i] = next(fresh)
-
-
-def planned_tokens(plan: list[tuple[int, int, int]]) -> int:
-    """Tokens of documents in a plan, BOS not counted."""
-    return sum(length - 1 for _, length, _ in plan)
-
-
-def gather(store: np.ndarray, starts: np.ndarray, lengths: np.ndarray, bos_id: int) -> np.ndarray:
-    """
-    Concatenate pieces: a BOS, then `lengths[i] - 1` tokens of `store` from `starts[i]` on.
-
-    Returns (lengths.sum(),), of the store's dtype.
-    """
-    ends = np.cumsum(lengths)
-    opening = ends - lengths  # where the BOS of each piece lies
-    index = np.arange(lengths.sum()) + np.repeat(starts - 1 - opening, lengths)
-    index[opening] = 0
-    tokens = store[index]
-    tokens[opening] = bos_id
-    return tokens
 
 
 def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> Iterator[np.ndarray]:
-    """All rows of a stream of (ids, offsets) batches, in blocks; `packer.counts` tells the rest."""
+    """All rows of a stream of (ids, offsets) batches, in blocks; `packer.counts` counts them."""
     for ids, offsets in batches:
         yield packer.add(ids, offsets)
     yield packer.finish()
@@ -280,7 +223,7 @@ def open_rows(
     source: Source,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    run_id: str | None = None,
+    *,
     say: Callable[[str], None] = print,
     verifies: bool = True,
 ) -> Rows:
@@ -288,8 +231,8 @@ def open_rows(
     The rows of a source under rows/, whether packed already or not.
 
     The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
-    source share it. It holds a copy of the tokenizer. run_id goes into index.json; `say` is told
-    when a shard is waited for; `verifies` as for `Rows`.
+    source share it. It holds a copy of the tokenizer, and the recipe in index.json, for people.
+    `say` and `verifies` as for `Rows`.
     """
     if max_seq_len < 1:
         raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
@@ -299,27 +242,27 @@ def open_rows(
         "packing_rule": PACKING_RULE,
     }
     folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
+    recipe = {
+        "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
+        "source": source.describe(),
+        **made_of,
+    }
     groups = group_files(source, max_seq_len + 1)
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
-    rows = Rows(
+    write_json(folder / "index.json", recipe)
+    return Rows(
         folder,
         list(groups),
         source.val_shard,
         max_seq_len,
         "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         tokenizer.vocab_size,
-        {
-            "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
-            "source": source.describe(),
-            **made_of,
-        },
+        recipe,
         say,
         {**groups, source.val_shard: [source.val_shard]},
         verifies,
     )
-    write_index(rows, run_id)
-    return rows
 
 
 def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
@@ -331,13 +274,13 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
     row_length and the ordered files and their sizes only, so that the first shards of a source stay
     the same when more files of it are used.
     """
-    sizes, runs, rows = source.shard_sizes(), [[]], 0.0
+    tokens, runs, rows = estimate_tokens(source), [[]], 0.0
     for file in source.train_shards:
         if rows >= GROUP_ROWS:
             runs.append([])
             rows = 0.0
         runs[-1].append(file)
-        rows += sizes[file] * tokens_per_stored_byte(file) / row_length
+        rows += tokens[file] / row_length
     if rows < GROUP_ROWS and len(runs) > 1:
         last = runs.pop()
         runs[-1] += last
@@ -347,40 +290,22 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
     }
 
 
-def tokens_per_stored_byte(file: str) -> float:
-    """About how many tokens a file of this name gives."""
-    return TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
-
-
-def write_index(rows: Rows, run_id: str | None = None) -> None:
-    """Write index.json: what these rows are, and the packed shards in order. For people."""
-    path = rows.folder / "index.json"
-    with locked(rows.folder / ".locks" / "index.lock", "writing index.json"):
-        if run_id is None and path.exists():
-            run_id = read_json(path)["run_id"]
-        index = {
-            **rows.recipe,
-            "run_id": run_id,
-            "dtype": rows.dtype.name,
-            "val_shard": rows.val_shard,
-            "totals": rows.totals(),
-            "shards": [{"shard": s, **rows.counts(s)} for s in rows.shards if rows.is_packed(s)],
-        }
-        write_json(path, index)
+def estimate_tokens(source: Source) -> dict[str, float]:
+    """Shard -> about how many tokens it gives."""
+    return {
+        shard: size * TOKENS_PER_STORED_BYTE.get(Path(shard).suffix, TOKENS_PER_BYTE)
+        for shard, size in source.shard_sizes().items()
+    }
 
 
 def pack_shard(
     source: Source, shard: str, tokenizer: Tokenizer, rows: Rows, num_threads: int | None = None
-) -> dict[str, Any]:
+) -> None:
     """
-    Pack one shard and return its record. Memory stays bounded, whatever the shard's size.
-
-    The rows go to a `.part` file, which is renamed when it is safe on disk; then the record is
-    written. The caller holds the shard's lock.
+    Pack one shard. Memory stays bounded, whatever its size. The caller holds the shard's lock.
     """
     packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
-    skipped: Counter = Counter()
-    text_bytes = 0
+    skipped, text_bytes = Counter(), 0
 
     def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         nonlocal text_bytes
@@ -390,15 +315,9 @@ def pack_shard(
                 yield tokenizer.encode_flat(texts, num_threads=num_threads)
 
     digest = write_rows(rows, shard, pack(encoded(), packer))
-    counts = {
-        **asdict(packer.counts),
-        "text_bytes": text_bytes,
-        "skipped": skipped.total(),
-        "skipped_by_kind": dict(skipped),
-        "sha256": digest,
-    }
+    skips = {"skipped": skipped.total(), "skipped_by_kind": dict(skipped)}
+    counts = {**asdict(packer.counts), "text_bytes": text_bytes, **skips, "sha256": digest}
     write_json(rows.counts_path(shard), sealed(counts))
-    return counts
 
 
 def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
@@ -422,19 +341,12 @@ def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
                 data = block.tobytes()
                 digest.update(data)
                 out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
+        fsync(part)
         os.replace(part, path)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
     fsync(rows.folder)
     return digest.hexdigest()
-
-
-def work_list(rows: Rows) -> list[str]:
-    """The order of packing: what the first step needs, what evaluation needs, the rest."""
-    return [*rows.train_shards[:1], rows.val_shard, *rows.train_shards[1:]]
 
 
 def ensure(
@@ -460,14 +372,14 @@ def ensure(
             else:  # others are packing them all: wait for the first
                 with locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
                     pass
-    write_index(rows)
 
 
 def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
-    """The shards that are to be packed, in order."""
-    needs_train = rows_needed is None or rows.packed_train_rows < rows_needed
-    needed = work_list(rows) if needs_train else [rows.val_shard]
-    return [shard for shard in needed if not rows.is_packed(shard)]
+    """The shards to pack: what the first step needs, what evaluation needs, the rest."""
+    shards = [rows.val_shard]
+    if rows_needed is None or rows.packed_train_rows < rows_needed:
+        shards = [*rows.train_shards[:1], *shards, *rows.train_shards[1:]]
+    return [shard for shard in shards if not rows.is_packed(shard)]
 
 
 def lock_path(rows: Rows, shard: str) -> Path:
@@ -485,31 +397,43 @@ def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> N
 
 
 def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> tuple[int, int]:
-    """About what fetching and packing will write, and of how many shards."""
-    sizes = source.shard_sizes()
-    row_bytes = rows.row_length * rows.dtype.itemsize
+    """About how many bytes fetching and packing will write, and of how many shards."""
+    tokens = estimate_tokens(source)
     files, shards, total, have = [], 0, 0, rows.packed_train_rows
     for shard in missing_shards(rows, rows_needed):
         if shard != rows.val_shard and rows_needed is not None and have >= rows_needed:
             break
-        estimates = (sizes[f] * tokens_per_stored_byte(f) for f in rows.files[shard])
-        size = int(sum(estimates) * rows.dtype.itemsize)
+        size = int(sum(tokens[file] for file in rows.files[shard]) * rows.dtype.itemsize)
         files += rows.files[shard]
         shards += 1
         total += size
-        have += size // row_bytes if shard != rows.val_shard else 0
+        if shard != rows.val_shard:
+            have += size // (rows.row_length * rows.dtype.itemsize)
     return total + (source.missing_bytes(files) if files else 0), shards
 
 
-# ---------------------------------------------------------------------------------------------
-# In the background
+# ---- In the background ---------------------------------------------------------------------------
+
+
+STOPPED = (
+    128 + signal.SIGTERM,
+    -signal.SIGTERM,
+)  # exit statuses after a request to stop
 
 
 class Packing:
     """Background processes at work. They end when the work is done, on close, or with us."""
 
-    def __init__(self, rows: Rows, processes: list[subprocess.Popen]):
+    def __init__(
+        self, rows: Rows, processes: Sequence[subprocess.Popen], say: Callable[[str], None]
+    ):
         self.rows, self.processes = rows, processes
+        self.threads = [
+            threading.Thread(target=forward, args=(process, rows, say), daemon=True)
+            for process in processes
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def __enter__(self) -> "Packing":
         return self
@@ -524,16 +448,12 @@ class Packing:
     @property
     def running(self) -> bool:
         """True while a process is at work."""
-        return any(process.poll() is None for process in self.processes)
+        return any(thread.is_alive() for thread in self.threads)
 
     def failure(self) -> str | None:
         """Why a process ended before its work was done, if one did."""
-        for process in self.processes:
-            if process.poll() not in (None, 0):
-                if self.rows.error_path.exists():
-                    return self.rows.error_path.read_text()
-                return f"a packing process ended with status {process.returncode}"
-        return None
+        path = self.rows.error_path
+        return path.read_text() if path.exists() else None
 
 
 def start_packing(
@@ -546,30 +466,19 @@ def start_packing(
     """
     Have background processes do what `ensure` does; `rows.batch` waits for a shard it lacks.
 
-    One process per machine calls this (local rank 0). The workers run at low priority, hand their
+    One process per machine calls this (local rank 0). The workers run at low priority, pass their
     lines to `say`, and when one fails, `rows` raises its message where it waits.
     """
     check_space(rows, source, rows_needed)
-    if not missing_shards(rows, rows_needed):
-        return Packing(rows, [])
+    workers = workers if missing_shards(rows, rows_needed) else 0
     rows.error_path.unlink(missing_ok=True)
-    order = {
-        "source": source.describe(),
-        "folder": str(rows.folder),
-        "max_seq_len": rows.max_seq_len,
-        "rows_needed": rows_needed,
-        "parent": os.getpid(),
-    }
-    environment = {
-        **os.environ,
-        "NANOCHAT_BASE_DIR": str(base_dir()),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
+    order = [source.describe(), str(rows.folder), rows.max_seq_len, rows_needed]
+    base = {"NANOCHAT_BASE_DIR": str(base_dir()), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "nanochat.packing", json.dumps(order)],
             cwd=REPOSITORY,
-            env=environment,
+            env={**os.environ, **base},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -578,24 +487,21 @@ def start_packing(
         )
         for _ in range(workers)
     ]
-    for process in processes:
-        threading.Thread(target=forward, args=(process, say), daemon=True).start()
-
-    packing = Packing(rows, processes)
-    rows.packer_failure = packing.failure
-    return packing
+    return Packing(rows, processes, say)
 
 
-def forward(process: subprocess.Popen, say: Callable[[str], None]) -> None:
-    """Hand on what a process prints, line by line."""
+def forward(process: subprocess.Popen, rows: Rows, say: Callable[[str], None]) -> None:
+    """Pass on the output of a process, line by line, and record why it was killed, if it was."""
     assert process.stdout is not None
     for line in process.stdout:
         say(printable(line.rstrip()))
+    if process.wait() not in (0, *STOPPED) and not rows.error_path.exists():
+        write_atomic(rows.error_path, f"a packing process ended with status {process.returncode}")
 
 
 @contextmanager
 def alive(path: Path) -> Iterator[None]:
-    """While inside, touch a file every second: whoever waits sees that someone is at work."""
+    """While inside, touch a file every second: waiting processes see that packing goes on."""
     done = threading.Event()
 
     def beat() -> None:
@@ -612,33 +518,37 @@ def alive(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def exit_with(parent: int) -> None:
+def follow_parent() -> None:
     """End this process soon after its parent has ended, however it ended."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
     """The background process: one JSON argument, as `start_packing` writes it."""
-    order = json.loads(sys.argv[1])
-    threading.Thread(target=exit_with, args=(order["parent"],), daemon=True).start()
+    follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: no half file stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED[0]))  # unwinds: no half file stays
     os.nice(10)
-    folder = Path(order["folder"])
+    described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:
-        source = open_source(DataConfig(), order["source"])
-        tokenizer = Tokenizer.read(folder / "tokenizer.json")
-        rows = open_rows(source, tokenizer, order["max_seq_len"])
-        assert rows.folder == folder, f"{rows.folder} is not {folder}"
-        ensure(rows, source, tokenizer, order["rows_needed"], num_threads=1)
+        source = open_source(DataConfig(), described)
+        tokenizer = Tokenizer.read(Path(folder, "tokenizer.json"))
+        rows = open_rows(source, tokenizer, max_seq_len)
+        assert str(rows.folder) == folder, f"{rows.folder} is not {folder}"
+        ensure(rows, source, tokenizer, rows_needed, num_threads=1)
     except Exception as error:
         message = user_message(error)
         if message is None:
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
-        write_atomic(folder / "packing.error", message)
+        write_atomic(Path(folder, "packing.error"), message)
         raise SystemExit(1) from error
 
 

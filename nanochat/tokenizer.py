@@ -12,7 +12,6 @@ tokenizer.json holds `format`, `pattern` (what splits text into words), `special
 them can be read. The same training gives the same file, byte for byte.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,7 @@ import numpy as np
 import tiktoken
 
 import rustbpe
-from nanochat.common import (
-    MissingInput,
-    base_dir,
-    fingerprint,
-    read_json,
-    require_name,
-    write_json,
-)
+from nanochat.common import MissingInput, base_dir, fingerprint, read_json, require_name, write_json
 
 if not hasattr(rustbpe, "split"):
     raise ImportError(
@@ -54,7 +46,8 @@ class Tokenizer:
     """
     A trained vocabulary. Make one with `train`, `read` or `load`; it never changes.
 
-    `fingerprint` is 16 hex digits of its content: equal vocabularies, equal fingerprints.
+    `content` makes it again, `Tokenizer(content)`; `pattern` splits a text into words, within which
+    tokens are merged; `fingerprint` is 16 hex digits of the content.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -67,9 +60,9 @@ class Tokenizer:
         if tuple(content["special_tokens"]) != SPECIAL_TOKENS:
             raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
         tokens = [token.encode("latin-1") for token in content["tokens"]]
-        self._content = content
-        self._ranks = list(zip(tokens, itertools.count(), strict=False))
-        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, content["pattern"])
+        self.content, self.pattern = content, content["pattern"]
+        self._ranks = [(token, i) for i, token in enumerate(tokens)]
+        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, self.pattern)
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
         self.fingerprint = fingerprint(content)
@@ -101,24 +94,16 @@ class Tokenizer:
         tokens = [token for token, _ in bpe.get_mergeable_ranks()]
         tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
-            print(
-                f"tokenizer: the text has nothing left to merge after {tokenizer.vocab_size} ids, "
-                f"so there are not the {vocab_size} asked for",
-                flush=True,
-            )
+            found = f"{tokenizer.vocab_size} ids, not {vocab_size}"
+            print(f"tokenizer: {found}: the text has nothing left to merge", flush=True)
         return tokenizer
 
     @classmethod
     def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
         """From its parts, tokens by id. Raises ValueError for special tokens that are not ours."""
-        return cls(
-            {
-                "format": FORMAT,
-                "pattern": pattern,
-                "special_tokens": list(special),
-                "tokens": [token.decode("latin-1") for token in tokens],
-            }
-        )
+        names = [token.decode("latin-1") for token in tokens]
+        content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
+        return cls({**content, "tokens": names})
 
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
@@ -152,24 +137,14 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
-        content = {**self.content, "fingerprint": self.fingerprint}
-        write_json(folder / FILE_NAME, content)
-        return folder / FILE_NAME
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """What makes it again: `Tokenizer(content)`. In types that JSON has."""
-        return dict(self._content)
+        path = folder / FILE_NAME
+        write_json(path, {**self.content, "fingerprint": self.fingerprint})
+        return path
 
     @property
     def vocab_size(self) -> int:
         """The number of ids, special tokens included."""
         return len(self._bytes)
-
-    @property
-    def pattern(self) -> str:
-        """What splits a text into words, within which tokens are merged."""
-        return self._content["pattern"]
 
     @property
     def ranks(self) -> dict[bytes, int]:
@@ -233,7 +208,7 @@ class Tokenizer:
         """The same tokenizer for tiktoken, the reference encoder."""
         return tiktoken.Encoding(
             name=f"nanochat-{self.fingerprint}",
-            pat_str=self._content["pattern"],
+            pat_str=self.pattern,
             mergeable_ranks=dict(self._ranks),
             special_tokens=self._special,
         )

@@ -29,7 +29,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
-from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
+from nanochat.mixture import MIXTURE_FILE, MOVED_FLAGS, Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
@@ -76,6 +76,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
+    **MOVED_FLAGS,
+    **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
     "once": "it is now --skip_if_done",
     "hourly_rate": "it is a flag of scripts.report",
     "suite": "the few-shot tasks follow from the data set, or are those of --eval_bundle",
@@ -228,10 +230,10 @@ def open_text(cfg: BaseTrain, machine: Machine) -> tuple[Corpus, str, dict[str, 
     inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
     if machine.is_main:
-        open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
+        open_corpus(texts, tokenizer, cfg.max_seq_len)
     machine.barrier()
     verifies = machine.local_rank == 0
-    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id, verifies)
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)
     return corpus, run_id, {"rows": corpus.fingerprint, **inputs}
 
 

@@ -14,8 +14,10 @@ Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,11 +26,10 @@ from rich.table import Table
 from nanochat.common import Refused, base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
-from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
+from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.hub import hide_progress
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
-from nanochat.records import inherited_run_id
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
 
@@ -47,7 +48,7 @@ class Data:
     """Only download and verify; needs no tokenizer."""
     verify: bool = False
     """Compare rows that are there already with their SHA-256; pack damaged ones again."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
 
@@ -61,42 +62,33 @@ def main(cfg: Data) -> None:
         return
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     texts = open_texts(cfg.data, cfg.mix, used, ensure_written)
-    run_id = inherited_run_id({"tokenizer": tokenizer.fingerprint})
-    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, run_id)
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     for name, rows in corpus.rows.items():
         make_rows(cfg, rows, texts.sources[name], workers, console)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
 def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:
-    """Pack a text, and say what came of it."""
+    """Pack a text, and print a summary of its rows."""
+    say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
     if cfg.verify:
         for shard in filter(rows.is_packed, rows.shards):
             if damage := rows.damage(shard):
-                console.print(f"{damage}: packing {shard} again", soft_wrap=True, highlight=False)
+                say(f"{damage}: packing {shard} again")
                 rows.discard(shard)
-    began = time.monotonic()
-    before = rows.totals()["text_bytes"]
-    pack(rows, source, workers, console)
+    began, before = time.monotonic(), rows.totals()["text_bytes"]
+    pack(rows, source, workers, console, lambda line: say(printable(line)))
     seconds = time.monotonic() - began
-    fresh = rows.totals()["text_bytes"] - before
+    speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
     console.print(summary(rows))
-    speed = f"{seconds:.1f} s, {fresh / 1e6 / seconds:.1f} MB of text per second"
-    told = printable(f"{rows.folder}: {speed}")
-    console.print(told, soft_wrap=True, markup=False, highlight=False)
+    say(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
 
 
 def progress_bar(console: Console) -> Progress:
     """A bar that counts shards; silent where there is no terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    return Progress(text, *columns, console=console, disable=not console.is_terminal)
 
 
 def download(source: Source, workers: int, console: Console) -> None:
@@ -114,20 +106,18 @@ def download(source: Source, workers: int, console: Console) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    told = printable(f"{source.name}: {len(shards)} shards are there and verified")
-    console.print(told, soft_wrap=True, markup=False)
+    done = printable(f"{source.name}: {len(shards)} shards are there and verified")
+    console.print(done, soft_wrap=True, markup=False)
 
 
-def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
+def pack(
+    rows: Rows, source: Source, workers: int, console: Console, say: Callable[[str], None]
+) -> None:
     """Pack every shard that is missing, in `workers` processes."""
     missing = [shard for shard in rows.shards if not rows.is_packed(shard)]
     if not missing:
         return
     total = len(rows.shards)
-
-    def say(line: str) -> None:
-        console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
-
     with (
         progress_bar(console) as progress,
         start_packing(rows, source, workers=min(workers, len(missing)), say=say) as packing,
@@ -147,19 +137,19 @@ def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
 
 
 def summary(rows: Rows) -> Table:
-    """What lies in the rows, for training and for validation."""
-    train, val = rows.totals(), rows.totals([rows.val_shard])
-    table = Table(title=f"Rows of {rows.row_length:,} tokens")
-    for column in ("", "train", "validation"):
-        table.add_column(column, justify="left" if not column else "right")
+    """Counts of the rows for training and for validation."""
+    totals = rows.totals(), rows.totals([rows.val_shard])
+    table = Table("", title=f"Rows of {rows.row_length:,} tokens")
+    for column in ("train", "validation"):
+        table.add_column(column, justify="right")
     for name in ("shards", "documents", "rows", "tokens", "text_bytes", "skipped", "dropped"):
-        table.add_row(name.replace("_", " "), f"{train[name]:,}", f"{val[name]:,}")
-    for name, measure in (
-        ("bytes per token", lambda t: f"{t['text_bytes'] / max(1, t['tokens']):.2f}"),
-        ("documents cut", lambda t: f"{t['documents_cut'] / max(1, t['documents']):.1%}"),
-        ("places lost to extra BOS", lambda t: f"{t['extra_bos'] / max(1, t['places']):.2%}"),
+        table.add_row(name.replace("_", " "), *(f"{t[name]:,}" for t in totals))
+    for label, part, whole, form in (
+        ("bytes per token", "text_bytes", "tokens", ".2f"),
+        ("documents cut", "documents_cut", "documents", ".1%"),
+        ("places lost to extra BOS", "extra_bos", "places", ".2%"),
     ):
-        table.add_row(name, measure(train), measure(val))
+        table.add_row(label, *(format(t[part] / max(1, t[whole]), form) for t in totals))
     return table
 
 

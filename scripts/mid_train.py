@@ -25,7 +25,7 @@ from nanochat.finetune import (
 )
 from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MIXTURE_FILE, MixConfig, read_buckets
+from nanochat.mixture import MIXTURE_FILE, MOVED_FLAGS, MixConfig, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.train import (
     Stopwatch,
@@ -43,6 +43,8 @@ BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
 RETIRED = {
+    **MOVED_FLAGS,
+    **MOVED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
     "once": "it is now --skip_if_done",
     "hourly_rate": "it is a flag of scripts.report",

@@ -15,7 +15,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ SAMPLES = {
     for kind in ("news", "korean", "code", "math", "science")
 }
 RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
-START_SECONDS = 60.0  # for a child process to begin
-FETCH_SECONDS = 10.0  # for a vocabulary to come
+FETCH_SECONDS = 10.0  # for a vocabulary to come, and to count its tokens
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    if cfg.once and records.finished(
-        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
-    ):
+    key = records.stage_key(settings(cfg), inputs)
+    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
@@ -101,29 +99,15 @@ def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
     return len(ids)
 
 
-# ------------------------------------------------------------------------------------------------
-# Comparison
-
-
 def compare(
     rival: str, texts: Mapping[str, str], theirs: Sequence[int], ours: Mapping[str, int]
 ) -> dict[str, Any]:
     """The table of one rival: tokens, bytes per token, and how many per cent fewer are ours."""
     rows = []
     for (kind, text), base in zip(texts.items(), theirs, strict=True):
-        size = len(text.encode())
-        fewer = 100 * (base - ours[kind]) / base
-        rows.append(
-            [
-                kind,
-                size,
-                base,
-                f"{size / base:.2f}",
-                ours[kind],
-                f"{size / ours[kind]:.2f}",
-                f"{fewer:+.1f}%",
-            ]
-        )
+        size, count = len(text.encode()), ours[kind]
+        fewer = f"{100 * (base - count) / base:+.1f}%"
+        rows.append([kind, size, base, f"{size / base:.2f}", count, f"{size / count:.2f}", fewer])
     columns = ["Text Type", "Bytes", f"{rival} Tokens", f"{rival} Ratio"]
     columns += ["Ours Tokens", "Ours Ratio", "Relative Diff %"]
     return {"title": f"Comparison with {rival}", "columns": columns, "rows": rows}
@@ -140,49 +124,29 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     """
     Rival -> its number of tokens for each text; or a sentence saying why there are none.
 
-    tiktoken's download knows no time limit. So each rival works in a process of its own, all of
-    them at once, which is killed when its vocabulary does not come in time.
+    tiktoken's download has no time limit. So the rivals work in processes of their own, which are
+    killed when a vocabulary does not come in time.
     """
-    context = multiprocessing.get_context("spawn")
-    children = {}
-    for rival, name in RIVALS.items():
-        here, there = context.Pipe()
-        child = context.Process(target=count_in_child, args=(there, name, texts), daemon=True)
-        child.start()
-        there.close()  # so that a child that dies is seen as the end of the pipe
-        children[rival] = child, here
-    try:
-        return {rival: hear(here) for rival, (_, here) in children.items()}
-    finally:
-        for child, here in children.values():
-            child.kill()
-            child.join()
-            here.close()
+    with multiprocessing.get_context("spawn").Pool(len(RIVALS)) as pool:
+        pool.map(abs, range(len(RIVALS)))  # the limit is to count from when the processes run
+        results = {r: pool.apply_async(count_rival, (RIVALS[r], texts)) for r in RIVALS}
+        return {rival: result_or_reason(result) for rival, result in results.items()}
 
 
-def count_in_child(parent: Connection, name: str, texts: Sequence[str]) -> None:
-    """What a rival's process does: say that it began, fetch the vocabulary, count."""
-    parent.send("began")
+def count_rival(name: str, texts: Sequence[str]) -> list[int]:
+    """The number of tokens of each text in a vocabulary of tiktoken."""
+    encoding = tiktoken.get_encoding(name)
+    return [len(encoding.encode_ordinary(text)) for text in texts]
+
+
+def result_or_reason(result: AsyncResult) -> list[int] | str:
+    """The counts of a rival, or why there are none."""
     try:
-        encoding = tiktoken.get_encoding(name)
+        return result.get(FETCH_SECONDS)
+    except multiprocessing.TimeoutError:
+        return f"left out: its vocabulary did not come within {FETCH_SECONDS:g} seconds"
     except (OSError, ValueError) as error:
-        return parent.send(f"left out: {type(error).__name__} while fetching its vocabulary")
-    parent.send("fetched")
-    parent.send([len(encoding.encode_ordinary(text)) for text in texts])
-
-
-def hear(child: Connection) -> list[int] | str:
-    """The counts that a rival's process sends, or why there are none."""
-    try:
-        if not child.poll(START_SECONDS):
-            return f"left out: its process did not begin within {START_SECONDS:g} seconds"
-        child.recv()
-        if not child.poll(FETCH_SECONDS):
-            return f"left out: its vocabulary did not come within {FETCH_SECONDS:g} seconds"
-        message = child.recv()
-        return child.recv() if message == "fetched" else message
-    except EOFError:
-        return "left out: its process ended early"
+        return f"left out: {type(error).__name__} while fetching its vocabulary"
 
 
 if __name__ == "__main__":

@@ -11,20 +11,14 @@ Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer tr
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
 from nanochat.common import require_name, sha256_file, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, load_last_source, save_last_source
+from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
-from nanochat.tokenizer import (
-    FILE_NAME,
-    SPECIAL_TOKENS,
-    Tokenizer,
-    tokenizer_dir,
-)
+from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer training"
@@ -44,7 +38,7 @@ class TokTrain:
     """Do nothing when the same training has ended before and its tokenizer is still there."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
@@ -72,24 +66,26 @@ class Reading:
 
     def __iter__(self) -> Iterator[str]:
         for source, most in self.texts:
-            yield from self.read(source, self.chars + most)
-
-    def read(self, source: Source, end: int) -> Iterator[str]:
-        """The documents of a source until there are `end` characters in all."""
-        for shard in source.train_shards:
-            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
-            self.shards += 1
-            for text in source.texts(shard):
-                if len(text) > self.doc_cap:
-                    self.documents_cut += 1
-                    self.chars_cut += len(text) - self.doc_cap
-                text = text[: min(self.doc_cap, end - self.chars)]
+            left = most
+            for text in self.read(source):
+                text = text[:left]
+                left -= len(text)
                 self.documents += 1
                 self.chars += len(text)
                 self.text_bytes += len(text.encode())
                 yield text
-                if self.chars == end:
-                    return
+                if not left:
+                    break
+
+    def read(self, source: Source) -> Iterator[str]:
+        """The capped documents of a source."""
+        for shard in source.train_shards:
+            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
+            self.shards += 1
+            for text in source.texts(shard):
+                self.documents_cut += len(text) > self.doc_cap
+                self.chars_cut += max(0, len(text) - self.doc_cap)
+                yield text[: self.doc_cap]
 
 
 def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
@@ -107,9 +103,8 @@ def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
 def main(cfg: TokTrain) -> None:
     texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"data": texts.fingerprint}
-    if cfg.once and records.finished(
-        SECTION, records.stage_key(settings(cfg), inputs), cfg.report_dir
-    ):
+    key = records.stage_key(settings(cfg), inputs)
+    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
@@ -126,31 +121,7 @@ def main(cfg: TokTrain) -> None:
 
     run_id = records.new_run_id()  # the first stage of a run names it
     folder = tokenizer_dir(cfg.tokenizer_tag)
-    save(tokenizer, folder, cfg, texts, run_id)
-    values = figures(tokenizer, reading, train_seconds)
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        files=[folder],
-    )
-    report.update(cfg.report_dir)
-    print(
-        f"{folder}: {tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text "
-        f"in {train_seconds:.1f} s"
-    )
-    tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
-    print(f"next: python -m scripts.base_train --depth=4{tag}")
-
-
-def save(
-    tokenizer: Tokenizer, folder: Path, cfg: TokTrain, texts: TextMixture, run_id: str
-) -> None:
-    """Write tokenizer.json, whose bytes depend on the training alone, and where it comes from."""
-    tokenizer.save(folder)
+    tokenizer.save(folder)  # its bytes depend on the training alone; meta.json says the rest
     meta = {
         "run_id": run_id,
         "source": texts.describe(),
@@ -159,6 +130,20 @@ def save(
     }
     write_json(folder / "meta.json", meta)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
+    records.write_record(
+        SECTION,
+        settings(cfg),
+        figures(tokenizer, reading, train_seconds),
+        records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
+        records.Cost(time.perf_counter() - started),
+        cfg.report_dir,
+        files=[folder],
+    )
+    report.update(cfg.report_dir)
+    size = f"{tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text"
+    print(f"{folder}: {size} in {train_seconds:.1f} s")
+    tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
+    print(f"next: python -m scripts.base_train --depth=4{tag}")
 
 
 def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:

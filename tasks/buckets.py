@@ -13,20 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanochat.mixture import (
-    Part,
-    Tags,
-    parse_mixture,
-    tags_of,
-)
+from nanochat.mixture import Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
-from tasks.registry import (
-    TASKS,
-    held_out,
-    key_of,
-    make,
-)
+from tasks.registry import TASKS, held_out, key_of, make
 
 VAL_ROWS = 1_000  # of each task: enough to measure a loss, and none drowns the others
 

@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks.base import Task, answer_text
-from tasks.overlap import (
-    BATCH,
-    LEAST,
-    RUN,
-    WORD,
-    grams,
-    grams_by_length,
-    wanted,
-)
+from tasks.overlap import BATCH, LEAST, RUN, WORD, grams, grams_by_length, wanted
 
 Row = Mapping[str, Any]
 Rule = Callable[[Sequence[Row]], "list[bool | None]"]

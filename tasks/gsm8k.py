@@ -6,13 +6,7 @@ GSM8K: grade-school word problems, solved in steps with a calculator at hand.
 Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
 """
 
-from tasks.base import (
-    Conversation,
-    NumberTask,
-    assistant,
-    user,
-    with_tool_calls,
-)
+from tasks.base import Conversation, NumberTask, assistant, user, with_tool_calls
 from tasks.hub import HubTask
 
 

@@ -17,8 +17,8 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from nanochat.common import base_dir
+from nanochat.dataset import CSV_FORMAT, find_damage, json_lines
 from nanochat.hub import open_repo
-from nanochat.text_files import CSV_FORMAT, json_lines
 from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
@@ -64,7 +64,7 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
     if len(words) < 2 or not all(words):
         raise ValueError(f"{repo!r} is no repository of the hub: <owner>/<name>[/<folder>]")
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
-    source, _ = open_repo(repo, where, SUFFIXES)
+    source, _ = open_repo(repo, where, SUFFIXES, find_damage)
     files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read(path, columns) for path in paths])

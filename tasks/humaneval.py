@@ -10,12 +10,7 @@ import re
 from functools import cached_property
 
 from nanochat.sandbox import passes
-from tasks.base import (
-    Conversation,
-    assistant,
-    spoken,
-    user,
-)
+from tasks.base import Conversation, assistant, spoken, user
 from tasks.hub import HubTask, Row
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import fingerprint, sha256_file
-from nanochat.text_files import json_lines
+from nanochat.dataset import json_lines
 from tasks.base import Conversation, Task, flaw
 
 HELD_OUT = 20  # one conversation in so many

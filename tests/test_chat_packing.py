@@ -141,6 +141,16 @@ def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys)
     assert f"{path} " in (said := capsys.readouterr().out) and "again" in said
 
 
+def test_an_encoding_of_another_version_is_not_called_damaged(base, capsys):
+    chats = [chat("q", "answer")] * 3
+    whole = encode({"name": "x"}, chats, TOKENIZER, 63).ids.tolist()
+    [path] = base.glob("rows/*/encoded.json")
+    path.write_text('{"conversations": 3, "trained": 9, "skipped": 0}')  # before there were seals
+    assert encode({"name": "x"}, chats, TOKENIZER, 63).ids.tolist() == whole
+    said = capsys.readouterr().out
+    assert "encoded by another version: encoding these" in said and "damaged" not in said
+
+
 def test_rows_come_back_as_inputs_and_targets():
     ids, mask = render(TOKENIZER, chat("hi", "ho"))
     row = signed_ids(ids, mask)[None]

@@ -118,6 +118,8 @@ def test_a_retired_flag_is_refused_with_what_replaced_it(capsys):
 @pytest.mark.parametrize("flag,ours", [
     ("--n_embd=64", "--d_model"), ("--sequence-length=8", "--max_seq_len"),
     ("--gradient_accumulation_steps=2", "--total_batch_size"), ("--n_layer=3", "--depth"),
+    ("--revision=dev", "scripts.data"), ("--val-shard=a.jsonl", "scripts.data"),
+    ("--mixture_tokens=9", "--mixture=a,b@500000t"), ("--mixture_alpha=.5", "--mixture=a,b@^0.5"),
 ])  # fmt: skip
 def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, ours):
     with pytest.raises(SystemExit) as exit:

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from nanochat import common, dataloader, text_files
+from nanochat import common, dataloader, dataset
 from nanochat import packing as packing_module
 from nanochat.common import (
     REPOSITORY,
@@ -251,7 +251,7 @@ def test_R5_packed_rows_are_byte_identical_for_any_batching(folder, tokenizer, m
     expected = digests(packed(folder, tokenizer))
     assert len(expected) == 5
     for size in (1, 500):
-        monkeypatch.setattr(text_files, "BATCH_CHARS", size)
+        monkeypatch.setattr(dataset, "BATCH_CHARS", size)
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder.parent / f"base{size}"))
         assert digests(packed(folder, tokenizer)) == expected
 
@@ -282,7 +282,7 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
 ):
     expected = digests(packed(folder, tokenizer))
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
-    monkeypatch.setattr(text_files, "BATCH_CHARS", 500)
+    monkeypatch.setattr(dataset, "BATCH_CHARS", 500)
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     encode, calls = Tokenizer.encode_flat, []
@@ -303,16 +303,12 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
     assert digests(found) == expected
 
 
-def test_the_index_lists_the_shards_in_order_and_says_what_they_are(folder, tokenizer):
+def test_the_recipe_of_rows_stands_beside_them_and_opens_their_text(folder, tokenizer):
     source = source_of(folder)
-    found = open_rows(source, tokenizer, T, run_id="a-run")
-    ensure(found, source, tokenizer)
-    index = read_json(found.folder / "index.json")
-    assert [entry["shard"] for entry in index["shards"]] == source.shards()
-    assert index["run_id"] == "a-run"
-    assert index["tokenizer"] == tokenizer.fingerprint
-    assert index["totals"]["rows"] == found.packed_train_rows
-    assert open_source(DataConfig(), index["source"]) == source
+    found = open_rows(source, tokenizer, T)
+    recipe = read_json(found.folder / "index.json")
+    assert recipe == found.recipe and recipe["tokenizer"] == tokenizer.fingerprint
+    assert open_source(DataConfig(), recipe["source"]) == source
 
 
 # ------------------------------------------------------------------------------------------------

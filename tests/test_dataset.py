@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
-from nanochat import common, text_files
+from nanochat import common, dataset
 from nanochat import hub as hub_files
 from nanochat.common import (
     REPOSITORY,
@@ -26,7 +26,14 @@ from nanochat.common import (
     sha256_file,
     write_json,
 )
-from nanochat.dataset import DataConfig, HubSource, load_last_source, open_source, save_last_source
+from nanochat.dataset import (
+    DataConfig,
+    FirstUseConfig,
+    HubSource,
+    load_last_source,
+    open_source,
+    save_last_source,
+)
 from tests.hub_server import hub_served
 
 MINI = "local/mini-pretrain"
@@ -59,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def local(folder: Path, **settings):
-    return open_source(DataConfig(data_dir=str(folder), **settings))
+    return open_source(FirstUseConfig(data_dir=str(folder), **settings))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ def test_R11_a_file_without_any_text_is_refused(folder):
 
 
 def test_texts_come_in_lists_of_bounded_size_whatever_the_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "BATCH_CHARS", 1000)
+    monkeypatch.setattr(dataset, "BATCH_CHARS", 1000)
     texts = [f"{i:03d}" * 33 for i in range(2000)]
     write_parquet(tmp_path / "text/a.parquet", texts, row_group_size=2000)
     write_parquet(tmp_path / "text/b.parquet", texts[:10])
@@ -319,9 +326,9 @@ def test_a_generated_data_set_is_opened_by_name(generated):
     assert open_source(DataConfig(), source.describe()) == source
     with pytest.raises(ValueError, match="--num_shards=3, but made-up has 2"):
         open_source(DataConfig(dataset="made-up", num_shards=3))
-    for wrong in ({"val_shard": "a"}, {"revision": "main"}):
+    for val_shard, revision in (("a", None), (None, "main")):
         with pytest.raises(ValueError, match="leave both out"):
-            open_source(DataConfig(dataset="made-up", **wrong))
+            open_source(FirstUseConfig("made-up", val_shard=val_shard, revision=revision))
 
 
 def test_a_generated_data_set_may_grow_but_not_change(generated, base):
@@ -351,7 +358,7 @@ def serve(hub, monkeypatch):
 
 
 def mini(**settings) -> HubSource:
-    source = open_source(DataConfig(dataset=MINI, **settings))
+    source = open_source(FirstUseConfig(dataset=MINI, **settings))
     assert isinstance(source, HubSource)
     return source
 
@@ -365,7 +372,7 @@ def test_a_repository_is_listed_pinned_and_fetched_only_as_far_as_it_is_read(ser
     source = mini(num_shards=2)
     assert source.train_shards == ["shard_00000.parquet", "shard_00001.parquet"]
     assert source.val_shard == "shard_00005.parquet"
-    assert len(source.commit) == 40
+    assert len(source.repo.commit) == 40
     assert not list(base.rglob("*.parquet"))
     size = original(hub, source.val_shard).stat().st_size
     assert source.missing_bytes([source.val_shard]) == size
@@ -393,8 +400,10 @@ def test_what_is_there_needs_no_network_any_more(serve):
 def test_another_revision_than_the_pinned_one_is_refused_with_both_names(serve):
     serve()
     source = mini()
-    assert mini(revision="main") == mini(revision=source.commit) == source
-    with pytest.raises(ValueError, match=f"--revision=dev, but .*main at commit {source.commit}"):
+    assert mini(revision="main") == mini(revision=source.repo.commit) == source
+    with pytest.raises(
+        ValueError, match=f"--revision=dev, but .*main at commit {source.repo.commit}"
+    ):
         mini(revision="dev")
 
 
@@ -524,7 +533,7 @@ def test_R11_a_damaged_download_is_set_aside_and_fetched_again(serve, hub, capsy
 def test_R11_a_file_left_unrecorded_by_a_crash_is_held_to_the_hubs_digest(serve, hub):
     serve()
     source = mini()
-    path = source.folder / "shard_00005.parquet"
+    path = source.repo.folder / "shard_00005.parquet"
     shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but not this file
     assert source.fetch("shard_00005.parquet") == path
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
@@ -547,14 +556,14 @@ def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
     write_parquet(folder / "c.parquet", ["one"], column="content")
     serve(tmp_path / "hub")
     source = open_source(DataConfig(dataset="local/broken"))
-    with pytest.raises(ValueError, match=r"c\.parquet has no column `text`"):
+    with pytest.raises(ValueError, match=r"c\.parquet: it has no column `text`"):
         texts_of(source, "c.parquet")
     assert not source.manifest.exists()  # nothing is recorded before a file passed its checks
     source = open_source(DataConfig(dataset="local/broken"))
     assert texts_of(source, "a.parquet") == ["one"]
     with pytest.raises(ValueError, match=r"b\.parquet is refused, twice: it is no readable parq"):
         texts_of(source, "b.parquet")
-    with pytest.raises(ValueError, match=r"c\.parquet has no column `text`"):
+    with pytest.raises(ValueError, match=r"c\.parquet: it has no column `text`"):
         texts_of(source, "c.parquet")
     assert source.manifest.exists()
 

@@ -36,7 +36,7 @@ OWNERS = {
 }
 NO_TORCH = (
     *("common", "config", "records", "sandbox", "tools"),
-    *("dataset", "dataloader", "packing", "text_files", "hub"),
+    *("dataset", "dataloader", "packing", "hub"),
 )
 FILES = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -103,7 +103,7 @@ def test_the_data_floor_loads_without_torch(module):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
 def test_tasks_use_only_the_part_without_tensors(name):
-    light = {"common", "hub", "mixture", "sandbox", "text_files", "tools"}
+    light = {"common", "dataset", "hub", "mixture", "sandbox", "tools"}
     assert {i for i in own_imports(name) if i.startswith("nanochat.")} <= {
         f"nanochat.{module}" for module in light
     }

@@ -18,6 +18,7 @@ from nanochat.mixture import (
     Resolution,
     Resolved,
     Tags,
+    parse_budget,
     parse_mixture,
     read_buckets,
     resolve,
@@ -267,7 +268,14 @@ def test_own_buckets_are_declared_in_a_file(tmp_path):
         read_buckets("nowhere.json")
 
 
-def test_settings_out_of_range_are_refused():
-    for wrong in ({"mixture_tokens": 0}, {"mixture_alpha": 1.5}, {"mixture_alpha": -0.1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            MixConfig(**wrong)
+def test_a_budget_and_a_power_follow_the_parts():
+    for end, budget in (("", (None, 1.0)), ("@900t", (900, 1.0)), ("@^.5", (None, 0.5))):
+        assert parse_budget(f"a,b=20%{end}") == budget
+        assert parse_mixture(f"a,b=20%{end}") == [Part("a"), Part("b", share=0.2)]
+    assert MixConfig("a@900t^0").chosen == {"mixture_tokens": 900, "mixture_alpha": 0.0}
+    for wrong in ("a@0t", "a@^1.5"):
+        with pytest.raises(ValueError, match="a token or more and a power from 0 to 1"):
+            MixConfig(wrong)
+    for wrong in ("a@", "a@900", "a@^-0.1", "a@^", "a@5%"):
+        with pytest.raises(ValueError, match="in the mixture .* is not name"):
+            parse_mixture(wrong)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.dataset import find_damage
 from nanochat.hub import open_repo
 from tests.hub_server import hub_served
 
@@ -398,13 +399,13 @@ def test_damage_the_hub_has_no_digest_of_is_never_recorded(tmp_path, hub, base, 
     served.write_bytes(bad)
     with hub_served(hub, monkeypatch) as serve:
         serve(tmp_path / "hub", handler=without_digest)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
         with pytest.raises(ValueError, match="refused, twice"):
             repo.fetch(name)
         assert "sha256" not in repo.files()[name]
         served.write_bytes(good)
         shutil.rmtree(repo.folder)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,))
+        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
         assert repo.fetch(name).read_bytes() == good
 
 

@@ -126,16 +126,11 @@ def test_P7_pieces_keep_their_order_and_lie_within_one_document(lengths, row_len
         assert counts.extra_bos == sum(n - 1 for n in pieces_of.values()) + lone
 
 
-@given(documents, row_lengths, pools, st.integers(1, 7), st.booleans())
+@given(documents, row_lengths, pools, st.integers(1, 7))
 @settings(max_examples=200, deadline=None)
-def test_R5_rows_do_not_depend_on_how_documents_are_batched(lengths, row_length, pool, size, tight):
+def test_R5_rows_do_not_depend_on_how_documents_are_batched(lengths, row_length, pool, size):
     whole, _ = packed(lengths, row_length, pool)
-    spare = packing.SPARE_TOKENS
-    try:
-        packing.SPARE_TOKENS = 0 if tight else spare  # compact the store after every batch
-        pieces, _ = packed(lengths, row_length, pool, size)
-    finally:
-        packing.SPARE_TOKENS = spare
+    pieces, _ = packed(lengths, row_length, pool, size)
     assert whole.tobytes() == pieces.tobytes()
 
 
@@ -181,8 +176,7 @@ def test_a_pool_of_tiny_documents_smaller_than_a_row_is_not_dropped():
 
 
 @pytest.mark.parametrize("mean, documents", [(6, 6000), (1500, 2000)])
-def test_memory_does_not_grow_with_the_length_of_the_stream(mean, documents, monkeypatch):
-    monkeypatch.setattr(packing, "SPARE_TOKENS", 10_000)  # or a short test never compacts
+def test_memory_does_not_grow_with_the_length_of_the_stream(mean, documents):
     rng = np.random.default_rng(0)
     packer = Packer(2049, BOS)
     peaks = []

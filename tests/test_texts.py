@@ -29,8 +29,8 @@ def own(tmp_path):
     return str(path)
 
 
-def corpus_of(own, mixture, **more):
-    texts = open_texts(DataConfig(), MixConfig(mixture, own, **more))
+def corpus_of(own, mixture):
+    texts = open_texts(DataConfig(), MixConfig(mixture, own))
     return open_corpus(texts, TOKENIZER, 63)
 
 
@@ -53,7 +53,7 @@ def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, c
     assert "packing all of big, small" in capsys.readouterr().out
     assert needed == pytest.approx({"big": 60, "small": 20}, abs=2)
     assert all(bucket.available for bucket in mixed.buckets)
-    alike = corpus_of(own, "big,small", mixture_alpha=0.0)
+    alike = corpus_of(own, "big,small@^0")
     assert alike.resolve_amounts(80, machine)[1] == {"big": 40, "small": 40}
 
 

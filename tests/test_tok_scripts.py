@@ -10,14 +10,14 @@ import pytest
 
 from nanochat.common import MissingInput, sha256_file
 from nanochat.config import parse
-from nanochat.dataset import DataConfig, open_source
+from nanochat.dataset import FirstUseConfig, open_source
 from nanochat.mixture import MixConfig, open_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import tok_eval, tok_train
 from scripts.tok_eval import RIVALS, TokEval
 from scripts.tok_train import TokTrain
 
-SMALL = TokTrain(vocab_size=512, max_chars=200_000, data=DataConfig(dataset="embedded"))
+SMALL = TokTrain(vocab_size=512, max_chars=200_000, data=FirstUseConfig(dataset="embedded"))
 # What a section holds, name for name and in order: the first report card of this kind
 TRAINING_KEYS = (
     "train_time num_special_tokens token_bytes_min token_bytes_max token_bytes_mean token_bytes_std"
@@ -97,13 +97,13 @@ def test_once_skips_a_finished_training_and_no_other(base, capsys):
     assert trains(vocab_size=600)
 
 
-def corpus(folder: Path, **files: list[str]) -> DataConfig:
+def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
     """A folder of jsonl files, the last of which is for validation."""
     folder.mkdir()
     for name, texts in files.items():
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return DataConfig(data_dir=str(folder))
+    return FirstUseConfig(data_dir=str(folder))
 
 
 def test_long_documents_are_cut_and_reading_stops_at_max_chars(base, tmp_path):
@@ -131,7 +131,7 @@ def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
         corpus(folder, text=[name * 10] * 50, val=["v"])
     own = tmp_path / "own.json"
     own.write_text(json.dumps({name: {"data_dir": str(path)} for name, path in folders.items()}))
-    texts = open_texts(DataConfig(), MixConfig("a=50%,b,c", str(own)))
+    texts = open_texts(FirstUseConfig(), MixConfig("a=50%,b,c", str(own)))
     read = "".join(tok_train.Reading(tok_train.shared_out(texts, 200), doc_cap=100))
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 
@@ -181,8 +181,10 @@ def die(*_):
 
 
 def test_B17_a_process_that_dies_is_no_reason_to_stop(monkeypatch):
-    monkeypatch.setattr(tok_eval, "count_in_child", die)
-    assert set(tok_eval.rival_counts([]).values()) == {"left out: its process ended early"}
+    monkeypatch.setattr(tok_eval, "count_rival", die)
+    monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
+    said = "left out: its vocabulary did not come within 1 seconds"
+    assert set(tok_eval.rival_counts([]).values()) == {said}
 
 
 def test_the_comparison_is_that_of_the_report_card():

@@ -26,8 +26,8 @@ from nanochat.common import (
     write_atomic,
 )
 from nanochat.config import settings, start
+from nanochat.dataset import json_lines
 from nanochat.mixture import parse_mixture, read_buckets
-from nanochat.text_files import json_lines
 from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
 from tasks.buckets import buckets as buckets_of

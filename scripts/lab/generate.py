@@ -30,8 +30,8 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import settings, start
+from nanochat.dataset import json_lines
 from nanochat.records import append_line, read_lines
-from nanochat.text_files import json_lines
 
 INSTALL = "uv sync --inexact --group interop"
 
