@@ -196,7 +196,7 @@ class Recording(NamedTuple):
     logits: Tensor
 
 
-class NextLogits:
+class DecodeStep:
     """
     The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
     in a later process, from what the compiler keeps on disk. The first step of a single sequence,
@@ -342,9 +342,9 @@ class Completion:
     """The token by which it ended itself."""
     code: list[int] | None = None
     """Tokens since <|python_start|>, inside a call."""
-    forced: deque[int] = field(default_factory=deque)
+    injected_ids: deque[int] = field(default_factory=deque)
     """Tokens that will be put in next."""
-    called: Future[str | None] | None = None
+    pending_tool_call: Future[str | None] | None = None
     """The tool's answer, while it is not there."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -353,7 +353,7 @@ class Completion:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
 
     @property
-    def known(self) -> list[int]:
+    def all_ids(self) -> list[int]:
         """The prompt and what was said so far."""
         return self.prompt + self.ids
 
@@ -383,7 +383,7 @@ class Engine:
             CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
         )
         self.cache = model.new_cache(slots, capacity)
-        self.next_logits = NextLogits(model, self.cache, compiled)
+        self.decode_step = DecodeStep(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # number i has slot i
         self.calling: list[Completion] = []  # away until their tool has answered
@@ -437,18 +437,18 @@ class Engine:
             self.waiting.remove(completion)
         if completion in self.calling:
             self.calling.remove(completion)
-        if completion.called:
-            completion.called.cancel()
-            completion.called = None
+        if completion.pending_tool_call:
+            completion.pending_tool_call.cancel()
+            completion.pending_tool_call = None
         self.evict()
 
     def cancel_all(self) -> None:
         """End whatever waits or grows; every slot is free. Needs nothing of a broken device."""
         for completion in (*self.waiting, *self.active, *self.calling):
             completion.finish = completion.finish or "cancelled"
-            if completion.called:
-                completion.called.cancel()
-                completion.called = None
+            if completion.pending_tool_call:
+                completion.pending_tool_call.cancel()
+                completion.pending_tool_call = None
         for sequences in (self.waiting, self.active, self.calling):
             sequences.clear()
         self.cache.lengths = [0] * self.slots
@@ -465,18 +465,18 @@ class Engine:
 
         Where all are away at their tools, it waits so long for the first to come back.
         """
-        self.take_back(patience_seconds)
+        self.collect_tool_results(patience_seconds)
         self.admit()
         if not self.active:
             return []
         grown = list(self.active)
-        logits = self.next_logits([c.ids[-1] if c.ids else c.prompt[-1] for c in grown])  # (B, V)
+        logits = self.decode_step([c.ids[-1] if c.ids else c.prompt[-1] for c in grown])  # (B, V)
         for slot in range(len(grown)):
             self.cache.lengths[slot] += 1
         picked = sample(logits, [c.settings for c in grown], [c.random.random() for c in grown])
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
-        self.note(grown, logits)
+        self.record_logprobs(grown, logits)
         self.evict()
         return grown
 
@@ -497,17 +497,17 @@ class Engine:
             reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
             if reader != slot:
                 copies.append((reader, slot, len(completion.prompt) - 1))
-            elif len(completion.known) > 1:
+            elif len(completion.all_ids) > 1:
                 unread.append(slot)
-        unread.sort(key=lambda slot: len(self.active[slot].known))
+        unread.sort(key=lambda slot: len(self.active[slot].all_ids))
         while unread:
-            unread = unread[self.read(unread) :]
+            unread = unread[self.prefill(unread) :]
         for copy in copies:
             self.cache.copy(*copy)
 
-    def read(self, unread: Sequence[int]) -> int:
+    def prefill(self, unread: Sequence[int]) -> int:
         """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
-        prompts = [self.active[slot].known[:-1] for slot in unread]  # the shortest first
+        prompts = [self.active[slot].all_ids[:-1] for slot in unread]  # the shortest first
         count = 1
         while count < len(prompts) and len(prompts[count]) * (count + 1) <= self.prefill_tokens:
             count += 1
@@ -520,10 +520,14 @@ class Engine:
             self.cache.lengths[slot] = len(prompts[row])
             c = self.active[slot]
             if c.settings.prompt_logprobs and not c.prompt_logprobs:
-                c.prompt_logprobs += self.reread(hidden[row], c.prompt, c.settings.logprobs or 0)
+                c.prompt_logprobs += self.prompt_logprobs(
+                    hidden[row], c.prompt, c.settings.logprobs or 0
+                )
         return count
 
-    def reread(self, hidden: torch.Tensor, prompt: Sequence[int], top: int) -> list[TokenLogprob]:
+    def prompt_logprobs(
+        self, hidden: torch.Tensor, prompt: Sequence[int], top: int
+    ) -> list[TokenLogprob]:
         """How likely each token of a prompt was after those before it; hidden (T, C)."""
         found = []
         for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
@@ -536,9 +540,9 @@ class Engine:
         """Free the slots of what is finished or away; the last ones move into the gaps."""
         for slot in reversed(range(len(self.active))):
             c = self.active[slot]
-            if c.finish is None and c.called is None:
+            if c.finish is None and c.pending_tool_call is None:
                 continue
-            if c.called is not None:
+            if c.pending_tool_call is not None:
                 self.calling.append(c)
             last = len(self.active) - 1
             if slot != last:
@@ -552,8 +556,8 @@ class Engine:
     def advance(self, completion: Completion, token: int) -> None:
         """Append the sampled token, or the forced one in its place; notice what it means."""
         c = completion
-        sampled = not c.forced
-        token = token if sampled else c.forced.popleft()
+        sampled = not c.injected_ids
+        token = token if sampled else c.injected_ids.popleft()
         if sampled and token in self.ends:
             c.finish, c.end = "stop", token
             return
@@ -563,7 +567,7 @@ class Engine:
             self.call_tool(c, token)
         room = self.cache.capacity - len(c.prompt)
         if len(c.ids) >= min(c.settings.max_new_tokens, room):
-            c.finish, c.called = "length", None
+            c.finish, c.pending_tool_call = "length", None
 
     def call_tool(self, c: Completion, token: int) -> None:
         """Collect the tokens of a call; at its end, queue the tool's answer."""
@@ -576,34 +580,34 @@ class Engine:
             answer = self.tool(self.tokenizer.decode(c.code)) if self.tool else None
             c.code = None
             if isinstance(answer, Future):
-                c.called = answer
+                c.pending_tool_call = answer
             else:
-                self.put_in(c, answer)
+                self.inject_tool_result(c, answer)
 
-    def put_in(self, c: Completion, answer: str | None) -> None:
+    def inject_tool_result(self, c: Completion, answer: str | None) -> None:
         """Let a tool's answer follow what the model wrote."""
         if answer is not None:
-            c.forced.append(self.tokenizer.special("<|output_start|>"))
-            c.forced.extend(self.tokenizer.encode(answer))
-            c.forced.append(self.tokenizer.special("<|output_end|>"))
+            c.injected_ids.append(self.tokenizer.special("<|output_start|>"))
+            c.injected_ids.extend(self.tokenizer.encode(answer))
+            c.injected_ids.append(self.tokenizer.special("<|output_end|>"))
 
-    def take_back(self, patience_seconds: float) -> None:
+    def collect_tool_results(self, patience_seconds: float) -> None:
         """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
         if not self.calling:
             return
-        pending = {c.called for c in self.calling if c.called}
+        pending = {c.pending_tool_call for c in self.calling if c.pending_tool_call}
         if not self.active and not self.waiting:
             wait(pending, patience_seconds, FIRST_COMPLETED)
-        for c in [c for c in self.calling if c.called and c.called.done()]:
+        for c in [c for c in self.calling if c.pending_tool_call and c.pending_tool_call.done()]:
             self.calling.remove(c)
-            if c.called and (error := c.called.exception()):
+            if c.pending_tool_call and (error := c.pending_tool_call.exception()):
                 print(f"a tool failed: {type(error).__name__}: {printable(error)}", flush=True)
-            elif c.called:
-                self.put_in(c, c.called.result())
-            c.called = None
+            elif c.pending_tool_call:
+                self.inject_tool_result(c, c.pending_tool_call.result())
+            c.pending_tool_call = None
             self.waiting.appendleft(c)
 
-    def note(self, grown: Sequence[Completion], logits: torch.Tensor) -> None:
+    def record_logprobs(self, grown: Sequence[Completion], logits: torch.Tensor) -> None:
         """Keep how likely the newest token was, for those who want to know; logits (B, V)."""
         rows = [
             row

@@ -33,7 +33,7 @@ class Questions(Protocol):
     def score(self, conversation: Any, answer: str) -> float: ...
 
 
-def grade(questions: Questions, i: int, answer: str) -> float:
+def score_answer(questions: Questions, i: int, answer: str) -> float:
     """The score of an answer to item i, given by the task that the item is of."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
@@ -100,7 +100,7 @@ def fit(prompt: list[int], most: int) -> list[int]:
 
 
 @torch.no_grad()
-def by_letters(
+def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: Machine
 ) -> Graded:
     """
@@ -127,7 +127,7 @@ def by_letters(
                 letters = task.letters(items[n])
                 ids = [letter_id(tokenizer, letter) for letter in letters]
                 best = letters[int(row[ids].argmax())]
-                found[n] = [grade(task, items[n], best)]
+                found[n] = [score_answer(task, items[n], best)]
         return found
 
     return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
@@ -141,7 +141,7 @@ def letter_id(tokenizer: Tokenizer, letter: str) -> int:
     return ids[0]
 
 
-def by_writing(
+def score_by_generation(
     engine: Engine,
     task: Questions,
     count: int,
@@ -164,7 +164,7 @@ def by_writing(
         while engine.busy:
             engine.step()
         return [
-            [grade(task, i, tokenizer.decode(answer.ids)) for answer in group]
+            [score_answer(task, i, tokenizer.decode(answer.ids)) for answer in group]
             for i, group in zip(items, groups, strict=True)
         ]
 

@@ -208,7 +208,7 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalModel:
     """What is examined: a model with its tokenizer."""
 
     model: LanguageModel
@@ -221,24 +221,24 @@ class Subject:
     """The most tokens of one forward pass, padding included. None: what suits the device."""
 
 
-def subject_of(model: GPT, tokenizer: Encoder) -> Subject:
+def eval_model_of(model: GPT, tokenizer: Encoder) -> EvalModel:
     """One of our own models, best `gpt.for_inference` of it."""
-    return Subject(model, tokenizer, model.cfg.max_seq_len, model.new_cache)
+    return EvalModel(model, tokenizer, model.cfg.max_seq_len, model.new_cache)
 
 
-class Reading(NamedTuple):
+class OptionScore(NamedTuple):
     """How a model takes an option."""
 
     nats: float
     """Mean over the scored tokens."""
-    foretold: bool
+    is_greedy: bool
     """Whether each of them was the model's first choice."""
 
 
 @torch.inference_mode()
 def read(
-    subject: Subject, questions: Sequence[Question], device: torch.device
-) -> list[list[Reading]]:
+    subject: EvalModel, questions: Sequence[Question], device: torch.device
+) -> list[list[OptionScore]]:
     """The reading of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
@@ -259,13 +259,13 @@ def read(
     readings = []
     for ids, start in rows:
         nats, first = zip(*(next(judged) for _ in range(start, len(ids))), strict=True)
-        readings.append(Reading(sum(nats) / len(nats), all(first)))
+        readings.append(OptionScore(sum(nats) / len(nats), all(first)))
     options = iter(readings)
     return [[next(options) for _ in q.options] for q in questions]
 
 
 def read_shared(
-    subject: Subject, questions: Sequence[Question], cache: KVCache, device: torch.device
+    subject: EvalModel, questions: Sequence[Question], cache: KVCache, device: torch.device
 ) -> None:
     """Fill the cache: a slot per option, each with what the options of its question share."""
     first_slots, slot = [], 0
@@ -323,7 +323,7 @@ class TaskScore:
 
 
 def examine(
-    subject: Subject,
+    subject: EvalModel,
     task: FewShotTask,
     machine: Machine,
     max_items: int | None = None,
@@ -382,8 +382,8 @@ def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Qu
 
 
 def read_safely(
-    subject: Subject, questions: Sequence[Question], device: torch.device
-) -> list[list[Reading]]:
+    subject: EvalModel, questions: Sequence[Question], device: torch.device
+) -> list[list[OptionScore]]:
     """`read`, in halves where the memory does not suffice."""
     try:
         return read(subject, questions, device)
@@ -399,10 +399,10 @@ def read_safely(
     ]
 
 
-def outcome(question: Question, options: Sequence[Reading]) -> int:
+def outcome(question: Question, options: Sequence[OptionScore]) -> int:
     """1 where the model is right, else 0."""
     if question.gold is None:
-        return int(options[0].foretold)
+        return int(options[0].is_greedy)
     best = min(range(len(options)), key=lambda n: options[n].nats)
     return int(best == question.gold)
 

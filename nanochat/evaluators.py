@@ -21,7 +21,7 @@ from nanochat.eval_bpb import (
     pooled,
     row_batches,
 )
-from nanochat.eval_core import SuiteConfig, core, examine, open_suite, subject_of
+from nanochat.eval_core import SuiteConfig, core, eval_model_of, examine, open_suite
 from nanochat.gpt import GPT, for_inference
 from nanochat.records import estimate
 from nanochat.stats import Estimate
@@ -159,7 +159,7 @@ class FewShotScore(Evaluator):
         self.suite = machine.on_main("opening the suite", lambda: open_suite(bundle))
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        subject = subject_of(for_inference(self.model), self.tokenizer)
+        subject = eval_model_of(for_inference(self.model), self.tokenizer)
         most = self.cfg.core_metric_max_per_task
         scores = [
             examine(subject, task, self.machine, most, stopping=stopping)

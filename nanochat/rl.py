@@ -29,9 +29,9 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Outcomes,
     Questions,
-    by_writing,
     fit,
     longest_prompt,
+    score_by_generation,
 )
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
@@ -399,7 +399,7 @@ class Exam:
     def take(self, model: GPT) -> Outcomes:
         """The scores of a model as it is now."""
         engine, count = self.engine(model), len(self.task)
-        return by_writing(
+        return score_by_generation(
             engine, self.task, count, self.sampling, self.num_samples, self.machine
         ).outcomes
 

@@ -21,14 +21,14 @@ from nanochat.common import MissingInput
 from nanochat.config import settings, short, start
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.eval_core import (
-    Subject,
+    EvalModel,
     Suite,
     SuiteConfig,
     TaskScore,
     core,
+    eval_model_of,
     examine,
     open_suite,
-    subject_of,
 )
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import require_access
@@ -142,7 +142,7 @@ def scored_before(
     return found
 
 
-Opened = tuple[Callable[[], Subject], Candidate, str | None]
+Opened = tuple[Callable[[], EvalModel], Candidate, str | None]
 
 
 def open_own(cfg: BaseEval, machine: Machine) -> Opened:
@@ -152,9 +152,9 @@ def open_own(cfg: BaseEval, machine: Machine) -> Opened:
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
     )
 
-    def load() -> Subject:
+    def load() -> EvalModel:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        return subject_of(for_inference(load_model(checkpoint, machine)), tokenizer)
+        return eval_model_of(for_inference(load_model(checkpoint, machine)), tokenizer)
 
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}

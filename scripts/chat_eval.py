@@ -22,9 +22,9 @@ from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
     Graded,
     Outcomes,
-    by_letters,
-    by_writing,
     left_out,
+    score_by_generation,
+    score_by_logits,
 )
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
@@ -152,9 +152,11 @@ def main(cfg: ChatEval) -> None:
         begun = time.perf_counter()
         count = min(len(task), cfg.max_problems or len(task))
         if task.kind == "choice":
-            graded = by_letters(model, tokenizer, task, count, machine)
+            graded = score_by_logits(model, tokenizer, task, count, machine)
         else:
-            graded = by_writing(engine, task, count, cfg.sampling, cfg.repeats(task), machine)
+            graded = score_by_generation(
+                engine, task, count, cfg.sampling, cfg.repeats(task), machine
+            )
         known[task.name] = score = accuracy(graded.outcomes)
         repeats = f", {len(graded.outcomes[0])} answers each" * (len(graded.outcomes[0]) > 1)
         cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""

@@ -29,7 +29,7 @@ from nanochat.common import PREEMPTED, require_name
 from nanochat.config import settings, start
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import by_writing
+from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference, refresh
 from nanochat.lab.canaries import (
@@ -369,7 +369,7 @@ def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[
     if cfg.solved_from <= 0 and cfg.solved_to >= 1:
         return None
     sampling = replace(cfg.sampling, seed=cfg.seed + 2)
-    graded = by_writing(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
+    graded = score_by_generation(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
     solved = [sum(scores) / len(scores) for scores in graded.outcomes]
     kept = [i for i, share in enumerate(solved) if cfg.solved_from <= share <= cfg.solved_to]
     machine.print0(

@@ -24,8 +24,8 @@ from nanochat.common import (
 )
 from nanochat.eval_core import (
     CORE_TASKS,
+    EvalModel,
     FewShotTask,
-    Subject,
     SuiteConfig,
     examine,
     fetched,
@@ -452,5 +452,5 @@ def test_a_stop_leaves_an_examination_on_every_rank(machine):
     calls = iter([False, False, True])
     with pytest.raises(Interrupted):
         examine(
-            Subject(model, Letters(), 100), asked, machine, pass_tokens=1, stopping=calls.__next__
+            EvalModel(model, Letters(), 100), asked, machine, pass_tokens=1, stopping=calls.__next__
         )

@@ -20,8 +20,8 @@ from nanochat.eval_core import (
     Question,
     ask,
     batches,
+    eval_model_of,
     read_safely,
-    subject_of,
 )
 from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def bench_evaluation(
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
-    subject = subject_of(for_inference(plain), tokenizer)
+    subject = eval_model_of(for_inference(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
     pass_tokens = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))

@@ -26,9 +26,9 @@ from nanochat.eval_core import (
     GPU_PASS_TOKENS,
     Question,
     batches,
+    eval_model_of,
     fitted,
     read_safely,
-    subject_of,
 )
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
@@ -66,7 +66,7 @@ class NanochatLM(LM):
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         self.model = for_inference(load_model(checkpoint, self.machine))
-        self.subject = subject_of(self.model, self.own_tokenizer)
+        self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.fingerprint = checkpoint.fingerprint
         self.rendered: dict[str, list[int]] = {}  # prompts made of conversations, and their ids
 
@@ -104,7 +104,7 @@ class NanochatLM(LM):
             for q, options in zip(batch, readings, strict=True):
                 for n, reading in enumerate(options):
                     scored = len(q.options[n]) - q.starts[n]
-                    found[q.number + n] = (-reading.nats * scored, reading.foretold)
+                    found[q.number + n] = (-reading.nats * scored, reading.is_greedy)
         return [found[n] for n in range(count)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
