@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanochat import stats
 
@@ -31,16 +29,6 @@ def test_one_score_alone_has_no_known_error():
     assert math.isnan(stats.mean([1.0]).se)
     with pytest.raises(ValueError, match="at least one"):
         stats.mean([])
-
-
-@given(n=st.integers(1, 400), data=st.data(), z=st.floats(0.5, 4))
-def test_the_bounds_of_wilson_are_the_truths_just_z_errors_away(n, data, z):
-    successes = data.draw(st.integers(0, n))
-    low, high = stats.wilson(successes, n, z)
-    assert 0 <= low <= successes / n + 1e-12 and successes / n - 1e-12 <= high <= 1
-    for truth in (low, high):  # the error is that of the supposed truth
-        distance = abs(successes / n - truth)
-        assert distance == pytest.approx(z * math.sqrt(truth * (1 - truth) / n), abs=1e-7)
 
 
 def test_guessing_scores_nothing_and_perfection_one():
