@@ -10,13 +10,14 @@ prefilled once and shared by its samples. What the model generates between <|pyt
 its sequence leaves the slot to others. A sequence does not depend on the rest of the batch.
 """
 
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,38 @@ from nanochat.attention import BLOCK, CacheView, KVCache
 from nanochat.common import printable
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
+
+# ---- Batches of sequences of different lengths ---------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def fill_batches(
+    items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
+) -> Iterator[list[Item]]:
+    """
+    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
+
+    shape: the rows of an item, and the tokens of the longest of them.
+    """
+    batch: list[Item] = []
+    rows = longest = 0
+    for item in items:
+        more, length = shape(item)
+        if batch and (rows + more) * max(longest, length) > max_tokens:
+            yield batch
+            batch, rows, longest = [], 0, 0
+        batch.append(item)
+        rows, longest = rows + more, max(longest, length)
+    if batch:
+        yield batch
+
+
+def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
+    T = max(map(len, sequences))
+    return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
+
 
 # ---- Sampling: temperature, top-k, top-p, min-p per sequence -------------------------------------
 # Each sequence draws from its own generator, so it does not depend on the rest of the batch.
@@ -55,20 +88,18 @@ class Sampling:
     """Note them for the prompt too."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be zero or positive, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs must be zero or positive, got {self.logprobs}")
+        for name, valid, range_ in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "zero or positive"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "zero or positive"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
         if self.prompt_logprobs and self.logprobs is None:
-            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to note")
+            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to list")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
@@ -221,42 +252,40 @@ class DecodeStep:
         want = None if kind in self.checked else self.eager(newest, past)
         self.checked.add(kind)
         try:
-            logits = (self.replay if self.recorded else self.fused)(newest, past)
-        except Exception as error:  # whatever a compiler raises, it does not work here
-            self.give_up(f"{type(error).__name__}: {error}")
-        else:
-            error = 0.0 if want is None else float((logits - want).abs().max())
-            if error < AGREEMENT[self.model.dtype]:
+            if self.recorded:
+                logits = self.replay(newest, past)
+            else:
+                logits = self.run_fused(*self.inputs(newest, past))
+            distance = 0.0 if want is None else float((logits - want).abs().max())
+            if distance < AGREEMENT[self.model.dtype]:
                 return logits
-            self.give_up(f"logits differ by {error:.3g}")
+            reason = f"logits differ by {distance:.3g}"
+        except Exception as error:  # whatever a compiler raises, it does not work here
+            reason = f"{type(error).__name__}: {error}"
+        print(f"generation is not compiled: {printable(reason)}", flush=True)
+        self.compiled = False
+        self.recordings.clear()
         return self.eager(newest, past)  # and what was written is written anew
 
     def eager(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
-        tokens, positions = self.inputs(newest, past)
-        places = self.places[: reach(past)]
-        return next_logits(self.model, self.cache, tokens, positions, places)
-
-    def fused(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
-        """The same, compiled."""
-        tokens, positions = self.inputs(newest, past)
-        return self.run_fused(tokens, positions, self.places[: reach(past)])
+        return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
     def replay(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """
         The same, compiled and recorded. There are few sizes: a batch is filled up with rows in
         slots that nobody uses.
         """
-        B, (rows, seen) = len(past), self.recorded_size(past)
-        added = [0] * (rows - B)
-        tokens, positions = self.inputs([*newest, *added], [*past, *added])
-        if (rows, seen) not in self.recordings:
-            self.recordings[rows, seen] = self.record(tokens, positions, self.places[:seen])
-        step = self.recordings[rows, seen]
+        size = self.recorded_size(past)
+        unused = [0] * (size[0] - len(past))
+        tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
+        if size not in self.recordings:
+            self.recordings[size] = self.record(tokens, positions, self.places[: size[1]])
+        step = self.recordings[size]
         step.tokens.copy_(tokens)
         step.positions.copy_(positions)
         step.graph.replay()
-        return step.logits[:B].clone()  # the next replay writes there
+        return step.logits[: len(past)].clone()  # the next replay writes there
 
     def record(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Recording:
         """
@@ -265,8 +294,7 @@ class DecodeStep:
         """
         self.run_fused(tokens, positions, places)  # compiles, and loads what kernels need
         graph = torch.cuda.CUDAGraph()
-        others = next(iter(self.recordings.values()), None)
-        pool = None if others is None else others.graph.pool()
+        pool = next((other.graph.pool() for other in self.recordings.values()), None)
         # Other threads may use the device meanwhile: the server loads models
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = self.run_fused(tokens, positions, places)
@@ -283,19 +311,12 @@ class DecodeStep:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return fused()(self.model, self.cache, tokens, positions, places)
 
-    def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and positions, (B, 1) each, on the device."""
-        device = self.places.device
-        return (
-            torch.tensor(newest, device=device)[:, None],
-            torch.tensor(past, device=device)[:, None],
+    def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and positions (B, 1) on the device, and the cache slots that are read."""
+        tokens, positions = (
+            torch.tensor(values, device=self.places.device)[:, None] for values in (newest, past)
         )
-
-    def give_up(self, reason: str) -> None:
-        """Go on with the step as it is."""
-        self.compiled = False
-        self.recordings.clear()
-        print(f"generation is not compiled: {printable(reason)}", flush=True)
+        return tokens, positions, self.places[: reach(past)]
 
 
 def reach(past: Sequence[int]) -> int:
@@ -351,6 +372,13 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
+
+    def cancel(self) -> None:
+        """End it, and the call of a tool that it waits for."""
+        self.finish = self.finish or "cancelled"
+        if self.pending_tool_call:
+            self.pending_tool_call.cancel()
+            self.pending_tool_call = None
 
     @property
     def all_ids(self) -> list[int]:
@@ -431,26 +459,18 @@ class Engine:
 
     def cancel(self, completion: Completion) -> None:
         """End a completion now; its slot is free before the next step."""
-        if completion.finish is None:
-            completion.finish = "cancelled"
-        if completion in self.waiting:
-            self.waiting.remove(completion)
-        if completion in self.calling:
-            self.calling.remove(completion)
-        if completion.pending_tool_call:
-            completion.pending_tool_call.cancel()
-            completion.pending_tool_call = None
+        completion.cancel()
+        for queue in (self.waiting, self.calling):
+            if completion in queue:
+                queue.remove(completion)
         self.evict()
 
     def cancel_all(self) -> None:
-        """End whatever waits or grows; every slot is free. Needs nothing of a broken device."""
-        for completion in (*self.waiting, *self.active, *self.calling):
-            completion.finish = completion.finish or "cancelled"
-            if completion.pending_tool_call:
-                completion.pending_tool_call.cancel()
-                completion.pending_tool_call = None
-        for sequences in (self.waiting, self.active, self.calling):
-            sequences.clear()
+        """End all completions and free all slots. Needs nothing of a broken device."""
+        for queue in (self.waiting, self.active, self.calling):
+            for completion in queue:
+                completion.cancel()
+            queue.clear()
         self.cache.lengths = [0] * self.slots
 
     @property
@@ -487,8 +507,9 @@ class Engine:
         Give free slots to those who wait longest, and read their prompts but for the last token,
         which is the first step's input. Samples of one prompt copy what the first of them read.
         """
-        readers: dict[int, int] = {id(c.prompt): slot for slot, c in enumerate(self.active)}
-        unread, copies = [], []
+        readers = {id(c.prompt): slot for slot, c in enumerate(self.active)}
+        unread: dict[int, list[int]] = {}  # slot -> what to read into it
+        copies = []
         while self.waiting and len(self.active) < self.slots:
             completion = self.waiting.popleft()
             slot = len(self.active)
@@ -497,43 +518,31 @@ class Engine:
             reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
             if reader != slot:
                 copies.append((reader, slot, len(completion.prompt) - 1))
-            elif len(completion.all_ids) > 1:
-                unread.append(slot)
-        unread.sort(key=lambda slot: len(self.active[slot].all_ids))
-        while unread:
-            unread = unread[self.prefill(unread) :]
+            elif known := completion.all_ids[:-1]:
+                unread[slot] = known
+        by_length = sorted(unread, key=lambda slot: len(unread[slot]))
+        for slots in fill_batches(by_length, lambda s: (1, len(unread[s])), self.prefill_tokens):
+            self.prefill(slots, [unread[slot] for slot in slots])
         for copy in copies:
             self.cache.copy(*copy)
 
-    def prefill(self, unread: Sequence[int]) -> int:
-        """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
-        prompts = [self.active[slot].all_ids[:-1] for slot in unread]  # the shortest first
-        count = 1
-        while count < len(prompts) and len(prompts[count]) * (count + 1) <= self.prefill_tokens:
-            count += 1
-        slots, prompts = unread[:count], prompts[:count]
-        T = len(prompts[-1])
-        padded = [prompt + [self.tokenizer.bos_id] * (T - len(prompt)) for prompt in prompts]
-        view = self.cache.view(slots, T)
-        hidden = self.model.hidden(torch.tensor(padded, device=self.device), view)  # (N, T, C)
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Read a prompt into each of some empty slots, in one pass."""
+        tokens = pad_right(prompts, self.tokenizer.bos_id, self.device)  # (B, T)
+        hidden = self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))  # (B, T, C)
         for row, slot in enumerate(slots):
             self.cache.lengths[slot] = len(prompts[row])
             c = self.active[slot]
             if c.settings.prompt_logprobs and not c.prompt_logprobs:
-                c.prompt_logprobs += self.prompt_logprobs(
-                    hidden[row], c.prompt, c.settings.logprobs or 0
-                )
-        return count
+                c.prompt_logprobs += self.prompt_logprobs(hidden[row], c)
 
-    def prompt_logprobs(
-        self, hidden: torch.Tensor, prompt: Sequence[int], top: int
-    ) -> list[TokenLogprob]:
+    def prompt_logprobs(self, hidden: Tensor, c: Completion) -> list[TokenLogprob]:
         """How likely each token of a prompt was after those before it; hidden (T, C)."""
         found = []
-        for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
-            tokens = prompt[first + 1 : first + 1 + LOGITS_TOKENS]
+        for first in range(0, len(c.prompt) - 1, LOGITS_TOKENS):
+            tokens = c.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
             logits = self.model.logits(hidden[first : first + len(tokens)])
-            found += likelihoods(logits, tokens, [top] * len(tokens))
+            found += likelihoods(logits, tokens, [c.settings.logprobs or 0] * len(tokens))
         return found
 
     def evict(self) -> None:
@@ -593,29 +602,27 @@ class Engine:
 
     def collect_tool_results(self, patience_seconds: float) -> None:
         """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
-        if not self.calling:
-            return
-        pending = {c.pending_tool_call for c in self.calling if c.pending_tool_call}
-        if not self.active and not self.waiting:
+        if self.calling and not self.active and not self.waiting:
+            pending = [c.pending_tool_call for c in self.calling if c.pending_tool_call]
             wait(pending, patience_seconds, FIRST_COMPLETED)
-        for c in [c for c in self.calling if c.pending_tool_call and c.pending_tool_call.done()]:
-            self.calling.remove(c)
-            if c.pending_tool_call and (error := c.pending_tool_call.exception()):
+        for c in list(self.calling):
+            call = c.pending_tool_call
+            if call is None or not call.done():
+                continue
+            if error := call.exception():
                 print(f"a tool failed: {type(error).__name__}: {printable(error)}", flush=True)
-            elif c.pending_tool_call:
-                self.inject_tool_result(c, c.pending_tool_call.result())
+            else:
+                self.inject_tool_result(c, call.result())
             c.pending_tool_call = None
+            self.calling.remove(c)
             self.waiting.appendleft(c)
 
-    def record_logprobs(self, grown: Sequence[Completion], logits: torch.Tensor) -> None:
+    def record_logprobs(self, grown: Sequence[Completion], logits: Tensor) -> None:
         """Keep how likely the newest token was, for those who want to know; logits (B, V)."""
-        rows = [
-            row
-            for row, c in enumerate(grown)
-            if c.settings.logprobs is not None and len(c.ids) > len(c.logprobs)
-        ]
+        wanted = {row: c for row, c in enumerate(grown) if c.settings.logprobs is not None}
+        rows = [row for row, c in wanted.items() if len(c.ids) > len(c.logprobs)]
         if rows:
-            said = [grown[row].ids[-1] for row in rows]
+            newest = [grown[row].ids[-1] for row in rows]
             top = [grown[row].settings.logprobs or 0 for row in rows]
-            for row, found in zip(rows, likelihoods(logits[rows], said, top), strict=True):
+            for row, found in zip(rows, likelihoods(logits[rows], newest, top), strict=True):
                 grown[row].logprobs.append(found)
