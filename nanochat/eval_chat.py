@@ -16,7 +16,7 @@ import torch
 from nanochat.chat_format import Message, render_prompt
 from nanochat.common import Refused
 from nanochat.distributed import Machine
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine, Sampling, fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -111,19 +111,13 @@ def score_by_logits(
     device = model.device
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
-        order = sorted(range(len(items)), key=lambda n: len(prompts[n]))
+        by_length = sorted(range(len(items)), key=lambda n: len(prompts[n]))
         found: list[list[float]] = [[] for _ in items]
-        while order:
-            rows = 1
-            while rows < len(order) and len(prompts[order[rows]]) * (rows + 1) <= PASS_TOKENS:
-                rows += 1
-            batch, order = order[:rows], order[rows:]
-            T = len(prompts[batch[-1]])
-            padded = [prompts[n] + [tokenizer.bos_id] * (T - len(prompts[n])) for n in batch]
-            hidden = model.hidden(torch.tensor(padded, device=device))  # (B, T, C)
+        for batch in fill_batches(by_length, lambda n: (1, len(prompts[n])), PASS_TOKENS):
+            tokens = pad_right([prompts[n] for n in batch], tokenizer.bos_id, device)
             last = torch.tensor([len(prompts[n]) - 1 for n in batch], device=device)
-            logits = model.logits(hidden[torch.arange(rows, device=device), last])  # (B, V)
-            for n, row in zip(batch, logits, strict=True):
+            hidden = model.hidden(tokens)[torch.arange(len(batch), device=device), last]  # (B, C)
+            for n, row in zip(batch, model.logits(hidden), strict=True):
                 letters = task.letters(items[n])
                 ids = [letter_id(tokenizer, letter) for letter in letters]
                 best = letters[int(row[ids].argmax())]

@@ -309,6 +309,7 @@ class Together(Machine):
 @pytest.mark.parametrize(("world_size", "pass_tokens"), [(1, 1), (1, 700), (2, 700), (5, 10**6)])
 def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_size, pass_tokens):
     subject = eval_model_of(gpt, Letters())
+    ranked = replace(subject, pass_tokens=pass_tokens)
     for one_task in made_up_suite():
         expected = examine(subject, one_task, machine, max_items=17)
         box, barrier = [None] * world_size, threading.Barrier(world_size)
@@ -316,7 +317,7 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
 
         def run(rank, one_task=one_task, box=box, barrier=barrier, results=results):
             ours = Together(rank, rank, world_size, CPU, torch.float32, box=box, barrier_=barrier)
-            results[rank] = examine(subject, one_task, ours, 17, pass_tokens)
+            results[rank] = examine(ranked, one_task, ours, 17)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:
@@ -342,9 +343,9 @@ def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
 def test_a_model_that_computes_no_numbers_gets_no_score(machine):
     broken = lively(build_model(TINY, CPU, torch.float32, 0))
     broken.head_weight.data[3] = math.nan
-    subject = replace(eval_model_of(broken, Letters()), context=400)
+    subject = replace(eval_model_of(broken, Letters()), context=400, pass_tokens=10**6)
     with pytest.raises(ValueError, match="choice: item [0-9]+ gets .nan, nan, nan, nan. nats"):
-        examine(subject, made_up_suite()[0], machine, pass_tokens=10**6)
+        examine(subject, made_up_suite()[0], machine)
 
 
 def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
@@ -369,7 +370,7 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
 
     subject = replace(eval_model_of(gpt, Letters()), model=Seen())
     little, much = (
-        Question(n, [[*range(20)], [*range(n), *range(30, 50 - n)]], [19, 19], 0, n, False)
+        Question(n, [[*range(20)], [*range(n), *range(30, 50 - n)]], [19, 19], n, False)
         for n in (8, 16)
     )
     for questions, passes in (([little], [19]), ([much], [16, 3]), ([little, much], [16, 11])):
@@ -379,7 +380,7 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
 
 
 def test_batches_hold_every_question_once_and_what_fits():
-    questions = [Question(i, [[0] * n] * 2, [1, 1], 0, 0, False) for i, n in enumerate([9, 3, 50])]
+    questions = [Question(i, [[0] * n] * 2, [1, 1], 0, False) for i, n in enumerate([9, 3, 50])]
     found = list(batches(questions, 40))
     assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
 

@@ -14,8 +14,6 @@ from nanochat.bench.table import Findings, Rate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.eval_core import (
-    CPU_PASS_TOKENS,
-    GPU_PASS_TOKENS,
     FewShotTask,
     Question,
     ask,
@@ -49,7 +47,6 @@ def bench_evaluation(
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     subject = eval_model_of(for_inference(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
-    pass_tokens = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():
         task = task.drawn(ITEMS)
@@ -57,7 +54,7 @@ def bench_evaluation(
         ours, others = [], []
         for _ in range(repeats + 1):  # the first warms up
             started = time.perf_counter()
-            for batch in batches(questions, pass_tokens):
+            for batch in batches(questions, subject.pass_tokens):
                 read_safely(subject, batch, machine.device)
             ours.append(len(questions) / (time.perf_counter() - started))
             if theirs:
