@@ -43,7 +43,7 @@ class Tools:
     Answers a model's calls: `Engine(..., tool=Tools())`.
 
     python: let the sandbox run what is no arithmetic; what it prints is the answer. unsafe: run it
-    unconfined where nothing confines it. threads: run up to that many programs alongside the engine;
+    unconfined where nothing confines it. threads: run up to so many programs alongside the engine;
     their answers are then futures. Raises SandboxUnavailable if Python is allowed and nothing
     here confines it.
     """

@@ -900,14 +900,14 @@ with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as named:
 REFUSES = """
 import ctypes, struct, sys
 from nanochat import sandbox
-from nanochat.sandbox_child import ALLOW, EQUAL, LOAD, RETURN, control, step
+from nanochat.sandbox_child import ALLOW, EQUAL, LIBC, LOAD, RETURN, call, step
 ENOSYS = 0x00050026
 mount = {"x86_64": 165, "aarch64": 40}[sys.argv[1]]
 steps = [step(LOAD, 0)]
 for number in (444, mount): steps += [step(EQUAL, number, no=1), step(RETURN, ENOSYS)]
 program = ctypes.create_string_buffer(b"".join([*steps, step(RETURN, ALLOW)]))
-control(38, 1)
-control(22, 2, struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program)))
+call(LIBC.prctl, 38, 1, 0, 0, 0)
+call(LIBC.prctl, 22, 2, struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program)), 0, 0)
 try: print(sandbox.run_python("print('ran')"))
 except sandbox.SandboxUnavailable as error: print(error)
 print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)
