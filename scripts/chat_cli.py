@@ -25,12 +25,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nanochat.chat_format import Transcript, render_fitting
-from nanochat.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    load_model,
-    newest_stage,
-)
+from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import MachineConfig, init_machine
@@ -98,20 +93,18 @@ def main(cfg: ChatCli) -> None:
     chat = Chat(engine, cfg, console, is_base=source == "base")
     if prompt is not None:
         return chat.ask(prompt)
-    opened = printable(f"{source}, {name(checkpoint)}")
-    console.print(f"{opened}. /help lists commands, Ctrl-D leaves.", markup=False)
+    where = f"{source}, {checkpoint.folder.parent.name} step {checkpoint.step}"
+    console.print(f"{printable(where)}. /help lists commands, Ctrl-D leaves.", markup=False)
     if chat.is_base:
         console.print("A base model continues what you write.", style="dim")
     session: PromptSession = PromptSession(
         "> ", history=history(), multiline=True, key_bindings=enter_sends()
     )
-    while True:
+    going = True
+    while going:
         try:
             text = session.prompt()
-            if not text.strip():
-                continue
-            if not chat.command(text):
-                return
+            going = not text.strip() or chat.command(text)
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -143,11 +136,6 @@ def enter_sends() -> KeyBindings:
     for new_line in (("escape", "enter"), ("c-j",)):
         keys.add(*new_line)(lambda event: event.current_buffer.insert_text("\n"))
     return keys
-
-
-def name(checkpoint: Checkpoint) -> str:
-    """Tag and step."""
-    return f"{checkpoint.folder.parent.name} step {checkpoint.step}"
 
 
 class Chat:
