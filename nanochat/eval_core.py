@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -73,16 +74,16 @@ class FewShotTask:
     items: Sequence[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        for wrong, problem in (
-            (self.kind not in get_args(Kind), f"is of the unknown kind {self.kind!r}"),
-            (not self.items, "has no items"),
-            (self.num_fewshot < 0, f"must have 0 examples or more, not {self.num_fewshot}"),
-            (
-                not 0 <= self.random_baseline < 1,
-                f"must have a random_baseline from 0 to below 1, not {self.random_baseline}",
+        rules = {
+            f"is of the unknown kind {self.kind!r}": self.kind in get_args(Kind),
+            "has no items": len(self.items) > 0,
+            f"has num_fewshot {self.num_fewshot}, below 0": self.num_fewshot >= 0,
+            f"has random_baseline {self.random_baseline}, not in [0, 1)": (
+                0 <= self.random_baseline < 1
             ),
-        ):
-            if wrong:
+        }
+        for problem, is_valid in rules.items():
+            if not is_valid:
                 raise ValueError(f"task {self.name} {problem}")
 
     def options(self, item: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -149,17 +150,17 @@ def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Que
     front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
     if task.kind == "schema":
-        ending = max(1, common_prefix([ids[:0:-1] for ids in options]))
+        ending = max(1, len(commonprefix([ids[:0:-1] for ids in options])))
         starts = [len(ids) - ending for ids in options]
     else:  # the continuation begins where the options part, or where the context alone would go on
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
-        same = common_prefix(options if len(options) > 1 else [*options, alone])
+        same = len(commonprefix(options if len(options) > 1 else [*options, alone]))
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
     return fitted(number, options, starts, context)
 
 
 def fitted(
-    number: int, options: Sequence[Sequence[int]], starts: Sequence[int], context: int
+    number: int, options: Sequence[list[int]], starts: Sequence[int], context: int
 ) -> Question:
     """
     A question whose options are cropped from the left, behind their BOS, where the longest does not
@@ -172,15 +173,8 @@ def fitted(
         cuts = [max(min(over, start - 1), len(ids) - limit) for ids, start in pairs]
         options = [[*ids[:1], *ids[1 + cut :]] for ids, cut in zip(options, cuts, strict=True)]
         starts = [max(1, start - cut) for start, cut in zip(starts, cuts, strict=True)]
-    shared = min(common_prefix(options), *starts) - 1 if len(options) > 1 else 0
+    shared = min(len(commonprefix(options)), *starts) - 1 if len(options) > 1 else 0
     return Question(number, options, starts, shared, over > 0)
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many first elements are the same in all sequences."""
-    columns = zip(*sequences, strict=False)
-    parted = (i for i, column in enumerate(columns) if len(set(column)) > 1)
-    return next(parted, min(map(len, sequences)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -192,9 +186,11 @@ class LanguageModel(Protocol):
 
     def hidden(self, tokens: Tensor, cache: CacheView | None = None) -> Tensor:
         """tokens (B, T) -> states (B, T, C); with a cache, the tokens continue what it holds."""
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """states (N, C) -> logits (N, V)."""
+        ...
 
 
 @dataclass(frozen=True)
