@@ -36,9 +36,8 @@ from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.finetune import Apart, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
+from nanochat.lab.row_bpb import ByRow, bits_by_row
 from nanochat.lab.soup import (
-    ByRow,
-    bits_by_row,
     bump,
     greedy,
     mean_of,
