@@ -432,8 +432,8 @@ class Engine:
         """Raises ValueError for a prompt that is empty or leaves no room for an answer."""
         if not 0 < len(prompt) < self.cache.capacity:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens: it must have at least one, and leave room for "
-                f"an answer within {self.cache.capacity}"
+                f"the prompt has {len(prompt):,} tokens: it must have at least one, and the "
+                f"context holds {self.cache.capacity:,}, the answer included; ask something shorter"
             )
 
     def generate(

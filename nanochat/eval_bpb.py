@@ -67,7 +67,7 @@ def bits_per_byte(
     """
 
     def score(tokens: Tensor, targets: Tensor) -> Tensor:
-        return model.token_losses(tokens, targets)[None]
+        return model.token_losses(tokens, targets)[None]  # (1, B, T)
 
     return bits_per_byte_of(score, 1, batches, token_bytes, machine, stopping)[0]
 

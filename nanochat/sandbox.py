@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,6 @@ class Result:
     stderr: str
     reason: str
     """Why not ok: time, output, files, exit status <n> (128 + a signal). Empty if ok."""
-    seconds: float
 
 
 def run_python(
@@ -254,7 +253,7 @@ def run(
             passed = {say, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
-            folder = "/" if layer == "bubblewrap" else until_end.enter_context(own_folder())
+            folder = "/" if layer == "bubblewrap" else own_folder(until_end)
             spool = until_end.enter_context(tempfile.TemporaryFile())
             spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
             spool.write(stdin.encode())
@@ -275,7 +274,6 @@ def run(
             )
             until_end.callback(kill, process, process.pid)
         inner = await_start(process, status)
-        started = time.monotonic()
         used = file_counter(layer, inner, folder, spool.fileno(), until_end)
         (stdout, stderr), reason = watch(process, limits, used)
         exit_status = kill(process, inner)
@@ -284,7 +282,6 @@ def run(
             stdout=stdout[: limits.output_bytes].decode("utf-8", "replace"),
             stderr=stderr[: limits.output_bytes].decode("utf-8", "replace"),
             reason=reason or (f"exit status {exit_status}" if exit_status else ""),
-            seconds=time.monotonic() - started,
         )
 
 
@@ -397,10 +394,9 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
 # Files of a child
 
 
-@contextlib.contextmanager
-def own_folder() -> Iterator[str]:
+def own_folder(until_end: contextlib.ExitStack) -> str:
     """
-    A new folder for one child's files, locked while it is in use, removed afterwards.
+    A new folder for one child's files, locked while it is in use, removed with `until_end`.
 
     Removes first what killed processes left: the folders that nobody has locked.
     """
@@ -409,33 +405,24 @@ def own_folder() -> Iterator[str]:
     while True:
         folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        until_end.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            break
-        os.close(lock)  # another process took the folder for a stale one before it was locked
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-        os.close(lock)
+        if os.fstat(lock).st_nlink:  # else another process took it for stale before it was locked
+            until_end.callback(shutil.rmtree, folder)
+            return folder
 
 
 @functools.cache
 def remove_stale_folders(parent: str) -> None:
     """Remove the folders of processes that were killed. Once per process and parent folder."""
     for path in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        try:
+        # An OSError: another user's, in use, or removed by another process at this moment
+        with contextlib.suppress(OSError), contextlib.ExitStack() as until_end:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's, or gone
-        try:
+            until_end.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_uid in (os.geteuid(), NOBODY):
                 shutil.rmtree(path)
-        except OSError:
-            pass  # in use, or removed by another process at this moment
-        finally:
-            os.close(lock)
 
 
 def file_counter(

@@ -158,38 +158,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def mean_pass_at_k(n: int, correct: Sequence[int], k: int) -> Estimate:
     """pass@k over items of `n` samples each; `correct[i]` of item i's are right."""
     return mean([pass_at_k(n, c, k) for c in correct])
-
-
-class Repeats(NamedTuple):
-    """The mean over repeated runs of the same items, and the two sources of its error."""
-
-    value: float
-    n: int
-    num_repeats: int
-    item_se: float
-    """From having these items and no others: repeating does not lessen it."""
-    repeat_se: float
-    """From sampling the answers anew in every run: 1 / sqrt(num_repeats) of a single run's."""
-
-    @property
-    def se(self) -> float:
-        """Both together."""
-        return math.hypot(self.item_se, self.repeat_se)
-
-
-def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
-    """
-    Split the error of `scores[item][repeat]` by a one-way analysis of variance.
-
-    Raises ValueError below two items or two repeats, and where repeats are missing.
-    """
-    if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError(
-            "repeats need at least two items, each scored equally often, twice or more"
-        )
-    table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    n, k = table.shape
-    within = float(table.var(axis=1, ddof=1).mean())
-    between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
-    value = float(table.mean())
-    return Repeats(value, n, k, math.sqrt(between / n), math.sqrt(within / (n * k)))

@@ -221,19 +221,12 @@ def write_section(
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
     """How each task was asked, and what it took."""
+    rows = []
+    for s in scores:
+        asked = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_cropped]
+        accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
+        rows.append([*asked, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
     columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]
-    rows = [
-        [
-            score.task.name,
-            score.task.num_fewshot,
-            len(score.outcomes),
-            score.num_cropped,
-            f"{score.task.random_baseline:.3f}",
-            f"{score.accuracy.value:.4f} +- {score.accuracy.se:.4f}",
-            f"{score.seconds:.1f}",
-        ]
-        for score in scores
-    ]
     return {"title": "Tasks", "columns": columns, "rows": rows}
 
 

@@ -23,7 +23,7 @@ from nanochat.eval_chat import Graded, Outcomes, left_out, score_by_generation, 
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import admitted, require_access
-from nanochat.lab.variance import default_repeats
+from nanochat.lab.variance import default_repeats, repeated
 from nanochat.preflight import choose_fused_engine
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
@@ -204,7 +204,7 @@ def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     value, n, se = stats.mean(item_means(outcomes))
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        split = stats.repeated(outcomes)
+        split = repeated(outcomes)
         return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 

@@ -104,7 +104,7 @@ def assert_refused(outcomes: dict[str, str], names: str) -> None:
 def test_a_program_computes_reads_its_input_prints_and_ends(layer):
     code = "import json, sys\nprint(json.dumps([input(), 2**70]))\nprint('w', file=sys.stderr)"
     result = run_python(code, stdin="h\u00e9 \u00df\n")
-    assert result.ok and result.reason == "" and 0 < result.seconds < Limits().seconds
+    assert result.ok and result.reason == ""
     assert result.stdout == '["h\\u00e9 \\u00df", 1180591620717411303424]\n'
     assert result.stderr == "w\n"
 
