@@ -102,19 +102,17 @@ class Result:
     """Why not ok: time, output, files, exit status <n> (128 + a signal). Empty if ok."""
 
 
-def run_python(
-    code: str, limits: Limits = Limits(), stdin: str = "", *, unsafe: bool = False
-) -> Result:
+def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) -> Result:
     """
     Run a program: confined, or unconfined where no layer works here and `unsafe` allows it.
 
-    It starts with an empty environment, the standard library, and an empty folder that nothing
-    but files can be put into and that is gone afterwards. It can start no process or thread, open
-    no socket, send no signal, and see no file but its own and the interpreter's; of other files
-    it may at most learn that they exist (Landlock). Its limits hold in the unconfined case too.
-    Raises SandboxUnavailable, whose message names the ways out.
+    It starts with an empty environment, no input, the standard library, and an empty folder that
+    nothing but files can be put into and that is gone afterwards. It can start no process or
+    thread, open no socket, send no signal, and see no file but its own and the interpreter's; of
+    other files it may at most learn that they exist (Landlock). Its limits hold in the unconfined
+    case too. Raises SandboxUnavailable, whose message names the ways out.
     """
-    return run({"role": "program", "code": code}, limits, choose_layer(unsafe), stdin=stdin)
+    return run({"role": "program", "code": code}, limits, choose_layer(unsafe))
 
 
 def passes(
@@ -231,13 +229,7 @@ def readable() -> tuple[str, ...]:
 # One child
 
 
-def run(
-    job: dict[str, Any],
-    limits: Limits,
-    layer: Layer,
-    handed: Sequence[int] = (),
-    stdin: str = "",
-) -> Result:
+def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int] = ()) -> Result:
     """
     Do one job in a child. The handles in `handed` go to the child and are closed here.
 
@@ -254,16 +246,10 @@ def run(
             for handle in passed:
                 until_started.callback(os.close, handle)
             folder = "/" if layer == "bubblewrap" else own_folder(until_end)
-            spool = until_end.enter_context(tempfile.TemporaryFile())
-            spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
-            spool.write(stdin.encode())
-            spool.seek(0)
-            # Opened again to read only: what the child wrote into it would not be counted
-            read_only = until_end.enter_context(open(f"/dev/fd/{spool.fileno()}", "rb"))
             process = until_end.enter_context(
                 subprocess.Popen(
                     command(layer, limits, info),
-                    stdin=read_only,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={},
@@ -273,8 +259,11 @@ def run(
                 )
             )
             until_end.callback(kill, process, process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # else it did not start
+            pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
         inner = await_start(process, status)
-        used = file_counter(layer, inner, folder, spool.fileno(), until_end)
+        used = file_counter(layer, inner, folder, until_end)
         (stdout, stderr), reason = watch(process, limits, used)
         exit_status = kill(process, inner)
         return Result(
@@ -426,15 +415,11 @@ def remove_stale_folders(parent: str) -> None:
 
 
 def file_counter(
-    layer: Layer, pid: int, folder: str, job: int, until_end: contextlib.ExitStack
+    layer: Layer, pid: int, folder: str, until_end: contextlib.ExitStack
 ) -> Callable[[], float]:
-    """
-    A function that returns the bytes of a child's files, removed ones in use included.
-
-    pid: the confined process. job: the open file that it got as standard input, not counted.
-    """
+    """A function that returns the bytes of the files of process `pid`, removed ones included."""
     if layer != "bubblewrap":
-        return functools.partial(disk_bytes, folder, pid, os.fstat(job).st_ino)
+        return functools.partial(disk_bytes, folder, pid)
     try:
         mounted = os.open(f"/proc/{pid}/root/tmp", os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # it has ended already
@@ -450,11 +435,11 @@ def mounted_bytes(folder: int) -> int:
     return max((status.f_blocks - status.f_bfree) * status.f_frsize, inodes * BLOCK)
 
 
-def disk_bytes(folder: str, pid: int, job: int) -> float:
+def disk_bytes(folder: str, pid: int) -> float:
     """
     Bytes of the files in a flat folder, which may change meanwhile, and of those removed from it
-    that process `pid` has open or mapped. `job` is the inode of its standard input. Infinite with a
-    removed file that is mapped but not open: /proc does not tell its size.
+    that process `pid` has open or mapped. Infinite with a removed file that is mapped but not open:
+    /proc does not tell its size.
     """
     sizes: dict[int, float] = {}  # by inode
     with os.scandir(folder) as entries:
@@ -466,8 +451,7 @@ def disk_bytes(folder: str, pid: int, job: int) -> float:
         for handle in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(f"/proc/{pid}/fd/{handle}")
-                removed = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-                if removed and status.st_ino != job:
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                     sizes[status.st_ino] = status.st_size
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         for inode, path in DELETED.findall(maps):

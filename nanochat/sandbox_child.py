@@ -54,11 +54,7 @@ ARGUMENTS = {
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
     # O_TRUNC only with a right to write: before its third version Landlock did not ask for one.
     # No O_TMPFILE: a file without a name. openat2, whose flags are in memory, is not in SYSCALLS.
-    "openat": (
-        2,
-        os.O_TRUNC | os.O_ACCMODE | TMPFILE,
-        (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2),
-    ),
+    "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
 }
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
@@ -74,7 +70,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the sam
 
 
 def main() -> None:
-    """Take the job from fd 0, where the program's standard input follows it, and do it."""
+    """Take the job from fd 0, which is at its end then, and do it."""
     with open(0, "rb", buffering=0, closefd=False) as stream:
         job = marshal.load(stream)
     try:

@@ -101,12 +101,12 @@ def assert_refused(outcomes: dict[str, str], names: str) -> None:
 # What a program can do
 
 
-def test_a_program_computes_reads_its_input_prints_and_ends(layer):
-    code = "import json, sys\nprint(json.dumps([input(), 2**70]))\nprint('w', file=sys.stderr)"
-    result = run_python(code, stdin="h\u00e9 \u00df\n")
+def test_a_program_computes_prints_and_ends(layer):
+    code = "import sys\nprint([sys.stdin.read(), 2**70])\nprint('\u00e9', file=sys.stderr)"
+    result = run_python(code)
     assert result.ok and result.reason == ""
-    assert result.stdout == '["h\\u00e9 \\u00df", 1180591620717411303424]\n'
-    assert result.stderr == "w\n"
+    assert result.stdout == "['', 1180591620717411303424]\n"
+    assert result.stderr == "\u00e9\n"
 
 
 def test_a_program_has_a_folder_for_files_that_is_gone_afterwards(layer, scratch):
@@ -827,7 +827,7 @@ if kept: time.sleep(20)
 def test_S12_files_without_a_name_count_towards_the_limit(layer, way):
     """16 MiB at most, of 2 allowed: either the kernel refuses all of it or the program is ended."""
     result = run_python(FILL.format(keep=KEEP[way]), Limits(seconds=10, file_bytes=2**21))
-    refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.EBADF}
+    refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.ESPIPE}
     if way in refused:
         assert result.stdout == f"refused {refused[way]}\n" * 16 + "kept 0\n"
     elif way == "written through a mapping" and layer == "bubblewrap":  # no page is left for it
