@@ -68,24 +68,24 @@ COLDEST = 2.0**-126  # temperatures below lose digits in float32, or are 0 there
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sequence is continued. Raises ValueError for settings that make no sense."""
+    """How to sample a completion. Raises ValueError for a setting that is out of range."""
 
     max_new_tokens: int = 256
-    """Tokens after which it stops at the latest, tool output included."""
+    """Most tokens of the completion, tool output included."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 is greedy."""
     top_k: int | None = None
-    """Only among so many of the likeliest tokens."""
+    """Sample from the k most likely tokens. None: all."""
     top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
+    """Sample from the most likely tokens that together reach this probability."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the highest probability."""
     seed: int = 0
     """Sample i of a prompt draws from (seed, i)."""
     logprobs: int | None = None
-    """Note how likely each token was, and so many of the likeliest ones beside it."""
+    """Record the log-probability of each token, and of this many most likely alternatives."""
     prompt_logprobs: bool = False
-    """Note them for the prompt too."""
+    """Record them for the prompt too."""
 
     def __post_init__(self) -> None:
         for name, valid, range_ in (
@@ -204,8 +204,8 @@ def next_logits(
     model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, places: Tensor
 ) -> Tensor:
     """
-    tokens and positions (B, 1), in the first B slots -> (B, V). They see as many places of the
-    cache as `places` is long: a size that may change without a new compilation.
+    tokens and positions (B, 1), in the first B slots -> (B, V). They attend to the first
+    len(places) positions of the cache: a size that may change without a new compilation.
     """
     view = CacheView(cache, None, positions, places.size(0))
     return model.logits(model.hidden(tokens, view)[:, -1])
@@ -231,8 +231,8 @@ class DecodeStep:
     """
     The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
     in a later process, from what the compiler keeps on disk. The first step of a single sequence,
-    the first of several, and on a GPU every recording are computed both ways: what does not
-    compile, or computes something else, is said and left out.
+    the first of several, and on a GPU every recording are computed both ways: a step that does
+    not compile, or computes something else, is reported and not used.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
@@ -244,7 +244,7 @@ class DecodeStep:
         self.recordings: dict[tuple[int, int], Recording] = {}
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
-        """Read the newest token of the first slots: (B, V). `cache.lengths` is left to others."""
+        """Logits (B, V) after the newest tokens; the caller then updates `cache.lengths`."""
         past = self.cache.lengths[: len(newest)]
         if not self.compiled:
             return self.eager(newest, past)
@@ -332,7 +332,7 @@ def power_of_two(n: int) -> int:
 # ---- Generation with tools -----------------------------------------------------------------------
 
 
-# Code in, its answer out, now or as a future; None: nothing is put in
+# Code in, its result out, now or as a future; None: nothing is injected
 Tool = Callable[[str], str | None | Future[str | None]]
 # Tokens of one pass over waiting prompts, padding included: a GPU is filled by many, while on a
 # CPU the least padding counts, that is, prompts of nearly the same length in each pass
@@ -382,7 +382,7 @@ class Completion:
 
     @property
     def all_ids(self) -> list[int]:
-        """The prompt and what was said so far."""
+        """The prompt and the completion so far."""
         return self.prompt + self.ids
 
 
@@ -405,11 +405,9 @@ class Engine:
         compiled: bool = False,
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
-        self.slots = slots
-        self.device = model.device
-        self.prefill_tokens = (
-            CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
-        )
+        self.slots, self.device = slots, model.device
+        on_cpu = self.device.type == "cpu"
+        self.prefill_tokens = CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS
         self.cache = model.new_cache(slots, capacity)
         self.decode_step = DecodeStep(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
@@ -448,12 +446,12 @@ class Engine:
     def stream(self, prompt: Sequence[int], settings: Sampling) -> Generator[int, None, None]:
         """The tokens of one completion as they come. Closing the iterator ends the completion."""
         completion = self.submit(prompt, settings)[0]
-        told = 0
+        seen = 0
         try:
             while completion.finish is None:
                 self.step()
-                yield from completion.ids[told:]
-                told = len(completion.ids)
+                yield from completion.ids[seen:]
+                seen = len(completion.ids)
         finally:
             self.cancel(completion)
 
@@ -481,9 +479,9 @@ class Engine:
     @torch.inference_mode()
     def step(self, patience_seconds: float = PATIENCE_SECONDS) -> list[Completion]:
         """
-        Let waiting prompts in and every active completion grow by a token; returns those.
+        Admit queued prompts, then decode one token for each active completion; returns those.
 
-        Where all are away at their tools, it waits so long for the first to come back.
+        Where all wait for their tools, it waits `patience_seconds` at most for the first result.
         """
         self.collect_tool_results(patience_seconds)
         self.admit()
@@ -504,8 +502,8 @@ class Engine:
 
     def admit(self) -> None:
         """
-        Give free slots to those who wait longest, and read their prompts but for the last token,
-        which is the first step's input. Samples of one prompt copy what the first of them read.
+        Give free slots to the queue and prefill the prompts but for their last token, which is the
+        next step's input. Samples of one prompt copy the cache of the first of them.
         """
         readers = {id(c.prompt): slot for slot, c in enumerate(self.active)}
         unread: dict[int, list[int]] = {}  # slot -> what to read into it
@@ -537,7 +535,7 @@ class Engine:
                 c.prompt_logprobs += self.prompt_logprobs(hidden[row], c)
 
     def prompt_logprobs(self, hidden: Tensor, c: Completion) -> list[TokenLogprob]:
-        """How likely each token of a prompt was after those before it; hidden (T, C)."""
+        """Log-probabilities of the tokens of a prompt but the first; hidden (T, C)."""
         found = []
         for first in range(0, len(c.prompt) - 1, LOGITS_TOKENS):
             tokens = c.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
@@ -563,7 +561,7 @@ class Engine:
     # ---- one completion ----------------------------------------------------------------------
 
     def advance(self, completion: Completion, token: int) -> None:
-        """Append the sampled token, or the forced one in its place; notice what it means."""
+        """Append the sampled token, or the injected one in its place; end or call a tool."""
         c = completion
         sampled = not c.injected_ids
         token = token if sampled else c.injected_ids.popleft()
@@ -594,14 +592,14 @@ class Engine:
                 self.inject_tool_result(c, answer)
 
     def inject_tool_result(self, c: Completion, answer: str | None) -> None:
-        """Let a tool's answer follow what the model wrote."""
+        """Inject the result of a tool behind its call."""
         if answer is not None:
             c.injected_ids.append(self.tokenizer.special("<|output_start|>"))
             c.injected_ids.extend(self.tokenizer.encode(answer))
             c.injected_ids.append(self.tokenizer.special("<|output_end|>"))
 
     def collect_tool_results(self, patience_seconds: float) -> None:
-        """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
+        """Queue the completions whose tool has answered first; if all wait for one, wait too."""
         if self.calling and not self.active and not self.waiting:
             pending = [c.pending_tool_call for c in self.calling if c.pending_tool_call]
             wait(pending, patience_seconds, FIRST_COMPLETED)
@@ -618,7 +616,7 @@ class Engine:
             self.waiting.appendleft(c)
 
     def record_logprobs(self, grown: Sequence[Completion], logits: Tensor) -> None:
-        """Keep how likely the newest token was, for those who want to know; logits (B, V)."""
+        """Record the log-probability of the newest token where wanted; logits (B, V)."""
         wanted = {row: c for row, c in enumerate(grown) if c.settings.logprobs is not None}
         rows = [row for row, c in wanted.items() if len(c.ids) > len(c.logprobs)]
         if rows:

@@ -144,6 +144,11 @@ class Question:
     cropped: bool
     """Whether its beginning was cut off to fit the model's context."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of options, and the tokens of the longest."""
+        return len(self.options), max(map(len, self.options))
+
 
 def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Question:
     """An item as a model sees it that reads at most `context` tokens at once."""
@@ -226,7 +231,7 @@ class OptionScore(NamedTuple):
 def read(
     subject: EvalModel, questions: Sequence[Question], device: torch.device
 ) -> list[list[OptionScore]]:
-    """The reading of every option of every question, all in one batch."""
+    """The score of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
@@ -344,13 +349,8 @@ def examine(
 
 def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Question]]:
     """The longest first, together as long as their options fit `pass_tokens`; at least one."""
-
-    def shape(q: Question) -> tuple[int, int]:
-        return len(q.options), max(map(len, q.options))
-
-    return fill_batches(
-        sorted(questions, key=lambda q: shape(q)[1], reverse=True), shape, pass_tokens
-    )
+    longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
+    return fill_batches(longest_first, lambda q: q.shape, pass_tokens)
 
 
 def read_safely(
@@ -364,8 +364,8 @@ def read_safely(
             raise
     torch.cuda.empty_cache()  # outside the handler, which keeps the tensors of the failed try
     half = len(questions) // 2
-    parts = (read_safely(subject, part, device) for part in (questions[:half], questions[half:]))
-    return [*itertools.chain.from_iterable(parts)]
+    first, rest = questions[:half], questions[half:]
+    return read_safely(subject, first, device) + read_safely(subject, rest, device)
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
@@ -432,13 +432,13 @@ class SuiteConfig:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks to examine a model on."""
+    """Tasks to evaluate a model on."""
 
     tasks: tuple[FewShotTask, ...]
     fingerprint: str
     """16 hex digits of all tasks, items included."""
     about: str
-    """Whence they come and how far they are the published ones, for the report."""
+    """Their source, and whether they are the published ones, for the report."""
     missing: tuple[str, ...] = ()
     """Tasks of CORE that are not among them."""
 
