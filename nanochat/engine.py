@@ -10,13 +10,14 @@ prefilled once and shared by its samples. What the model generates between <|pyt
 its sequence leaves the slot to others. A sequence does not depend on the rest of the batch.
 """
 
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,38 @@ from nanochat.attention import BLOCK, CacheView, KVCache
 from nanochat.common import printable
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
+
+# ---- Batches of sequences of different lengths ---------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def fill_batches(
+    items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
+) -> Iterator[list[Item]]:
+    """
+    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
+
+    shape: the rows of an item, and the tokens of the longest of them.
+    """
+    batch: list[Item] = []
+    rows = longest = 0
+    for item in items:
+        more, length = shape(item)
+        if batch and (rows + more) * max(longest, length) > max_tokens:
+            yield batch
+            batch, rows, longest = [], 0, 0
+        batch.append(item)
+        rows, longest = rows + more, max(longest, length)
+    if batch:
+        yield batch
+
+
+def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
+    T = max(map(len, sequences))
+    return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
+
 
 # ---- Sampling: temperature, top-k, top-p, min-p per sequence -------------------------------------
 # Each sequence draws from its own generator, so it does not depend on the rest of the batch.
@@ -35,40 +68,38 @@ COLDEST = 2.0**-126  # temperatures below lose digits in float32, or are 0 there
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sequence is continued. Raises ValueError for settings that make no sense."""
+    """How to sample a completion. Raises ValueError for a setting that is out of range."""
 
     max_new_tokens: int = 256
-    """Tokens after which it stops at the latest, tool output included."""
+    """Most tokens of the completion, tool output included."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 is greedy."""
     top_k: int | None = None
-    """Only among so many of the likeliest tokens."""
+    """Sample from the k most likely tokens. None: all."""
     top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
+    """Sample from the most likely tokens that together reach this probability."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the highest probability."""
     seed: int = 0
     """Sample i of a prompt draws from (seed, i)."""
     logprobs: int | None = None
-    """Note how likely each token was, and so many of the likeliest ones beside it."""
+    """Record the log-probability of each token, and of this many most likely alternatives."""
     prompt_logprobs: bool = False
-    """Note them for the prompt too."""
+    """Record them for the prompt too."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be zero or positive, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs must be zero or positive, got {self.logprobs}")
+        for name, valid, range_ in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "zero or positive"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "zero or positive"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
         if self.prompt_logprobs and self.logprobs is None:
-            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to note")
+            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to list")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
@@ -173,8 +204,8 @@ def next_logits(
     model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, places: Tensor
 ) -> Tensor:
     """
-    tokens and positions (B, 1), in the first B slots -> (B, V). They see as many places of the
-    cache as `places` is long: a size that may change without a new compilation.
+    tokens and positions (B, 1), in the first B slots -> (B, V). They attend to the first
+    len(places) positions of the cache: a size that may change without a new compilation.
     """
     view = CacheView(cache, None, positions, places.size(0))
     return model.logits(model.hidden(tokens, view)[:, -1])
@@ -196,12 +227,12 @@ class Recording(NamedTuple):
     logits: Tensor
 
 
-class NextLogits:
+class DecodeStep:
     """
     The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
     in a later process, from what the compiler keeps on disk. The first step of a single sequence,
-    the first of several, and on a GPU every recording are computed both ways: what does not
-    compile, or computes something else, is said and left out.
+    the first of several, and on a GPU every recording are computed both ways: a step that does
+    not compile, or computes something else, is reported and not used.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
@@ -213,7 +244,7 @@ class NextLogits:
         self.recordings: dict[tuple[int, int], Recording] = {}
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
-        """Read the newest token of the first slots: (B, V). `cache.lengths` is left to others."""
+        """Logits (B, V) after the newest tokens; the caller then updates `cache.lengths`."""
         past = self.cache.lengths[: len(newest)]
         if not self.compiled:
             return self.eager(newest, past)
@@ -221,42 +252,40 @@ class NextLogits:
         want = None if kind in self.checked else self.eager(newest, past)
         self.checked.add(kind)
         try:
-            logits = (self.replay if self.recorded else self.fused)(newest, past)
-        except Exception as error:  # whatever a compiler raises, it does not work here
-            self.give_up(f"{type(error).__name__}: {error}")
-        else:
-            error = 0.0 if want is None else float((logits - want).abs().max())
-            if error < AGREEMENT[self.model.dtype]:
+            if self.recorded:
+                logits = self.replay(newest, past)
+            else:
+                logits = self.run_fused(*self.inputs(newest, past))
+            distance = 0.0 if want is None else float((logits - want).abs().max())
+            if distance < AGREEMENT[self.model.dtype]:
                 return logits
-            self.give_up(f"logits differ by {error:.3g}")
+            reason = f"logits differ by {distance:.3g}"
+        except Exception as error:  # whatever a compiler raises, it does not work here
+            reason = f"{type(error).__name__}: {error}"
+        print(f"generation is not compiled: {printable(reason)}", flush=True)
+        self.compiled = False
+        self.recordings.clear()
         return self.eager(newest, past)  # and what was written is written anew
 
     def eager(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
-        tokens, positions = self.inputs(newest, past)
-        places = self.places[: reach(past)]
-        return next_logits(self.model, self.cache, tokens, positions, places)
-
-    def fused(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
-        """The same, compiled."""
-        tokens, positions = self.inputs(newest, past)
-        return self.run_fused(tokens, positions, self.places[: reach(past)])
+        return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
     def replay(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """
         The same, compiled and recorded. There are few sizes: a batch is filled up with rows in
         slots that nobody uses.
         """
-        B, (rows, seen) = len(past), self.recorded_size(past)
-        added = [0] * (rows - B)
-        tokens, positions = self.inputs([*newest, *added], [*past, *added])
-        if (rows, seen) not in self.recordings:
-            self.recordings[rows, seen] = self.record(tokens, positions, self.places[:seen])
-        step = self.recordings[rows, seen]
+        size = self.recorded_size(past)
+        unused = [0] * (size[0] - len(past))
+        tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
+        if size not in self.recordings:
+            self.recordings[size] = self.record(tokens, positions, self.places[: size[1]])
+        step = self.recordings[size]
         step.tokens.copy_(tokens)
         step.positions.copy_(positions)
         step.graph.replay()
-        return step.logits[:B].clone()  # the next replay writes there
+        return step.logits[: len(past)].clone()  # the next replay writes there
 
     def record(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Recording:
         """
@@ -265,8 +294,7 @@ class NextLogits:
         """
         self.run_fused(tokens, positions, places)  # compiles, and loads what kernels need
         graph = torch.cuda.CUDAGraph()
-        others = next(iter(self.recordings.values()), None)
-        pool = None if others is None else others.graph.pool()
+        pool = next((other.graph.pool() for other in self.recordings.values()), None)
         # Other threads may use the device meanwhile: the server loads models
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = self.run_fused(tokens, positions, places)
@@ -283,19 +311,12 @@ class NextLogits:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return fused()(self.model, self.cache, tokens, positions, places)
 
-    def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and positions, (B, 1) each, on the device."""
-        device = self.places.device
-        return (
-            torch.tensor(newest, device=device)[:, None],
-            torch.tensor(past, device=device)[:, None],
+    def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and positions (B, 1) on the device, and the cache slots that are read."""
+        tokens, positions = (
+            torch.tensor(values, device=self.places.device)[:, None] for values in (newest, past)
         )
-
-    def give_up(self, reason: str) -> None:
-        """Go on with the step as it is."""
-        self.compiled = False
-        self.recordings.clear()
-        print(f"generation is not compiled: {printable(reason)}", flush=True)
+        return tokens, positions, self.places[: reach(past)]
 
 
 def reach(past: Sequence[int]) -> int:
@@ -311,7 +332,7 @@ def power_of_two(n: int) -> int:
 # ---- Generation with tools -----------------------------------------------------------------------
 
 
-# Code in, its answer out, now or as a future; None: nothing is put in
+# Code in, its result out, now or as a future; None: nothing is injected
 Tool = Callable[[str], str | None | Future[str | None]]
 # Tokens of one pass over waiting prompts, padding included: a GPU is filled by many, while on a
 # CPU the least padding counts, that is, prompts of nearly the same length in each pass
@@ -342,9 +363,9 @@ class Completion:
     """The token by which it ended itself."""
     code: list[int] | None = None
     """Tokens since <|python_start|>, inside a call."""
-    forced: deque[int] = field(default_factory=deque)
+    injected_ids: deque[int] = field(default_factory=deque)
     """Tokens that will be put in next."""
-    called: Future[str | None] | None = None
+    pending_tool_call: Future[str | None] | None = None
     """The tool's answer, while it is not there."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -352,9 +373,16 @@ class Completion:
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
 
+    def cancel(self) -> None:
+        """End it, and the call of a tool that it waits for."""
+        self.finish = self.finish or "cancelled"
+        if self.pending_tool_call:
+            self.pending_tool_call.cancel()
+            self.pending_tool_call = None
+
     @property
-    def known(self) -> list[int]:
-        """The prompt and what was said so far."""
+    def all_ids(self) -> list[int]:
+        """The prompt and the completion so far."""
         return self.prompt + self.ids
 
 
@@ -377,13 +405,11 @@ class Engine:
         compiled: bool = False,
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
-        self.slots = slots
-        self.device = model.device
-        self.prefill_tokens = (
-            CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
-        )
+        self.slots, self.device = slots, model.device
+        on_cpu = self.device.type == "cpu"
+        self.prefill_tokens = CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS
         self.cache = model.new_cache(slots, capacity)
-        self.next_logits = NextLogits(model, self.cache, compiled)
+        self.decode_step = DecodeStep(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # number i has slot i
         self.calling: list[Completion] = []  # away until their tool has answered
@@ -404,8 +430,8 @@ class Engine:
         """Raises ValueError for a prompt that is empty or leaves no room for an answer."""
         if not 0 < len(prompt) < self.cache.capacity:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens: it must have at least one, and leave room for "
-                f"an answer within {self.cache.capacity}"
+                f"the prompt has {len(prompt):,} tokens: it must have at least one, and the "
+                f"context holds {self.cache.capacity:,}, the answer included; ask something shorter"
             )
 
     def generate(
@@ -420,37 +446,29 @@ class Engine:
     def stream(self, prompt: Sequence[int], settings: Sampling) -> Generator[int, None, None]:
         """The tokens of one completion as they come. Closing the iterator ends the completion."""
         completion = self.submit(prompt, settings)[0]
-        told = 0
+        seen = 0
         try:
             while completion.finish is None:
                 self.step()
-                yield from completion.ids[told:]
-                told = len(completion.ids)
+                yield from completion.ids[seen:]
+                seen = len(completion.ids)
         finally:
             self.cancel(completion)
 
     def cancel(self, completion: Completion) -> None:
         """End a completion now; its slot is free before the next step."""
-        if completion.finish is None:
-            completion.finish = "cancelled"
-        if completion in self.waiting:
-            self.waiting.remove(completion)
-        if completion in self.calling:
-            self.calling.remove(completion)
-        if completion.called:
-            completion.called.cancel()
-            completion.called = None
+        completion.cancel()
+        for queue in (self.waiting, self.calling):
+            if completion in queue:
+                queue.remove(completion)
         self.evict()
 
     def cancel_all(self) -> None:
-        """End whatever waits or grows; every slot is free. Needs nothing of a broken device."""
-        for completion in (*self.waiting, *self.active, *self.calling):
-            completion.finish = completion.finish or "cancelled"
-            if completion.called:
-                completion.called.cancel()
-                completion.called = None
-        for sequences in (self.waiting, self.active, self.calling):
-            sequences.clear()
+        """End all completions and free all slots. Needs nothing of a broken device."""
+        for queue in (self.waiting, self.active, self.calling):
+            for completion in queue:
+                completion.cancel()
+            queue.clear()
         self.cache.lengths = [0] * self.slots
 
     @property
@@ -461,22 +479,22 @@ class Engine:
     @torch.inference_mode()
     def step(self, patience_seconds: float = PATIENCE_SECONDS) -> list[Completion]:
         """
-        Let waiting prompts in and every active completion grow by a token; returns those.
+        Admit queued prompts, then decode one token for each active completion; returns those.
 
-        Where all are away at their tools, it waits so long for the first to come back.
+        Where all wait for their tools, it waits `patience_seconds` at most for the first result.
         """
-        self.take_back(patience_seconds)
+        self.collect_tool_results(patience_seconds)
         self.admit()
         if not self.active:
             return []
         grown = list(self.active)
-        logits = self.next_logits([c.ids[-1] if c.ids else c.prompt[-1] for c in grown])  # (B, V)
+        logits = self.decode_step([c.ids[-1] if c.ids else c.prompt[-1] for c in grown])  # (B, V)
         for slot in range(len(grown)):
             self.cache.lengths[slot] += 1
         picked = sample(logits, [c.settings for c in grown], [c.random.random() for c in grown])
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
-        self.note(grown, logits)
+        self.record_logprobs(grown, logits)
         self.evict()
         return grown
 
@@ -484,11 +502,12 @@ class Engine:
 
     def admit(self) -> None:
         """
-        Give free slots to those who wait longest, and read their prompts but for the last token,
-        which is the first step's input. Samples of one prompt copy what the first of them read.
+        Give free slots to the queue and prefill the prompts but for their last token, which is the
+        next step's input. Samples of one prompt copy the cache of the first of them.
         """
-        readers: dict[int, int] = {id(c.prompt): slot for slot, c in enumerate(self.active)}
-        unread, copies = [], []
+        readers = {id(c.prompt): slot for slot, c in enumerate(self.active)}
+        unread: dict[int, list[int]] = {}  # slot -> what to read into it
+        copies = []
         while self.waiting and len(self.active) < self.slots:
             completion = self.waiting.popleft()
             slot = len(self.active)
@@ -497,48 +516,40 @@ class Engine:
             reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
             if reader != slot:
                 copies.append((reader, slot, len(completion.prompt) - 1))
-            elif len(completion.known) > 1:
-                unread.append(slot)
-        unread.sort(key=lambda slot: len(self.active[slot].known))
-        while unread:
-            unread = unread[self.read(unread) :]
+            elif known := completion.all_ids[:-1]:
+                unread[slot] = known
+        by_length = sorted(unread, key=lambda slot: len(unread[slot]))
+        for slots in fill_batches(by_length, lambda s: (1, len(unread[s])), self.prefill_tokens):
+            self.prefill(slots, [unread[slot] for slot in slots])
         for copy in copies:
             self.cache.copy(*copy)
 
-    def read(self, unread: Sequence[int]) -> int:
-        """Prefill the first prompts of `unread`, as many as fit one pass; returns how many."""
-        prompts = [self.active[slot].known[:-1] for slot in unread]  # the shortest first
-        count = 1
-        while count < len(prompts) and len(prompts[count]) * (count + 1) <= self.prefill_tokens:
-            count += 1
-        slots, prompts = unread[:count], prompts[:count]
-        T = len(prompts[-1])
-        padded = [prompt + [self.tokenizer.bos_id] * (T - len(prompt)) for prompt in prompts]
-        view = self.cache.view(slots, T)
-        hidden = self.model.hidden(torch.tensor(padded, device=self.device), view)  # (N, T, C)
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Read a prompt into each of some empty slots, in one pass."""
+        tokens = pad_right(prompts, self.tokenizer.bos_id, self.device)  # (B, T)
+        hidden = self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))  # (B, T, C)
         for row, slot in enumerate(slots):
             self.cache.lengths[slot] = len(prompts[row])
             c = self.active[slot]
             if c.settings.prompt_logprobs and not c.prompt_logprobs:
-                c.prompt_logprobs += self.reread(hidden[row], c.prompt, c.settings.logprobs or 0)
-        return count
+                c.prompt_logprobs += self.prompt_logprobs(hidden[row], c)
 
-    def reread(self, hidden: torch.Tensor, prompt: Sequence[int], top: int) -> list[TokenLogprob]:
-        """How likely each token of a prompt was after those before it; hidden (T, C)."""
+    def prompt_logprobs(self, hidden: Tensor, c: Completion) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens of a prompt but the first; hidden (T, C)."""
         found = []
-        for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
-            tokens = prompt[first + 1 : first + 1 + LOGITS_TOKENS]
+        for first in range(0, len(c.prompt) - 1, LOGITS_TOKENS):
+            tokens = c.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
             logits = self.model.logits(hidden[first : first + len(tokens)])
-            found += likelihoods(logits, tokens, [top] * len(tokens))
+            found += likelihoods(logits, tokens, [c.settings.logprobs or 0] * len(tokens))
         return found
 
     def evict(self) -> None:
         """Free the slots of what is finished or away; the last ones move into the gaps."""
         for slot in reversed(range(len(self.active))):
             c = self.active[slot]
-            if c.finish is None and c.called is None:
+            if c.finish is None and c.pending_tool_call is None:
                 continue
-            if c.called is not None:
+            if c.pending_tool_call is not None:
                 self.calling.append(c)
             last = len(self.active) - 1
             if slot != last:
@@ -550,10 +561,10 @@ class Engine:
     # ---- one completion ----------------------------------------------------------------------
 
     def advance(self, completion: Completion, token: int) -> None:
-        """Append the sampled token, or the forced one in its place; notice what it means."""
+        """Append the sampled token, or the injected one in its place; end or call a tool."""
         c = completion
-        sampled = not c.forced
-        token = token if sampled else c.forced.popleft()
+        sampled = not c.injected_ids
+        token = token if sampled else c.injected_ids.popleft()
         if sampled and token in self.ends:
             c.finish, c.end = "stop", token
             return
@@ -563,7 +574,7 @@ class Engine:
             self.call_tool(c, token)
         room = self.cache.capacity - len(c.prompt)
         if len(c.ids) >= min(c.settings.max_new_tokens, room):
-            c.finish, c.called = "length", None
+            c.finish, c.pending_tool_call = "length", None
 
     def call_tool(self, c: Completion, token: int) -> None:
         """Collect the tokens of a call; at its end, queue the tool's answer."""
@@ -576,42 +587,40 @@ class Engine:
             answer = self.tool(self.tokenizer.decode(c.code)) if self.tool else None
             c.code = None
             if isinstance(answer, Future):
-                c.called = answer
+                c.pending_tool_call = answer
             else:
-                self.put_in(c, answer)
+                self.inject_tool_result(c, answer)
 
-    def put_in(self, c: Completion, answer: str | None) -> None:
-        """Let a tool's answer follow what the model wrote."""
+    def inject_tool_result(self, c: Completion, answer: str | None) -> None:
+        """Inject the result of a tool behind its call."""
         if answer is not None:
-            c.forced.append(self.tokenizer.special("<|output_start|>"))
-            c.forced.extend(self.tokenizer.encode(answer))
-            c.forced.append(self.tokenizer.special("<|output_end|>"))
+            c.injected_ids.append(self.tokenizer.special("<|output_start|>"))
+            c.injected_ids.extend(self.tokenizer.encode(answer))
+            c.injected_ids.append(self.tokenizer.special("<|output_end|>"))
 
-    def take_back(self, patience_seconds: float) -> None:
-        """Queue, first of all, those whose tool has answered; wait a moment if all are away."""
-        if not self.calling:
-            return
-        pending = {c.called for c in self.calling if c.called}
-        if not self.active and not self.waiting:
+    def collect_tool_results(self, patience_seconds: float) -> None:
+        """Queue the completions whose tool has answered first; if all wait for one, wait too."""
+        if self.calling and not self.active and not self.waiting:
+            pending = [c.pending_tool_call for c in self.calling if c.pending_tool_call]
             wait(pending, patience_seconds, FIRST_COMPLETED)
-        for c in [c for c in self.calling if c.called and c.called.done()]:
-            self.calling.remove(c)
-            if c.called and (error := c.called.exception()):
+        for c in list(self.calling):
+            call = c.pending_tool_call
+            if call is None or not call.done():
+                continue
+            if error := call.exception():
                 print(f"a tool failed: {type(error).__name__}: {printable(error)}", flush=True)
-            elif c.called:
-                self.put_in(c, c.called.result())
-            c.called = None
+            else:
+                self.inject_tool_result(c, call.result())
+            c.pending_tool_call = None
+            self.calling.remove(c)
             self.waiting.appendleft(c)
 
-    def note(self, grown: Sequence[Completion], logits: torch.Tensor) -> None:
-        """Keep how likely the newest token was, for those who want to know; logits (B, V)."""
-        rows = [
-            row
-            for row, c in enumerate(grown)
-            if c.settings.logprobs is not None and len(c.ids) > len(c.logprobs)
-        ]
+    def record_logprobs(self, grown: Sequence[Completion], logits: Tensor) -> None:
+        """Record the log-probability of the newest token where wanted; logits (B, V)."""
+        wanted = {row: c for row, c in enumerate(grown) if c.settings.logprobs is not None}
+        rows = [row for row, c in wanted.items() if len(c.ids) > len(c.logprobs)]
         if rows:
-            said = [grown[row].ids[-1] for row in rows]
+            newest = [grown[row].ids[-1] for row in rows]
             top = [grown[row].settings.logprobs or 0 for row in rows]
-            for row, found in zip(rows, likelihoods(logits[rows], said, top), strict=True):
+            for row, found in zip(rows, likelihoods(logits[rows], newest, top), strict=True):
                 grown[row].logprobs.append(found)

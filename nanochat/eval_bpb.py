@@ -7,10 +7,10 @@ Bytes come from the raw bytes of each token; special tokens have none and are ou
 Documents are scored in windows; `document_bpb` asserts that every token of them was, once.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +18,11 @@ from torch import Tensor
 
 from nanochat.common import Interrupted, Refused
 from nanochat.distributed import Machine
-from nanochat.loss import IGNORE
-from nanochat.stats import Comparison, compare
+from nanochat.loss import IGNORE, Trainable
 from nanochat.tokenizer import Tokenizer
 
 
-class Scorer(Protocol):
-    """What is measured: a model that gives the nats of every target."""
-
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Bpb:
+class Bpb(NamedTuple):
     """Bits per byte with what it was measured on."""
 
     nats: float
@@ -51,10 +43,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 def pooled(parts: Iterable[Bpb]) -> Bpb:
     """Several texts as one."""
-    parts = list(parts)
-    return Bpb(
-        *(sum(getattr(part, name) for part in parts) for name in ("nats", "bytes", "tokens"))
-    )
+    return Bpb(*map(sum, zip(*parts, strict=True)))
 
 
 def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
@@ -63,7 +52,7 @@ def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
 
 
 def bits_per_byte(
-    model: Scorer,
+    model: Trainable,
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: Machine,
@@ -77,7 +66,7 @@ def bits_per_byte(
     """
 
     def score(tokens: Tensor, targets: Tensor) -> Tensor:
-        return model.token_losses(tokens, targets)[None]
+        return model.token_losses(tokens, targets)[None]  # (1, B, T)
 
     return bits_per_byte_of(score, 1, batches, token_bytes, machine, stopping)[0]
 
@@ -157,37 +146,25 @@ def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
 
 
 def document_batches(
-    documents: Iterable[Sequence[int] | np.ndarray],
-    T: int,
-    stride: int,
-    rows: int,
-    rank: int = 0,
-    world_size: int = 1,
+    documents: Iterable[np.ndarray], T: int, stride: int, rows: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """
-    Batches of `rows` windows over documents (ids with BOS in front); ranks take every
-    world_size-th window. Raises ValueError for a stride outside 1..T.
+    Batches of `rows` windows over documents (int64 ids with BOS in front), of which each rank
+    takes every world_size-th. Raises ValueError for a stride outside 1..T.
     """
     if not 1 <= stride <= T:
         raise ValueError(f"stride must lie in 1..{T}, got {stride}")
-    pending: list[Batch] = []
-    count = 0
-    for ids in documents:
-        for window in windows(np.asarray(ids, dtype=np.int64), T, stride):
-            count += 1
-            if count % world_size != rank:
-                continue
-            pending.append(window)
-            if len(pending) == rows:
-                yield stack(pending)
-                pending = []
-    if pending:
-        blank = (pending[0][0], np.full(T, IGNORE, dtype=np.int64))
-        yield stack(pending + [blank] * (rows - len(pending)))  # one shape for the compiler
+    pieces = itertools.chain.from_iterable(windows(ids, T, stride) for ids in documents)
+    mine = itertools.islice(pieces, (rank - 1) % world_size, None, world_size)
+    while batch := list(itertools.islice(mine, rows)):
+        blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
+        batch += [blank] * (rows - len(batch))  # one shape for the compiler
+        tokens, targets = map(np.stack, zip(*batch, strict=True))
+        yield tokens, targets
 
 
 def document_bpb(
-    model: Scorer,
+    model: Trainable,
     texts: Iterable[str],
     tokenizer: Tokenizer,
     T: int,
@@ -218,43 +195,3 @@ def document_bpb(
         f"the texts have {num_tokens} of {num_bytes}"
     )
     return found
-
-
-def stack(pairs: Sequence[Batch]) -> Batch:
-    """Rows to a batch."""
-    return np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
-
-
-@dataclass(frozen=True)
-class ByRow:
-    """What a model spends on each of some rows, so that another can be compared on the same."""
-
-    nats: np.ndarray  # (n,)
-    bytes: np.ndarray  # (n,)
-
-    @property
-    def value(self) -> float:
-        """Bits per byte of all rows."""
-        return float(self.nats.sum()) / math.log(2) / max(1, int(self.bytes.sum()))
-
-    def against(self, other: "ByRow") -> Comparison:
-        """The difference to `other`, in bits per byte, row by row."""
-        each = math.log(2) * self.bytes.mean()
-        return compare((other.nats / each).tolist(), (self.nats / each).tolist())
-
-
-@torch.no_grad()
-def bits_by_row(
-    model: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
-) -> ByRow:
-    """Score batches of this process row by row; rows in which no byte counts are left out."""
-    sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)
-    nats, lengths = [], []
-    for tokens, targets in batches:
-        x, y = (torch.from_numpy(each).to(device) for each in (tokens, targets))
-        length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
-        losses = torch.where(length > 0, model.token_losses(x, y).float(), 0.0)
-        nats.append(losses.double().sum(dim=1).cpu().numpy())
-        lengths.append(length.sum(dim=1).cpu().numpy())
-    every, size = np.concatenate(nats), np.concatenate(lengths)
-    return ByRow(every[size > 0], size[size > 0])

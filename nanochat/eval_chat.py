@@ -16,7 +16,7 @@ import torch
 from nanochat.chat_format import Message, render_prompt
 from nanochat.common import Refused
 from nanochat.distributed import Machine
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine, Sampling, fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class Questions(Protocol):
     def score(self, conversation: Any, answer: str) -> float: ...
 
 
-def grade(questions: Questions, i: int, answer: str) -> float:
+def score_answer(questions: Questions, i: int, answer: str) -> float:
     """The score of an answer to item i, given by the task that the item is of."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
@@ -100,7 +100,7 @@ def fit(prompt: list[int], most: int) -> list[int]:
 
 
 @torch.no_grad()
-def by_letters(
+def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: Machine
 ) -> Graded:
     """
@@ -111,23 +111,17 @@ def by_letters(
     device = model.device
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
-        order = sorted(range(len(items)), key=lambda n: len(prompts[n]))
+        by_length = sorted(range(len(items)), key=lambda n: len(prompts[n]))
         found: list[list[float]] = [[] for _ in items]
-        while order:
-            rows = 1
-            while rows < len(order) and len(prompts[order[rows]]) * (rows + 1) <= PASS_TOKENS:
-                rows += 1
-            batch, order = order[:rows], order[rows:]
-            T = len(prompts[batch[-1]])
-            padded = [prompts[n] + [tokenizer.bos_id] * (T - len(prompts[n])) for n in batch]
-            hidden = model.hidden(torch.tensor(padded, device=device))  # (B, T, C)
+        for batch in fill_batches(by_length, lambda n: (1, len(prompts[n])), PASS_TOKENS):
+            tokens = pad_right([prompts[n] for n in batch], tokenizer.bos_id, device)
             last = torch.tensor([len(prompts[n]) - 1 for n in batch], device=device)
-            logits = model.logits(hidden[torch.arange(rows, device=device), last])  # (B, V)
-            for n, row in zip(batch, logits, strict=True):
+            hidden = model.hidden(tokens)[torch.arange(len(batch), device=device), last]  # (B, C)
+            for n, row in zip(batch, model.logits(hidden), strict=True):
                 letters = task.letters(items[n])
                 ids = [letter_id(tokenizer, letter) for letter in letters]
                 best = letters[int(row[ids].argmax())]
-                found[n] = [grade(task, items[n], best)]
+                found[n] = [score_answer(task, items[n], best)]
         return found
 
     return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
@@ -141,7 +135,7 @@ def letter_id(tokenizer: Tokenizer, letter: str) -> int:
     return ids[0]
 
 
-def by_writing(
+def score_by_generation(
     engine: Engine,
     task: Questions,
     count: int,
@@ -164,7 +158,7 @@ def by_writing(
         while engine.busy:
             engine.step()
         return [
-            [grade(task, i, tokenizer.decode(answer.ids)) for answer in group]
+            [score_answer(task, i, tokenizer.decode(answer.ids)) for answer in group]
             for i, group in zip(items, groups, strict=True)
         ]
 

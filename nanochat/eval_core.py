@@ -6,10 +6,11 @@ Few-shot evaluation: CORE of DataComp-LM on any suite of tasks.
 CORE is the mean accuracy, centered on chance: 0 is chance, 1 is perfect.
 """
 
+import contextlib
 import csv
-import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import stat
@@ -18,9 +19,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import pooch
 import torch
@@ -30,14 +32,9 @@ from torch import Tensor
 
 from nanochat import stats
 from nanochat.attention import CacheView, KVCache
-from nanochat.common import (
-    Interrupted,
-    Refused,
-    base_dir,
-    fingerprint,
-    sha256_file,
-)
+from nanochat.common import Interrupted, Refused, base_dir, fingerprint, sha256_file
 from nanochat.distributed import Machine
+from nanochat.engine import fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
 
@@ -54,6 +51,8 @@ LEAST_SAVING = 0.3  # share of a batch's tokens: to read less of it, in two pass
 # ------------------------------------------------------------------------------------------------
 # Tasks
 
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+
 
 @dataclass(frozen=True)
 class FewShotTask:
@@ -65,7 +64,7 @@ class FewShotTask:
     """
 
     name: str
-    kind: Literal["multiple_choice", "schema", "language_modeling"]
+    kind: Kind
     num_fewshot: int
     """Solved examples in front of an item; fewer where the task has not that many other items."""
     random_baseline: float
@@ -75,15 +74,17 @@ class FewShotTask:
     items: Sequence[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        if self.kind not in ("multiple_choice", "schema", "language_modeling"):
-            raise ValueError(f"task {self.name} is of the unknown kind {self.kind!r}")
-        if not self.items:
-            raise ValueError(f"task {self.name} has no items")
-        if self.num_fewshot < 0 or not 0 <= self.random_baseline < 1:
-            raise ValueError(
-                f"task {self.name}: num_fewshot {self.num_fewshot} must be at least 0, "
-                f"random_baseline {self.random_baseline} at least 0 and below 1"
-            )
+        rules = {
+            f"is of the unknown kind {self.kind!r}": self.kind in get_args(Kind),
+            "has no items": len(self.items) > 0,
+            f"has num_fewshot {self.num_fewshot}, below 0": self.num_fewshot >= 0,
+            f"has random_baseline {self.random_baseline}, not in [0, 1)": (
+                0 <= self.random_baseline < 1
+            ),
+        }
+        for problem, is_valid in rules.items():
+            if not is_valid:
+                raise ValueError(f"task {self.name} {problem}")
 
     def options(self, item: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What an item offers to choose from: (context with delimiter, continuation) pairs."""
@@ -114,6 +115,13 @@ class FewShotTask:
             text += "".join(self.options(item)[item.get("gold", 0)]) + EXAMPLE_DELIMITER
         return text
 
+    def outcome(self, number: int, scores: Sequence["OptionScore"]) -> int:
+        """1 where a model that scores an item's options like this is right, else 0."""
+        if self.kind == "language_modeling":
+            return int(scores[0].is_greedy)
+        best = min(range(len(scores)), key=lambda n: scores[n].nats)
+        return int(best == self.items[number]["gold"])
+
 
 class Encoder(Protocol):
     """What is needed of a tokenizer."""
@@ -130,8 +138,6 @@ class Question:
     number: int
     options: Sequence[Sequence[int]]
     starts: Sequence[int]
-    gold: int | None
-    """Which option is right; None where the only one must be what the model says."""
     shared: int
     """How many first tokens can be read once for all options: none of them predicts a scored one.
     0 where there is but one option."""
@@ -139,33 +145,27 @@ class Question:
     """Whether its beginning was cut off to fit the model's context."""
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest option."""
-        return max(map(len, self.options))
+    def shape(self) -> tuple[int, int]:
+        """The number of options, and the tokens of the longest."""
+        return len(self.options), max(map(len, self.options))
 
 
 def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Question:
     """An item as a model sees it that reads at most `context` tokens at once."""
-    item, front = task.items[number], task.examples(number)
-    pairs = task.options(item)
+    front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
     if task.kind == "schema":
-        ending = max(1, common_prefix([ids[:0:-1] for ids in options]))
+        ending = max(1, len(commonprefix([ids[:0:-1] for ids in options])))
         starts = [len(ids) - ending for ids in options]
     else:  # the continuation begins where the options part, or where the context alone would go on
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
-        same = common_prefix(options if len(options) > 1 else [*options, alone])
+        same = len(commonprefix(options if len(options) > 1 else [*options, alone]))
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
-    gold = None if task.kind == "language_modeling" else item["gold"]
-    return fitted(number, options, starts, gold, context)
+    return fitted(number, options, starts, context)
 
 
 def fitted(
-    number: int,
-    options: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    gold: int | None,
-    context: int,
+    number: int, options: Sequence[list[int]], starts: Sequence[int], context: int
 ) -> Question:
     """
     A question whose options are cropped from the left, behind their BOS, where the longest does not
@@ -174,21 +174,12 @@ def fitted(
     limit = context + 1  # the last token is only predicted
     over = max(map(len, options)) - limit
     if over > 0:
-        cuts = [
-            max(min(over, start - 1), len(ids) - limit)
-            for ids, start in zip(options, starts, strict=True)
-        ]
+        pairs = list(zip(options, starts, strict=True))
+        cuts = [max(min(over, start - 1), len(ids) - limit) for ids, start in pairs]
         options = [[*ids[:1], *ids[1 + cut :]] for ids, cut in zip(options, cuts, strict=True)]
         starts = [max(1, start - cut) for start, cut in zip(starts, cuts, strict=True)]
-    shared = min(common_prefix(options), *starts) - 1 if len(options) > 1 else 0
-    return Question(number, options, starts, gold, shared, over > 0)
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many first elements are the same in all sequences."""
-    columns = zip(*sequences, strict=False)
-    parted = (i for i, column in enumerate(columns) if len(set(column)) > 1)
-    return next(parted, min(map(len, sequences)))
+    shared = min(len(commonprefix(options)), *starts) - 1 if len(options) > 1 else 0
+    return Question(number, options, starts, shared, over > 0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -208,8 +199,8 @@ class LanguageModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is examined: a model with its tokenizer."""
+class EvalModel:
+    """A model with its tokenizer, as the scorer uses them."""
 
     model: LanguageModel
     tokenizer: Encoder
@@ -217,35 +208,36 @@ class Subject:
     """The most tokens it reads at once."""
     new_cache: Callable[[int, int], KVCache] | None = None
     """(slots, capacity) -> a cache for `hidden`. None: every option is read from its beginning."""
-    pass_tokens: int | None = None
-    """The most tokens of one forward pass, padding included. None: what suits the device."""
+    pass_tokens: int = CPU_PASS_TOKENS
+    """The most tokens of one forward pass, padding included."""
 
 
-def subject_of(model: GPT, tokenizer: Encoder) -> Subject:
+def eval_model_of(model: GPT, tokenizer: Encoder) -> EvalModel:
     """One of our own models, best `gpt.for_inference` of it."""
-    return Subject(model, tokenizer, model.cfg.max_seq_len, model.new_cache)
+    pass_tokens = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
+    return EvalModel(model, tokenizer, model.cfg.max_seq_len, model.new_cache, pass_tokens)
 
 
-class Reading(NamedTuple):
-    """How a model takes an option."""
+class OptionScore(NamedTuple):
+    """How likely an option is to a model."""
 
     nats: float
     """Mean over the scored tokens."""
-    foretold: bool
+    is_greedy: bool
     """Whether each of them was the model's first choice."""
 
 
 @torch.inference_mode()
 def read(
-    subject: Subject, questions: Sequence[Question], device: torch.device
-) -> list[list[Reading]]:
-    """The reading of every option of every question, all in one batch."""
+    subject: EvalModel, questions: Sequence[Question], device: torch.device
+) -> list[list[OptionScore]]:
+    """The score of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
     past = [q.shared if subject.new_cache and twice else 0 for q in questions for _ in q.options]
-    tokens = padded([ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)], device)  # (B, T)
-    view = None
+    unread = [ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)]
+    tokens, view = pad_right(unread, 0, device), None  # (B, T)
     if subject.new_cache and any(past):
         cache = subject.new_cache(len(rows), max(past) + tokens.size(1))
         read_shared(subject, questions, cache, device)
@@ -255,45 +247,37 @@ def read(
     places = [(b, i) for b, (ids, start) in enumerate(rows) for i in range(start, len(ids))]
     at = [(b, i - 1 - past[b], rows[b][0][i]) for b, i in places]
     row, column, targets = torch.tensor(at, device=device).unbind(1)  # (N,) each
-    judged = iter(judge(subject.model, hidden[row, column], targets))
-    readings = []
-    for ids, start in rows:
-        nats, first = zip(*(next(judged) for _ in range(start, len(ids))), strict=True)
-        readings.append(Reading(sum(nats) / len(nats), all(first)))
-    options = iter(readings)
-    return [[next(options) for _ in q.options] for q in questions]
+    scored = iter(score_targets(subject.model, hidden[row, column], targets))
+
+    def score(ids: Sequence[int], start: int) -> OptionScore:
+        nats, first = zip(*itertools.islice(scored, len(ids) - start), strict=True)
+        return OptionScore(sum(nats) / len(nats), all(first))
+
+    return [list(map(score, q.options, q.starts)) for q in questions]
 
 
 def read_shared(
-    subject: Subject, questions: Sequence[Question], cache: KVCache, device: torch.device
+    subject: EvalModel, questions: Sequence[Question], cache: KVCache, device: torch.device
 ) -> None:
     """Fill the cache: a slot per option, each with what the options of its question share."""
-    first_slots, slot = [], 0
-    for q in questions:
-        first_slots.append(slot)
-        slot += len(q.options)
-    tokens = padded([q.options[0][: q.shared] for q in questions], device)
-    subject.model.hidden(tokens, cache.view(first_slots, tokens.size(1)))
-    for slot, q in zip(first_slots, questions, strict=True):
-        cache.lengths[slot] = q.shared
-        for other in range(slot + 1, slot + len(q.options)):
-            cache.copy(slot, other, q.shared)
+    ends = itertools.accumulate(len(q.options) for q in questions)
+    slots = [range(end - len(q.options), end) for q, end in zip(questions, ends, strict=True)]
+    tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, device)
+    subject.model.hidden(tokens, cache.view([first for first, *_ in slots], tokens.size(1)))
+    for (first, *others), q in zip(slots, questions, strict=True):
+        cache.lengths[first] = q.shared
+        for other in others:
+            cache.copy(first, other, q.shared)
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
-    T = max(map(len, sequences))
-    return torch.tensor([[*ids, *[0] * (T - len(ids))] for ids in sequences], device=device)
-
-
-def judge(model: LanguageModel, hidden: Tensor, targets: Tensor) -> list[tuple[float, bool]]:
+def score_targets(
+    model: LanguageModel, hidden: Tensor, targets: Tensor
+) -> Iterator[tuple[float, bool]]:
     """Nats of every target (N,) after its state (N, C), and whether it is the first choice."""
-    judged = []
     for h, y in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
         logits = model.logits(h).float()
         nats = F.cross_entropy(logits, y, reduction="none")
-        judged += zip(nats.tolist(), (logits.argmax(dim=1) == y).tolist(), strict=True)
-    return judged
+        yield from zip(nats.tolist(), (logits.argmax(dim=1) == y).tolist(), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -323,67 +307,55 @@ class TaskScore:
 
 
 def examine(
-    subject: Subject,
+    subject: EvalModel,
     task: FewShotTask,
     machine: Machine,
     max_items: int | None = None,
-    pass_tokens: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> TaskScore:
     """
     Score a model on a task, on all ranks together; the result is on every rank.
 
-    pass_tokens: padded tokens of one forward pass, by default the subject's. A batch that does not
-    fit into memory is read in halves. Raises Interrupted on all ranks where `stopping()` is true
-    on one of them, ValueError for a model that computes no numbers.
+    A batch that does not fit into memory is read in halves. Raises Interrupted on all ranks where
+    `stopping()` is true on one of them, ValueError for a model that computes no numbers.
     """
     begun = time.perf_counter()
-    default = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
-    pass_tokens = pass_tokens or subject.pass_tokens or default
     task = task.drawn(max_items)
     mine = range(machine.rank, len(task.items), machine.world_size)
-    found: dict[int, tuple[int, bool]] = {}
-    stopped, broken = False, None
+    found: dict[int, tuple[list[OptionScore], bool]] = {}
+    stopped = False
     with machine.working(f"scoring {task.name}"):  # others may finish earlier
         questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
-        for batch in batches(questions, pass_tokens):
+        for batch in batches(questions, subject.pass_tokens):
             if stopped := stopping():
                 break
-            for q, options in zip(batch, read_safely(subject, batch, machine.device), strict=True):
-                if not all(math.isfinite(nats) for nats, _ in options):
-                    broken = f"item {q.number} gets {[nats for nats, _ in options]} nats"
-                found[q.number] = (outcome(q, options), q.cropped)
-    for others, stopped_too, broken_too in machine.gather((found, stopped, broken)):
+            for q, scores in zip(batch, read_safely(subject, batch, machine.device), strict=True):
+                found[q.number] = scores, q.cropped
+    for others, stopped_too in machine.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
-        broken = broken or broken_too
-    if broken:
-        raise ValueError(
-            f"{task.name}: {broken}; the model's weights are broken, take an earlier checkpoint"
-        )
+    for number, (scores, _) in found.items():
+        if not all(math.isfinite(nats) for nats, _ in scores):
+            raise ValueError(
+                f"{task.name}: item {number} gets {[nats for nats, _ in scores]} nats; "
+                "the model's weights are broken, take an earlier checkpoint"
+            )
     if stopped:
         raise Interrupted
-    outcomes, cropped = zip(*(found[number] for number in range(len(task.items))), strict=True)
-    return TaskScore(task, list(outcomes), sum(cropped), time.perf_counter() - begun)
+    outcomes = [task.outcome(number, found[number][0]) for number in range(len(task.items))]
+    num_cropped = sum(cropped for _, cropped in found.values())
+    return TaskScore(task, outcomes, num_cropped, time.perf_counter() - begun)
 
 
 def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Question]]:
     """The longest first, together as long as their options fit `pass_tokens`; at least one."""
-    batch: list[Question] = []
-    rows = 0
-    for q in sorted(questions, key=lambda q: q.longest, reverse=True):
-        rows += len(q.options)
-        if batch and rows * batch[0].longest > pass_tokens:
-            yield batch
-            batch, rows = [], len(q.options)
-        batch.append(q)
-    if batch:
-        yield batch
+    longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
+    return fill_batches(longest_first, lambda q: q.shape, pass_tokens)
 
 
 def read_safely(
-    subject: Subject, questions: Sequence[Question], device: torch.device
-) -> list[list[Reading]]:
+    subject: EvalModel, questions: Sequence[Question], device: torch.device
+) -> list[list[OptionScore]]:
     """`read`, in halves where the memory does not suffice."""
     try:
         return read(subject, questions, device)
@@ -392,19 +364,8 @@ def read_safely(
             raise
     torch.cuda.empty_cache()  # outside the handler, which keeps the tensors of the failed try
     half = len(questions) // 2
-    return [
-        reading
-        for part in (questions[:half], questions[half:])
-        for reading in read_safely(subject, part, device)
-    ]
-
-
-def outcome(question: Question, options: Sequence[Reading]) -> int:
-    """1 where the model is right, else 0."""
-    if question.gold is None:
-        return int(options[0].foretold)
-    best = min(range(len(options)), key=lambda n: options[n].nats)
-    return int(best == question.gold)
+    first, rest = questions[:half], questions[half:]
+    return read_safely(subject, first, device) + read_safely(subject, rest, device)
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
@@ -471,13 +432,13 @@ class SuiteConfig:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks to examine a model on."""
+    """Tasks to evaluate a model on."""
 
     tasks: tuple[FewShotTask, ...]
     fingerprint: str
     """16 hex digits of all tasks, items included."""
     about: str
-    """Whence they come and how far they are the published ones, for the report."""
+    """Their source, and whether they are the published ones, for the report."""
     missing: tuple[str, ...] = ()
     """Tasks of CORE that are not among them."""
 
@@ -499,13 +460,15 @@ def fetched(location: str) -> Path:
             raise FileNotFoundError(f"there is no evaluation bundle {path}; {HINT}")
         return path
     known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
-    folder = base_dir() / "data" / "eval_bundle"
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:8]}-{Path(location).name}"
-    store = pooch.create(folder, base_url="", registry={name: known}, urls={name: location})
-    downloader: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
+    folder = base_dir() / "data" / "eval_bundle"
+
+    def download() -> str:
+        client: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
+        return pooch.retrieve(location, known, name, folder, downloader=client)
+
     try:
-        fetch = functools.partial(store.fetch, name, downloader=downloader)
-        return Path(with_retries(location, fetch, PATIENCE_SECONDS))
+        return Path(with_retries(location, download, PATIENCE_SECONDS))
     except Refused as error:
         raise Refused(error.parts[0], HINT) from error
     except ValueError as error:  # pooch's, of another digest
@@ -537,79 +500,68 @@ def danger(path: Path) -> str | None:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     for member in members:
-        name = member.orig_filename
+        size, packed = member.file_size, max(member.compress_size, (1 << 20) // MAX_RATIO)
+        is_too_large = size > min(MAX_MEMBER_BYTES, MAX_RATIO * packed)
         kind = stat.S_IFMT(member.external_attr >> 16)
-        packed = max(member.compress_size, (1 << 20) // MAX_RATIO)
-        if not is_inside(name):
-            return f"{name!r} is a path outside of the archive"
-        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-            return f"{name!r} is a link or a device, not a file"
-        if member.flag_bits & 1:
-            return f"{name!r} is encrypted"
-        if member.file_size > min(MAX_MEMBER_BYTES, MAX_RATIO * packed):
-            return (
-                f"{name!r} has {member.file_size:,} bytes unpacked, {member.compress_size:,} packed"
-            )
-    names = [member.filename for member in members]
+        problems = {
+            "is a path outside of the archive": not is_inside(member.orig_filename),
+            "is a link or a device, not a file": kind not in (0, stat.S_IFREG, stat.S_IFDIR),
+            "is encrypted": member.flag_bits & 1,
+            f"has {size:,} bytes unpacked, {member.compress_size:,} packed": is_too_large,
+        }
+        if found := [problem for problem, is_so in problems.items() if is_so]:
+            return f"{member.orig_filename!r} {found[0]}"
     total = sum(member.file_size for member in members)
-    if len(set(names)) < len(names):
+    if len({member.filename for member in members}) < len(members):
         return "two members have the same name"
-    if len(names) > MAX_MEMBERS or total > MAX_TOTAL_BYTES:
-        return f"{len(names):,} members with {total:,} bytes are too many"
+    if len(members) > MAX_MEMBERS or total > MAX_TOTAL_BYTES:
+        return f"{len(members):,} members with {total:,} bytes are too many"
     return None
 
 
 def read_bundle(path: Path, root: Place, archive: str | None) -> Suite:
-    """The tasks of a folder, or of an archive of that SHA-256."""
+    """
+    The tasks of a folder, or of an archive of that SHA-256. Their core.yaml may have a line
+    `about`, a name for tasks that are not DCLM's.
+    """
     inside = [root, *(place for place in root.iterdir() if place.is_dir())]
-    found = [place for place in inside if (place / "core.yaml").is_file()]
-    if not found:
+    place = next((place for place in inside if (place / "core.yaml").is_file()), None)
+    if place is None:
         raise ValueError(f"{path} holds no core.yaml, so it is no evaluation bundle; {HINT}")
-    place = found[0]
-    baselines = read_baselines(place / "eval_meta_data.csv")
-    about, entries = read_entries(place / "core.yaml")
+    file = place / "core.yaml"
+    with explaining(f"{file}: not a list of tasks below icl_tasks"):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries = [dict(entry) for entry in content["icl_tasks"]]
+        about = str(content.get("about", ""))
+    file = place / "eval_meta_data.csv"
+    with explaining(f"{file}: not a table with the columns Eval Task and Random baseline"):
+        rows = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
     tasks = [task for entry in entries if (task := read_task(place, entry, baselines))]
     if not tasks:
         raise ValueError(f"{path} holds the items of no task; {HINT}")
-    if about:
-        return Suite(tuple(tasks), print_of(tasks), about)
-    missing = tuple(name for name in CORE_TASKS if name not in {task.name for task in tasks})
-    return Suite(tuple(tasks), print_of(tasks), describe(tasks, missing, archive), missing)
+    present = {task.name for task in tasks}
+    missing = () if about else tuple(name for name in CORE_TASKS if name not in present)
+    about = about or describe(tasks, missing, archive)
+    return Suite(tuple(tasks), fingerprint([asdict(task) for task in tasks]), about, missing)
 
 
-def read_entries(file: Place) -> tuple[str, list[Mapping[str, Any]]]:
-    """
-    The contents of core.yaml: `about`, a name for tasks that are not DCLM's, or an empty string;
-    and the settings of each task.
-    """
+@contextlib.contextmanager
+def explaining(problem: str) -> Iterator[None]:
+    """Turn the errors of content of another form into a ValueError that says what is wrong."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        entries: list[Mapping[str, Any]] = [dict(entry) for entry in content["icl_tasks"]]
-        return str(content.get("about", "")), entries
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: not a list of tasks below icl_tasks ({error!r})") from error
-
-
-def read_baselines(file: Place) -> dict[str, float]:
-    """Task -> accuracy of guessing, from 0 to 1."""
-    try:
-        rows = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
-        return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{file}: not a table with the columns Eval Task and Random baseline ({error!r})"
-        ) from error
+        yield
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{problem} ({error!r})") from error
 
 
 def read_task(
     place: Place, entry: Mapping[str, Any], baselines: Mapping[str, float]
 ) -> FewShotTask | None:
     """A task with its items; None where their file is not in the bundle."""
-    try:
+    with explaining(f"{place / 'core.yaml'}: task {entry} lacks a setting"):
         name, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
         num_fewshot = int(entry["num_fewshot"][0])
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{place / 'core.yaml'}: task {dict(entry)} lacks {error}") from error
     if not isinstance(uri, str) or uri in ("", ".") or not is_inside(uri):
         raise ValueError(
             f"{place / 'core.yaml'}: dataset_uri {uri!r} of {name} is no path inside eval_data/; "
@@ -620,28 +572,21 @@ def read_task(
         return None
     if name not in baselines:
         raise ValueError(f"{place / 'eval_meta_data.csv'} has no random baseline for {name}")
-    delimiter = entry.get("continuation_delimiter", " ")
-    return FewShotTask(name, kind, num_fewshot, baselines[name], delimiter, read_items(file))
-
-
-def read_items(file: Place) -> list[dict[str, Any]]:
-    """The items of a task."""
     items: list[dict[str, Any]] = []
-    try:
-        for line in file.read_text(encoding="utf-8").splitlines():
+    with explaining(f"{file}: not UTF-8 text"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        with explaining(f"{file}, line {number}: not a JSON object"):
             items.append(dict(json.loads(line)))
-    except (ValueError, TypeError, RecursionError) as error:
-        line = len(items) + 1
-        raise ValueError(f"{file}, line {line}: not a JSON object ({error})") from error
-    return items
+    delimiter = entry.get("continuation_delimiter", " ")
+    return FewShotTask(name, kind, num_fewshot, baselines[name], delimiter, items)
 
 
-def describe(tasks: list[FewShotTask], missing: tuple[str, ...], archive: str | None) -> str:
+def describe(tasks: Sequence[FewShotTask], missing: Sequence[str], archive: str | None) -> str:
     """Whether these are the published tasks, in a line."""
     if archive == PUBLISHED_SHA256:
         return "DCLM, the published bundle"
-    present = len(CORE_TASKS) - len(missing)
-    words = [f"DCLM, {present} of {len(CORE_TASKS)} tasks"]
+    words = [f"DCLM, {len(CORE_TASKS) - len(missing)} of {len(CORE_TASKS)} tasks"]
     words += [f"without {', '.join(missing)}"] if missing else []
     for task in tasks:
         published = CORE_TASKS.get(task.name)
@@ -649,13 +594,8 @@ def describe(tasks: list[FewShotTask], missing: tuple[str, ...], archive: str | 
             words.append(f"{task.name} is none of CORE's")
         elif len(task.items) != published:
             words.append(f"{task.name} has {len(task.items):,} of {published:,} items")
-    comparable = not missing and len(words) == 1
-    words += (
-        ["as many items as published"] if comparable else ["not comparable with published CORE"]
-    )
+    if len(words) == 1:
+        words.append("as many items as published")
+    else:
+        words.append("not comparable with published CORE")
     return "; ".join(words)
-
-
-def print_of(tasks: list[FewShotTask]) -> str:
-    """The fingerprint of tasks."""
-    return fingerprint([asdict(task) for task in tasks])

@@ -18,14 +18,14 @@ from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import Machine
 from nanochat.eval_bpb import (
     Batch,
-    Scorer,
     bits_per_byte,
     bucket_figures,
     pooled,
     row_batches,
 )
-from nanochat.eval_core import core, examine, open_suite, subject_of
+from nanochat.eval_core import core, eval_model_of, examine, open_suite
 from nanochat.gpt import GPT, for_inference
+from nanochat.loss import Trainable
 from nanochat.records import estimate
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class ValidationLoss(Evaluator):
 
     def __init__(
         self,
-        model: Scorer,
+        model: Trainable,
         tokenizer: Tokenizer,
         rows: Mapping[str, Rows],
         machine: Machine,
@@ -178,7 +178,7 @@ class FewShotScore(Evaluator):
         self.suite = machine.on_main("opening the suite", lambda: open_suite(bundle))
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        subject = subject_of(for_inference(self.model), self.tokenizer)
+        subject = eval_model_of(for_inference(self.model), self.tokenizer)
         most = self.cfg.core_metric_max_per_task
         scores = [
             examine(subject, task, self.machine, most, stopping=stopping)

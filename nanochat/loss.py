@@ -24,6 +24,7 @@ class Trainable(Protocol):
     """What training needs of a model: nats summed over the counted targets, (B, T) in."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
 
 def cap(logits: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Outcomes,
     Questions,
-    by_writing,
     fit,
     longest_prompt,
+    score_by_generation,
 )
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
@@ -460,7 +460,7 @@ class HeldOut(Callback):
         """The scores of the answers to the held-out questions."""
         rollouts, count = self.rollouts, len(self.task)
         engine = rollouts.engine(rollouts.model)
-        return by_writing(
+        return score_by_generation(
             engine, self.task, count, self.sampling, self.num_samples, rollouts.machine
         ).outcomes
 

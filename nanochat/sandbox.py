@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,7 @@ from typing import IO, Any, Literal
 Layer = Literal["bubblewrap", "landlock", "none"]
 LAYERS: tuple[Layer, ...] = ("bubblewrap", "landlock")  # the better one first
 START_SECONDS = 20.0  # for an interpreter to start, on a machine that is busy with training
-TICK = 0.05  # seconds between looks at the clock and the files
-DISK_TICK = 0.01  # where nothing but counting bounds the files: at 1 GB/s 10 MB between two counts
+TICK = 0.01  # seconds between looks at the clock and the files: at 1 GB/s 10 MB are written in it
 CHUNK = 2**16
 READY = b"ready"  # the child's word that it is confined
 CHILD_PID = re.compile(rb'"child-pid": (\d+)')
@@ -101,22 +100,19 @@ class Result:
     stderr: str
     reason: str
     """Why not ok: time, output, files, exit status <n> (128 + a signal). Empty if ok."""
-    seconds: float
 
 
-def run_python(
-    code: str, limits: Limits = Limits(), stdin: str = "", *, unsafe: bool = False
-) -> Result:
+def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) -> Result:
     """
     Run a program: confined, or unconfined where no layer works here and `unsafe` allows it.
 
-    It starts with an empty environment, the standard library, and an empty folder that nothing
-    but files can be put into and that is gone afterwards. It can start no process or thread, open
-    no socket, send no signal, and see no file but its own and the interpreter's; of other files
-    it may at most learn that they exist (Landlock). Its limits hold in the unconfined case too.
-    Raises SandboxUnavailable, whose message names the ways out.
+    It starts with an empty environment, no input, the standard library, and an empty folder that
+    nothing but files can be put into and that is gone afterwards. It can start no process or
+    thread, open no socket, send no signal, and see no file but its own and the interpreter's; of
+    other files it may at most learn that they exist (Landlock). Its limits hold in the unconfined
+    case too. Raises SandboxUnavailable, whose message names the ways out.
     """
-    return run({"role": "program", "code": code}, limits, choose_layer(unsafe), stdin=stdin)
+    return run({"role": "program", "code": code}, limits, choose_layer(unsafe))
 
 
 def passes(
@@ -233,13 +229,7 @@ def readable() -> tuple[str, ...]:
 # One child
 
 
-def run(
-    job: dict[str, Any],
-    limits: Limits,
-    layer: Layer,
-    handed: Sequence[int] = (),
-    stdin: str = "",
-) -> Result:
+def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int] = ()) -> Result:
     """
     Do one job in a child. The handles in `handed` go to the child and are closed here.
 
@@ -255,17 +245,11 @@ def run(
             passed = {say, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
-            folder = "/" if layer == "bubblewrap" else until_end.enter_context(own_folder())
-            spool = until_end.enter_context(tempfile.TemporaryFile())
-            spool.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
-            spool.write(stdin.encode())
-            spool.seek(0)
-            # Opened again to read only: what the child wrote into it would not be counted
-            read_only = until_end.enter_context(open(f"/dev/fd/{spool.fileno()}", "rb"))
+            folder = "/" if layer == "bubblewrap" else own_folder(until_end)
             process = until_end.enter_context(
                 subprocess.Popen(
                     command(layer, limits, info),
-                    stdin=read_only,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={},
@@ -275,18 +259,18 @@ def run(
                 )
             )
             until_end.callback(kill, process, process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # else it did not start
+            pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
         inner = await_start(process, status)
-        started = time.monotonic()
-        used = until_end.enter_context(file_counter(layer, inner, folder, spool.fileno()))
-        tick = TICK if layer == "bubblewrap" else DISK_TICK
-        (stdout, stderr), reason = watch(process, limits, used, tick)
+        used = file_counter(layer, inner, folder, until_end)
+        (stdout, stderr), reason = watch(process, limits, used)
         exit_status = kill(process, inner)
         return Result(
             ok=not reason and exit_status == 0,
             stdout=stdout[: limits.output_bytes].decode("utf-8", "replace"),
             stderr=stderr[: limits.output_bytes].decode("utf-8", "replace"),
             reason=reason or (f"exit status {exit_status}" if exit_status else ""),
-            seconds=time.monotonic() - started,
         )
 
 
@@ -328,9 +312,8 @@ def await_start(process: subprocess.Popen[bytes], status: IO[bytes]) -> int:
     said = b""
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
-        while not said.endswith(READY):
-            piece = status.read(CHUNK) if selector.select(START_SECONDS) else b""
-            if not piece:
+        while not said.endswith(READY) and selector.select(START_SECONDS):
+            if not (piece := status.read(CHUNK)):
                 break
             said += piece
     found = CHILD_PID.search(said)
@@ -345,12 +328,12 @@ def await_start(process: subprocess.Popen[bytes], status: IO[bytes]) -> int:
 
 
 def watch(
-    process: subprocess.Popen[bytes], limits: Limits, used: Callable[[], float], tick: float
+    process: subprocess.Popen[bytes], limits: Limits, used: Callable[[], float]
 ) -> tuple[list[bytearray], str]:
     """
     Read until the child ends or breaks a limit: its stdout and stderr, and which limit.
 
-    used: returns the bytes of its files. tick: the longest time between two checks, in seconds.
+    used: returns the bytes of its files.
     """
     assert process.stdout is not None and process.stderr is not None
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
@@ -359,7 +342,7 @@ def watch(
         for handle in output:
             selector.register(handle, selectors.EVENT_READ)
         while selector.get_map() or process.poll() is None:
-            wait = max(0.0, min(tick, deadline - time.monotonic()))
+            wait = max(0.0, min(TICK, deadline - time.monotonic()))
             if selector.get_map():
                 for key, _ in selector.select(wait):
                     piece = os.read(key.fd, CHUNK)
@@ -390,10 +373,8 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            if inner == process.pid:
-                os.killpg(inner, signal.SIGKILL)
-            else:
-                os.kill(inner, signal.SIGKILL)
+            stop = os.killpg if inner == process.pid else os.kill
+            stop(inner, signal.SIGKILL)
     status = process.wait()
     return status if status >= 0 else 128 - status
 
@@ -402,10 +383,9 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
 # Files of a child
 
 
-@contextlib.contextmanager
-def own_folder() -> Iterator[str]:
+def own_folder(until_end: contextlib.ExitStack) -> str:
     """
-    A new folder for one child's files, locked while it is in use, removed afterwards.
+    A new folder for one child's files, locked while it is in use, removed with `until_end`.
 
     Removes first what killed processes left: the folders that nobody has locked.
     """
@@ -414,54 +394,38 @@ def own_folder() -> Iterator[str]:
     while True:
         folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        until_end.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            break
-        os.close(lock)  # another process took the folder for a stale one before it was locked
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-        os.close(lock)
+        if os.fstat(lock).st_nlink:  # else another process took it for stale before it was locked
+            until_end.callback(shutil.rmtree, folder)
+            return folder
 
 
 @functools.cache
 def remove_stale_folders(parent: str) -> None:
     """Remove the folders of processes that were killed. Once per process and parent folder."""
     for path in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        try:
+        # An OSError: another user's, in use, or removed by another process at this moment
+        with contextlib.suppress(OSError), contextlib.ExitStack() as until_end:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's, or gone
-        try:
+            until_end.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_uid in (os.geteuid(), NOBODY):
                 shutil.rmtree(path)
-        except OSError:
-            pass  # in use, or removed by another process at this moment
-        finally:
-            os.close(lock)
 
 
-@contextlib.contextmanager
-def file_counter(layer: Layer, pid: int, folder: str, job: int) -> Iterator[Callable[[], float]]:
-    """
-    A function that returns the bytes of a child's files, removed ones in use included.
-
-    pid: the confined process. job: the open file that it got as standard input, not counted.
-    """
+def file_counter(
+    layer: Layer, pid: int, folder: str, until_end: contextlib.ExitStack
+) -> Callable[[], float]:
+    """A function that returns the bytes of the files of process `pid`, removed ones included."""
     if layer != "bubblewrap":
-        yield functools.partial(disk_bytes, folder, pid, os.fstat(job).st_ino)
-        return
+        return functools.partial(disk_bytes, folder, pid)
     try:
         mounted = os.open(f"/proc/{pid}/root/tmp", os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # it has ended already
-        yield lambda: 0
-        return
-    try:
-        yield functools.partial(mounted_bytes, mounted)
-    finally:
-        os.close(mounted)
+        return lambda: 0
+    until_end.callback(os.close, mounted)
+    return functools.partial(mounted_bytes, mounted)
 
 
 def mounted_bytes(folder: int) -> int:
@@ -471,11 +435,11 @@ def mounted_bytes(folder: int) -> int:
     return max((status.f_blocks - status.f_bfree) * status.f_frsize, inodes * BLOCK)
 
 
-def disk_bytes(folder: str, pid: int, job: int) -> float:
+def disk_bytes(folder: str, pid: int) -> float:
     """
     Bytes of the files in a flat folder, which may change meanwhile, and of those removed from it
-    that process `pid` has open or mapped. `job` is the inode of its standard input. Infinite with a
-    removed file that is mapped but not open: /proc does not tell its size.
+    that process `pid` has open or mapped. Infinite with a removed file that is mapped but not open:
+    /proc does not tell its size.
     """
     sizes: dict[int, float] = {}  # by inode
     with os.scandir(folder) as entries:
@@ -487,8 +451,7 @@ def disk_bytes(folder: str, pid: int, job: int) -> float:
         for handle in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(f"/proc/{pid}/fd/{handle}")
-                removed = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-                if removed and status.st_ino != job:
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                     sizes[status.st_ino] = status.st_size
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         for inode, path in DELETED.findall(maps):

@@ -54,11 +54,7 @@ ARGUMENTS = {
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
     # O_TRUNC only with a right to write: before its third version Landlock did not ask for one.
     # No O_TMPFILE: a file without a name. openat2, whose flags are in memory, is not in SYSCALLS.
-    "openat": (
-        2,
-        os.O_TRUNC | os.O_ACCMODE | TMPFILE,
-        (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2),
-    ),
+    "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
 }
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
@@ -74,7 +70,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the sam
 
 
 def main() -> None:
-    """Take the job from fd 0, where the program's standard input follows it, and do it."""
+    """Take the job from fd 0, which is at its end then, and do it."""
     with open(0, "rb", buffering=0, closefd=False) as stream:
         job = marshal.load(stream)
     try:
@@ -124,14 +120,14 @@ def confine(job: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value))
     if job["layer"] == "none":
         return
-    control(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: do not outlive the parent
-    control(38, 1)  # PR_SET_NO_NEW_PRIVS
+    call(LIBC.prctl, 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: do not outlive the parent
+    call(LIBC.prctl, 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     if job["layer"] == "landlock":
         landlock(job["readable"])
-    checked(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)))  # no capabilities at all
+    call(LIBC.capset, struct.pack("=Ii", 0x20080522, 0), bytes(24))  # no capabilities at all
     program = ctypes.create_string_buffer(seccomp_program())
-    size, address = len(program) // 8, ctypes.addressof(program)
-    control(22, 2, struct.pack("HxxxxxxP", size, address))  # PR_SET_SECCOMP, a filter
+    seccomp_filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
+    call(LIBC.prctl, 22, 2, seccomp_filter, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def landlock(readable: list[str]) -> None:
@@ -141,17 +137,17 @@ def landlock(readable: list[str]) -> None:
     Source: the kernel's Documentation/userspace-api/landlock.rst. What a kernel's version of
     Landlock does not know (before 6.2: truncating), the system call filter refuses as well.
     """
-    version = system_call(CREATE_RULESET, 0, 0, 1)
+    version = call(LIBC.syscall, CREATE_RULESET, 0, 0, 1)
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, scopes = (0b11 if version >= first else 0 for first in (4, 6))
-    ruleset = system_call(CREATE_RULESET, struct.pack("=QQQ", files, network, scopes), 24, 0)
+    ruleset = call(LIBC.syscall, CREATE_RULESET, struct.pack("=QQQ", files, network, scopes), 24, 0)
     for path, rights in [*((path, READ) for path in readable), (".", KEEP_FILES)]:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
             rights &= READ_FILE  # READ_DIR would be refused
-        system_call(ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
+        call(LIBC.syscall, ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
         os.close(handle)
-    system_call(RESTRICT_SELF, ruleset, 0)
+    call(LIBC.syscall, RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
@@ -185,21 +181,9 @@ def step(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
     return struct.pack("=HBBI", operation, yes, no, value)
 
 
-def control(option: int, *values: int | bytes) -> None:
-    """prctl(2). Raises OSError."""
-    words = [ctypes.c_long(v) if isinstance(v, int) else v for v in values]
-    checked(LIBC.prctl(option, *words, *[ctypes.c_long(0)] * (4 - len(words))))
-
-
-def system_call(number: int, *values: int | bytes) -> int:
-    """A system call that libc has no function for. Raises OSError."""
-    return checked(
-        LIBC.syscall(number, *(ctypes.c_long(v) if isinstance(v, int) else v for v in values))
-    )
-
-
-def checked(result: int) -> int:
-    """`result`, unless it tells of a failure."""
+def call(function: Callable, *values: int | bytes) -> int:
+    """What a function of libc returns, given longs and addresses. Raises OSError."""
+    result = function(*(ctypes.c_long(v) if isinstance(v, int) else v for v in values))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -243,7 +227,7 @@ def remote(replies: int, calls: int) -> Callable:
 
     answers, questions = open(replies), open(calls, "w")
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def ask(*args: Any, **kwargs: Any) -> Any:
         question = json.dumps(pack((args, kwargs)))
         try:
             questions.write(question + "\n")
@@ -255,7 +239,7 @@ def remote(replies: int, calls: int) -> Callable:
             return value
         raise ERRORS.get(value, RuntimeError)(f"raised by the program: {value}")
 
-    return call
+    return ask
 
 
 def pack(value: Any) -> Any:

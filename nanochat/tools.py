@@ -13,12 +13,11 @@ import operator
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-from nanochat.common import printable
 from nanochat.sandbox import Limits, choose_layer, run_python
 
+PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
 MAX_CHARACTERS = 256  # of an expression
 LARGEST = 10**30  # of all values on the way
 LARGEST_EXPONENT = 256
@@ -39,58 +38,33 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
 class Tools:
     """
     Answers a model's calls: `Engine(..., tool=Tools())`.
 
-    Raises SandboxUnavailable at once if Python is allowed and nothing here confines it.
+    python: let the sandbox run what is no arithmetic; what it prints is the answer. unsafe: run it
+    unconfined where nothing confines it. threads: run up to so many programs alongside the engine;
+    their answers are then futures. Raises SandboxUnavailable if Python is allowed and nothing
+    here confines it.
     """
 
-    python: bool = False
-    """Let the sandbox run what is no arithmetic; what it prints is the answer."""
-    limits: Limits = Limits(seconds=3.0, output_bytes=2000)
-    unsafe: bool = False
-    """Run it unconfined where nothing confines it."""
-
-    def __post_init__(self) -> None:
-        if self.python:
-            choose_layer(self.unsafe)
-
-    def __call__(self, code: str) -> str | None:
-        """The answer to one call; None where there is none."""
-        answer = calculate(code)
-        if answer is None and self.python:
-            result = run_python(code, self.limits, unsafe=self.unsafe)
-            answer = result.stdout.strip() if result.ok else None
-        return answer or None
-
-
-class BackgroundTools:
-    """
-    The same tools where many wait: a sum is worked out at once, Python runs beside the engine.
-
-    Calls give what `Engine` takes: an answer, or a future of one.
-    """
-
-    def __init__(self, tools: Tools, threads: int = 4):
-        self.tools = tools
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools")
+    def __init__(self, python: bool = False, unsafe: bool = False, threads: int = 0):
+        if python:
+            choose_layer(unsafe)
+        self.python, self.unsafe = python, unsafe
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools") if threads else None
 
     def __call__(self, code: str) -> str | None | Future[str | None]:
-        """The answer to one call, or where it will be."""
+        """The answer to one call, or its future; None where there is none."""
         answer = calculate(code)
-        if answer is not None or not self.tools.python:
+        if answer is not None or not self.python:
             return answer
-        return self.pool.submit(self.run, code)
+        return self.pool.submit(self.run, code) if self.pool else self.run(code)
 
     def run(self, code: str) -> str | None:
-        """The answer; none, which is printed, where this machine could not run the code."""
-        try:
-            return self.tools(code)
-        except (OSError, RuntimeError) as error:
-            print(f"a call of the tool failed: {printable(error)}", flush=True)
-            return None
+        """What a program prints; None where it prints nothing, or fails."""
+        result = run_python(code, PYTHON_LIMITS, unsafe=self.unsafe)
+        return result.stdout.strip() or None if result.ok else None
 
 
 def calculate(expression: str) -> str | None:

@@ -21,14 +21,14 @@ from nanochat.common import MissingInput
 from nanochat.config import settings, short, start
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.eval_core import (
-    Subject,
+    EvalModel,
     Suite,
     SuiteConfig,
     TaskScore,
     core,
+    eval_model_of,
     examine,
     open_suite,
-    subject_of,
 )
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import require_access
@@ -69,34 +69,34 @@ class BaseEval:
 
 
 class Candidate(NamedTuple):
-    """Who is examined, for the record."""
+    """The model that is evaluated, as the record names it, and what loads it."""
 
     section: str
     name: str
     run_id: str
     seed: int
     inputs: dict[str, str]
+    dataset: str | None
+    """The data set it was trained on, where that is known."""
+    load: Callable[[], EvalModel]
 
 
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
+
+    def open_asked(dataset: str | None) -> Suite:
+        return open_suite(choose_bundle(cfg.suite.suite, cfg.suite.eval_bundle, dataset))
+
     if cfg.only_fetch:
-        return print(open_suite(choose_bundle(cfg.suite.suite, cfg.suite.eval_bundle, None)).about)
+        return print(open_asked(None).about)
     machine = init_machine(cfg.machine)
-    load, candidate, dataset = (open_hf if cfg.hf_path else open_own)(cfg, machine)
-    asked = cfg.suite
-    suite: Suite = machine.on_main(
-        "opening the suite",
-        lambda: open_suite(choose_bundle(asked.suite, asked.eval_bundle, dataset)),
-    )
+    candidate = (find_hf_model if cfg.hf_path else find_own_model)(cfg, machine)
+    suite = machine.on_main("opening the suite", lambda: open_asked(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
-    key = records.stage_key(settings(cfg), candidate.inputs)
-    known: dict[str, TaskScore] = {}
+    scores: list[TaskScore] = []
     if cfg.once:
-        known = machine.on_main(
-            "verifying files", lambda: scored_before(cfg, candidate, key, suite)
-        )
-    if len(known) == len(suite.tasks):
+        scores = machine.on_main("verifying files", lambda: scored_before(cfg, candidate, suite))
+    if len(scores) == len(suite.tasks):
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
@@ -105,65 +105,56 @@ def main(cfg: BaseEval) -> None:
         require_access([task.name for task in suite.tasks], cfg.final, who)
     machine.barrier()
     machine.print0(f"{candidate.name} on {suite.about}")
-    subject = load()
-    scores = list(known.values())
+    model = candidate.load()
     for task in suite.tasks[len(scores) :]:
-        scores.append(examine(subject, task, machine, cfg.max_per_task))
+        scores.append(examine(model, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
         if machine.is_main:  # an abort keeps what was scored
-            write_section(cfg, machine, candidate, suite, scores, started, len(scores) > 1)
+            write_section(cfg, machine, candidate, suite, scores, started)
         started = time.perf_counter()
-    machine.print0(
-        f"CORE {core(scores).value:.4f} +- {core(scores).se:.4f} over {len(scores)} tasks"
-    )
+    total = core(scores)
+    machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
     if machine.is_main:
         with machine.working("writing the report"):
             report.update(cfg.report_dir)
     machine.close()
 
 
-def scored_before(
-    cfg: BaseEval, candidate: Candidate, key: str, suite: Suite
-) -> dict[str, TaskScore]:
-    """The scores that the section's record has for this `stage_key`: of the first tasks, or all."""
+def scored_before(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
+    """The scores that the section's record has for these settings: of the first tasks, or all."""
+    key = records.stage_key(settings(cfg), candidate.inputs)
     record = records.finished(candidate.section, key, cfg.report_dir)
     if record is None:
-        return {}
-    table = {
-        row[0]: dict(zip(record["tables"][0]["columns"], row, strict=True))
-        for row in record["tables"][0]["rows"]
-    }
-    found = {}
+        return []
+    table = record["tables"][0]
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    found = []
     for task in suite.tasks:
-        if task.name in table:
+        if row := rows.get(task.name):
             outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
-            cropped, seconds = table[task.name]["Cropped"], float(table[task.name]["Seconds"])
-            found[task.name] = TaskScore(task.drawn(cfg.max_per_task), outcomes, cropped, seconds)
+            task = task.drawn(cfg.max_per_task)
+            found.append(TaskScore(task, outcomes, row["Cropped"], float(row["Seconds"])))
     return found
 
 
-Opened = tuple[Callable[[], Subject], Candidate, str | None]
-
-
-def open_own(cfg: BaseEval, machine: Machine) -> Opened:
-    """One of our checkpoints: what loads it, who it is, and the data set it was trained on."""
+def find_own_model(cfg: BaseEval, machine: Machine) -> Candidate:
+    """One of our checkpoints."""
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
     )
 
-    def load() -> Subject:
+    def load() -> EvalModel:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        return subject_of(for_inference(load_model(checkpoint, machine)), tokenizer)
+        return eval_model_of(for_inference(load_model(checkpoint, machine)), tokenizer)
 
-    origin = checkpoint.state["provenance"]
+    name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
-    name = f"base_model (step {checkpoint.step})"
-    candidate = Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs)
-    return load, candidate, checkpoint.state["source"].get("dataset")
+    dataset = checkpoint.state["source"].get("dataset")
+    return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
 
 
-def open_hf(cfg: BaseEval, machine: Machine) -> Opened:
+def find_hf_model(cfg: BaseEval, machine: Machine) -> Candidate:
     """
     A model of Hugging Face; nobody knows what it was trained on. Raises MissingInput without the
     packages that read it.
@@ -172,11 +163,10 @@ def open_hf(cfg: BaseEval, machine: Machine) -> Opened:
         from nanochat.hf import eval_model  # its packages are an optional group
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
-    found = eval_model.find(cfg.hf_path or "", cfg.trust_remote_code)
-    candidate = Candidate(
-        f"Evaluation of {cfg.hf_path}", str(cfg.hf_path), found.revision, 0, {"hf": found.revision}
-    )
-    return lambda: found.load(machine), candidate, None
+    name = str(cfg.hf_path)
+    found = eval_model.find(name, cfg.trust_remote_code)
+    section, inputs = f"Evaluation of {name}", {"hf": found.revision}
+    return Candidate(section, name, found.revision, 0, inputs, None, lambda: found.load(machine))
 
 
 def describe(score: TaskScore) -> str:
@@ -196,17 +186,23 @@ def write_section(
     suite: Suite,
     scores: Sequence[TaskScore],
     started: float,
-    extend: bool,
 ) -> None:
-    """The record, with CORE where all tasks are scored; `extend` adds the cost to the last one."""
-    whole = len(scores) == len(suite.tasks)
-    values: dict[str, Any] = {
-        "Model": candidate.name,
-        **({"CORE metric": records.estimate(*core(scores))} if whole else {}),
+    """
+    The record, with CORE and how it is made of the items where all tasks are scored. The cost is
+    added to that of the tasks before.
+    """
+    whole, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
+    values: dict[str, Any] = {"Model": candidate.name}
+    items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
+    if whole:
+        values["CORE metric"] = records.estimate(*core(scores))
+        weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
+        items["CORE metric"] = records.weighted_scores(weights)
+    else:
+        tasks += f" of {len(suite.tasks)}, the evaluation has not ended"
+    values |= {
         **{score.task.name: records.estimate(*score.centred) for score in scores},
-        "Tasks": f"{len(scores)}"
-        + f" of {len(suite.tasks)}, the evaluation has not ended" * (not whole)
-        + (f", missing: {', '.join(suite.missing)}" * bool(suite.missing)),
+        "Tasks": tasks + f", missing: {', '.join(suite.missing)}" * bool(suite.missing),
         "Suite": suite.about,
         "Cropped items": sum(score.num_cropped for score in scores),
     }
@@ -217,41 +213,21 @@ def write_section(
         records.Provenance(candidate.run_id, candidate.seed, candidate.inputs),
         records.Cost.since(started, machine),
         cfg.report_dir,
-        items=item_scores(scores) if whole else task_items(scores),
+        items=items,
         tables=[task_table(scores)],
-        extend=extend,
+        extend=len(scores) > 1,
     )
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
     """How each task was asked, and what it took."""
+    rows = []
+    for s in scores:
+        asked = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_cropped]
+        accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
+        rows.append([*asked, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
     columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]
-    rows = [
-        [
-            score.task.name,
-            score.task.num_fewshot,
-            len(score.outcomes),
-            score.num_cropped,
-            f"{score.task.random_baseline:.3f}",
-            f"{score.accuracy.value:.4f} +- {score.accuracy.se:.4f}",
-            f"{score.seconds:.1f}",
-        ]
-        for score in scores
-    ]
     return {"title": "Tasks", "columns": columns, "rows": rows}
-
-
-def item_scores(scores: Sequence[TaskScore]) -> dict[str, dict[str, Any]]:
-    """What every item scored, and how CORE is made of it, for comparisons with other models."""
-    weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-    return {**task_items(scores), "CORE metric": records.weighted_scores(weights)}
-
-
-def task_items(scores: Sequence[TaskScore]) -> dict[str, dict[str, Any]]:
-    """What every item of the tasks scored."""
-    return {
-        score.task.name: records.item_scores(score.task.items, score.outcomes) for score in scores
-    }
 
 
 if __name__ == "__main__":

@@ -20,16 +20,8 @@ from nanochat.config import settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine, MachineConfig, init_machine
-from nanochat.eval_bpb import (
-    Bpb,
-    bits_per_byte,
-    bucket_figures,
-    document_bpb,
-    pooled,
-    row_batches,
-)
+from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, document_bpb, pooled, row_batches
 from nanochat.evaluators import samples
-from nanochat.gpt import GPT
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -76,7 +68,8 @@ def main(cfg: BaseLoss) -> None:
         "verifying the checkpoint",
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
     )
-    inputs = {"base": checkpoint.fingerprint, **checkpoint.state["provenance"]["inputs"]}
+    origin = checkpoint.state["provenance"]
+    inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
     key = records.stage_key(settings(cfg), inputs)
     if cfg.once and machine.on_main(
         "verifying files", lambda: records.finished(SECTION, key, cfg.report_dir) is not None
@@ -91,13 +84,14 @@ def main(cfg: BaseLoss) -> None:
         texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
-    step_rows = cfg.device_batch_size or default_rows(model, machine)
-    split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu(machine) else 20 * 524_288)
+    on_cpu = machine.device.type == "cpu"
+    step_rows = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
+    split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu else 20 * 524_288)
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
     # Rows: what training saw, and what it did not
-    num_rows = max(1, split_tokens // model.cfg.max_seq_len // len(corpus.rows))
+    num_rows = max(1, split_tokens // T // len(corpus.rows))
     corpus.pack(dict.fromkeys(corpus.rows, num_rows), machine)
     token_bytes = tokenizer.token_bytes()
 
@@ -108,14 +102,11 @@ def main(cfg: BaseLoss) -> None:
     for name, rows in corpus.rows.items():
         most = min(num_rows, rows.packed_train_rows)
         seen[name] = on_rows(train_batches(rows, most, step_rows, machine))
-        mine = rows.val_batches(step_rows, most, machine.rank, machine.world_size)
-        unseen[name] = on_rows(mine)
+        unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
     train, val = pooled(seen.values()), pooled(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # Documents, each from its beginning: comparable between packers and tokenizers
-    stride = cfg.sliding_stride or max(1, T // 4)
-
     def score(stride: int, most: int | None) -> Bpb:
         every = (source.texts(source.val_shard, most) for source in texts.sources.values())
         return pooled(
@@ -133,6 +124,7 @@ def main(cfg: BaseLoss) -> None:
         **bucket_figures(unseen),
     }
     if cfg.sliding_documents:
+        stride = cfg.sliding_stride or max(1, T // 4)
         values["sliding window bpb"] = score(stride, cfg.sliding_documents).value
         values["same documents, plain"] = score(T, cfg.sliding_documents).value
         values["sliding stride"] = stride
@@ -140,18 +132,11 @@ def main(cfg: BaseLoss) -> None:
 
     if machine.is_main:
         with machine.working("writing the report"):
-            write_section(cfg, machine, values, inputs, checkpoint.state["provenance"], started)
+            provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
+            cost = records.Cost.since(started, machine)
+            records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir)
+            report.update(cfg.report_dir)
     machine.close()
-
-
-def default_rows(model: GPT, machine: Machine) -> int:
-    """Rows per forward pass where nobody says."""
-    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu(machine) else GPU_ROWS
-
-
-def on_cpu(machine: Machine) -> bool:
-    """Whether there is no accelerator: everything is then scored on less."""
-    return machine.device.type == "cpu"
 
 
 def train_batches(
@@ -161,21 +146,6 @@ def train_batches(
     for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
         batch = rows.batch(number, step_rows, seed=0)
         yield batch[: num_rows - number * step_rows]
-
-
-def write_section(
-    cfg: BaseLoss, machine: Machine, values: dict, inputs: dict, origin: dict, started: float
-) -> None:
-    """The record and the report."""
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(origin["run_id"], origin["seed"], inputs),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-    )
-    report.update(cfg.report_dir)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nanochat.chat_format import Transcript, render_fitting
-from nanochat.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    load_model,
-    newest_stage,
-)
+from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import MachineConfig, init_machine
@@ -98,20 +93,18 @@ def main(cfg: ChatCli) -> None:
     chat = Chat(engine, cfg, console, is_base=source == "base")
     if prompt is not None:
         return chat.ask(prompt)
-    opened = printable(f"{source}, {name(checkpoint)}")
-    console.print(f"{opened}. /help lists commands, Ctrl-D leaves.", markup=False)
+    where = f"{source}, {checkpoint.folder.parent.name} step {checkpoint.step}"
+    console.print(f"{printable(where)}. /help lists commands, Ctrl-D leaves.", markup=False)
     if chat.is_base:
         console.print("A base model continues what you write.", style="dim")
     session: PromptSession = PromptSession(
         "> ", history=history(), multiline=True, key_bindings=enter_sends()
     )
-    while True:
+    going = True
+    while going:
         try:
             text = session.prompt()
-            if not text.strip():
-                continue
-            if not chat.command(text):
-                return
+            going = not text.strip() or chat.command(text)
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -143,11 +136,6 @@ def enter_sends() -> KeyBindings:
     for new_line in (("escape", "enter"), ("c-j",)):
         keys.add(*new_line)(lambda event: event.current_buffer.insert_text("\n"))
     return keys
-
-
-def name(checkpoint: Checkpoint) -> str:
-    """Tag and step."""
-    return f"{checkpoint.folder.parent.name} step {checkpoint.step}"
 
 
 class Chat:
@@ -188,21 +176,19 @@ class Chat:
 
         Raises ValueError, and forgets the question, where it does not fit the context.
         """
-        tokenizer, capacity = self.engine.tokenizer, self.engine.cache.capacity
+        tokenizer = self.engine.tokenizer
         asked = {"role": "user", "content": question}
         if self.is_base:
             prompt = [tokenizer.bos_id, *tokenizer.encode(question)]
         else:
             system = [{"role": "system", "content": self.system}] if self.system else []
             messages = [*system, *self.messages, asked]
-            prompt = render_fitting(tokenizer, messages, capacity * 3 // 4)
-        if len(prompt) >= capacity:
-            raise ValueError(
-                f"the prompt has {len(prompt):,} tokens, but the model's context holds "
-                f"{capacity:,}, the answer included; ask something shorter"
-            )
+            prompt = render_fitting(tokenizer, messages, self.engine.cache.capacity * 3 // 4)
+        self.engine.check(prompt)
         transcript = Transcript(tokenizer)
-        stream = self.engine.stream(prompt, self.sampling())
+        cfg, seed = self.cfg, self.cfg.seed + len(self.messages)  # other numbers for every turn
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=seed)
+        stream = self.engine.stream(prompt, sampling)
         shown = "text"
         try:
             for token in stream:
@@ -210,12 +196,13 @@ class Chat:
                     shown = self.show(shown, kind, text)
             for kind, text in transcript.close():
                 shown = self.show(shown, kind, text)
+            stopped = ""
         except KeyboardInterrupt:
-            self.write(self.lines.end(), STYLES[shown])
-            self.write(" (stopped)", "dim")
+            stopped = " (stopped)"
         finally:
             stream.close()
         self.write(self.lines.end(), STYLES[shown])
+        self.write(stopped, "dim")
         self.write("]\n" if shown != "text" else "\n")
         self.lines.column = 0
         self.messages += [asked, {"role": "assistant", "content": transcript.parts}]
@@ -235,12 +222,6 @@ class Chat:
         else:
             self.console.file.write(text)
         self.console.file.flush()
-
-    def sampling(self) -> Sampling:
-        """The settings; every turn draws other numbers."""
-        cfg = self.cfg
-        seed = cfg.seed + len(self.messages)
-        return Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=seed)
 
 
 class LineBreaker:

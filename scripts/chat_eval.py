@@ -15,21 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, short, start
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import MachineConfig, init_machine
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import (
-    Graded,
-    Outcomes,
-    by_letters,
-    by_writing,
-    left_out,
-)
+from nanochat.eval_chat import Graded, Outcomes, left_out, score_by_generation, score_by_logits
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import admitted, require_access
-from nanochat.lab.variance import default_repeats
+from nanochat.lab.variance import default_repeats, repeated
 from nanochat.preflight import choose_fused_engine
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
@@ -95,13 +89,13 @@ class ChatEval:
     def section(self) -> str:
         return f"Chat evaluation {self.source}"
 
-    def repeats(self, task: Task) -> int:
-        """Answers to each question of a task that is scored by what the model writes."""
-        return self.num_samples or default_repeats(task.name, self.temperature)
+    def count(self, task: Task) -> int:
+        """Questions of a task that are asked."""
+        return min(len(task), self.max_problems or len(task))
 
-    def sampled(self, task: Task) -> bool:
-        """Whether the answers to a task are sampled."""
-        return task.kind == "generate" and self.temperature > 0
+    def repeats(self, task: Task) -> int:
+        """Answers to each question of a task that is scored by what the model generates."""
+        return self.num_samples or default_repeats(task.name, self.temperature)
 
     @property
     def sampling(self) -> Sampling:
@@ -124,7 +118,7 @@ def main(cfg: ChatEval) -> None:
     with machine.working("loading the tasks"):
         tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
     inputs = parent_inputs(checkpoint)
-    key = task_key(cfg, inputs)
+    key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # of each task's score
     known: dict[str, Estimate] = {}
     if cfg.once:
         known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
@@ -133,49 +127,46 @@ def main(cfg: ChatEval) -> None:
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
-    section = Section(cfg, checkpoint, key, missing, machine, started)
     if machine.is_main:
         who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
         require_access([task.name for task in todo], cfg.final, who)
     machine.barrier()
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    answers = sum(
-        min(len(task), cfg.max_problems or len(task)) * cfg.repeats(task)
-        for task in todo
-        if task.kind == "generate"
-    )
+    generated = [task for task in todo if task.kind == "generate"]
+    answers = sum(cfg.count(task) * cfg.repeats(task) for task in generated)
     fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.max_new_tokens)
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
+
+    def record(values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
+        """Extend the section at the cost of the time since; an abort keeps what was scored."""
+        nonlocal started
+        if machine.is_main:
+            origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
+            cost, folder = records.Cost.since(started, machine), cfg.report_dir
+            records.write_record(
+                cfg.section, asked(cfg), values, origin, cost, folder, items=items, extend=True
+            )
+        started = time.perf_counter()
+
     for task in todo:
         begun = time.perf_counter()
-        count = min(len(task), cfg.max_problems or len(task))
         if task.kind == "choice":
-            graded = by_letters(model, tokenizer, task, count, machine)
+            graded = score_by_logits(model, tokenizer, task, cfg.count(task), machine)
         else:
-            graded = by_writing(engine, task, count, cfg.sampling, cfg.repeats(task), machine)
-        known[task.name] = score = accuracy(graded.outcomes)
-        repeats = f", {len(graded.outcomes[0])} answers each" * (len(graded.outcomes[0]) > 1)
-        cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
-        machine.print0(
-            f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({count} questions{repeats}"
-            f"{cropped}), {time.perf_counter() - begun:.1f} s"
-        )
-        if machine.is_main:
-            section.add_task(task, graded)
+            n, repeats = cfg.count(task), cfg.repeats(task)
+            graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
+        known[task.name] = stats.mean(item_means(graded.outcomes))
+        machine.print0(describe(task, graded, time.perf_counter() - begun))
+        record(*task_figures(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
+    scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
+    if scored >= {key_of(name) for name in every_task}:
+        record(*mean_figures(tasks, known, missing))
     if machine.is_main:
-        scored = {key_of(task.name) for task in tasks} | {key_of(name) for name in missing}
-        if scored >= {key_of(name) for name in every_task}:
-            section.add_mean(tasks, known)
         with machine.working("writing the report"):
             report.update(cfg.report_dir)
     machine.close()
-
-
-def task_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
-    """Names what decides the score of a task: all settings but which tasks there are."""
-    return records.stage_key({**asked(cfg), "task_name": None}, inputs)
 
 
 def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
@@ -204,81 +195,60 @@ def item_means(outcomes: Outcomes) -> list[float]:
     return [sum(scores) / len(scores) for scores in outcomes]
 
 
-def accuracy(outcomes: Outcomes) -> Estimate:
-    """The mean over the items."""
-    return stats.mean(item_means(outcomes))
-
-
 def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     """
     A score as the record has it: with n items, k answers to each, and the two parts of its error.
 
     One answer by chance hides which part is which: then only their sum is known.
     """
-    value, n, se = accuracy(outcomes)
+    value, n, se = stats.mean(item_means(outcomes))
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        split = stats.repeated(outcomes)
+        split = repeated(outcomes)
         return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 
 
-class Section:
-    """The section's record, extended task by task, so that an abort keeps what was scored."""
+def describe(task: Task, graded: Graded, seconds: float) -> str:
+    """A line about a task."""
+    score, k = stats.mean(item_means(graded.outcomes)), len(graded.outcomes[0])
+    repeats = f", {k} answers each" if k > 1 else ""
+    cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
+    return (
+        f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({score.n} questions{repeats}{cropped})"
+        f", {seconds:.1f} s"
+    )
 
-    def __init__(
-        self,
-        cfg: ChatEval,
-        checkpoint: Checkpoint,
-        key: str,
-        missing: Mapping[str, str],
-        machine: Machine,
-        started: float,
-    ):
-        self.cfg, self.checkpoint, self.key, self.machine = cfg, checkpoint, key, machine
-        self.missing, self.started = missing, started
 
-    def add_task(self, task: Task, graded: Graded) -> None:
-        """Record the scores of a task."""
-        outcomes, name = graded.outcomes, task.name
-        values: dict[str, Any] = {name: with_repeats(outcomes, sampled=self.cfg.sampled(task))}
-        conversations = [task[i] for i in range(len(outcomes))]
-        scores = records.item_scores(conversations, item_means(outcomes))
-        items = {name: {**scores, "key": self.key}}
-        k = len(outcomes[0])
-        for n in {2, 4, 8, 16, 32, 64} & set(range(2, k + 1)):
-            correct = [sum(score == 1 for score in scores) for scores in outcomes]
-            passed = stats.mean_pass_at_k(k, correct, n)
-            values[f"{name} pass@{n}"] = records.estimate(*passed)
-            each = [stats.pass_at_k(k, c, n) for c in correct]
-            items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
-        values[f"{name} cropped prompts"] = graded.num_cropped or None
-        self.write(values, items)
+Figures = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
 
-    def add_mean(self, tasks: Sequence[Task], scores: Mapping[str, Estimate]) -> None:
-        """Record ChatCORE: the mean of the centered scores of all tasks of the model's world."""
-        centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
-        values: dict[str, Any] = {MEAN: records.estimate(*stats.average(centred))}
-        weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-        names = ", ".join(exam(name).name for name in self.missing)
-        why = "; ".join(self.missing.values())
-        values[f"{MEAN} without"] = f"{names}: {why}" if names else None
-        self.write(values, {MEAN: records.weighted_scores(weights)})
 
-    def write(self, values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
-        """Extend the record, at the cost of the time since it was last extended."""
-        origin, inputs = self.checkpoint.state["provenance"], parent_inputs(self.checkpoint)
-        records.write_record(
-            self.cfg.section,
-            asked(self.cfg),
-            values,
-            records.Provenance(origin["run_id"], self.cfg.seed, inputs),
-            records.Cost.since(self.started, self.machine),
-            self.cfg.report_dir,
-            items=items,
-            extend=True,
-        )
-        self.started = time.perf_counter()
+def task_figures(task: Task, graded: Graded, key: str, sampled: bool) -> Figures:
+    """The scores of a task, whole and by item; of several answers to each question, pass@k too."""
+    name, outcomes = task.name, graded.outcomes
+    conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
+    values: dict[str, Any] = {name: with_repeats(outcomes, sampled)}
+    items = {name: {**records.item_scores(conversations, item_means(outcomes)), "key": key}}
+    for n in (n for n in (2, 4, 8, 16, 32, 64) if n <= k):
+        each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
+        values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each))
+        items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
+    values[f"{name} cropped prompts"] = graded.num_cropped or None
+    return values, items
+
+
+def mean_figures(
+    tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
+) -> Figures:
+    """ChatCORE: the mean of the centered scores of all tasks of the model's world."""
+    centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
+    weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
+    names = ", ".join(exam(name).name for name in missing)
+    values = {
+        MEAN: records.estimate(*stats.average(centred)),
+        f"{MEAN} without": f"{names}: {'; '.join(missing.values())}" if names else None,
+    }
+    return values, {MEAN: records.weighted_scores(weights)}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
 from nanochat.distributed import Machine, init_machine
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import by_writing
+from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, for_inference, refresh
 from nanochat.lab.canaries import SentinelConfig, open_watch
@@ -203,7 +203,7 @@ def filter_by_pass_rate(
     if cfg.min_pass_rate <= 0 and cfg.max_pass_rate >= 1:
         return None
     sampling = replace(cfg.sampling, seed=cfg.train.seed + 2)
-    graded = by_writing(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
+    graded = score_by_generation(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
     rates = [sum(scores) / len(scores) for scores in graded.outcomes]
     kept = [i for i, rate in enumerate(rates) if cfg.min_pass_rate <= rate <= cfg.max_pass_rate]
     machine.print0(

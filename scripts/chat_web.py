@@ -30,7 +30,7 @@ from nanochat.serve.server import (
     listen,
     url_of,
 )
-from nanochat.tools import BackgroundTools, Tools
+from nanochat.tools import Tools
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 
@@ -72,7 +72,7 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}"
     name += f":{cfg.step}" if cfg.step is not None else ""
 
-    tools = BackgroundTools(Tools(cfg.python, unsafe=cfg.unsafe_exec))
+    tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
     fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
     library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, fused)
     model = library.load(name)

@@ -201,7 +201,7 @@ def test_ending_a_completion_whose_tool_is_at_work_forgets_it(tokenizer):
     engine = Engine(model_of(tokenizer), tokenizer)
     row, waiting = (engine.submit([1, 2], Sampling())[0] for _ in range(2))
     engine.step()
-    row.called = Future()
+    row.pending_tool_call = Future()
     engine.evict()
     assert engine.calling == [row]
     engine.cancel_all()
@@ -393,7 +393,7 @@ def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, 
     for compiled in (False, True):
         engine = Engine(model, tokenizer, slots=3, compiled=compiled)
         said.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
-        assert engine.next_logits.compiled == compiled
+        assert engine.decode_step.compiled == compiled
     assert said[0] == said[1]
 
 
@@ -412,15 +412,15 @@ def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monk
         return engine_module.Recording(Graph(run, logits), tokens, positions, logits)
 
     monkeypatch.setattr(engine_module, "fused", lambda: engine_module.next_logits)
-    monkeypatch.setattr(engine_module.NextLogits, "record", record)
+    monkeypatch.setattr(engine_module.DecodeStep, "record", record)
     model = for_inference(model_of(tokenizer, max_seq_len=128))
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 60, 3, 11, 7))]
     want = Engine(model, tokenizer, slots=3).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, slots=3, compiled=True)
-    engine.next_logits.recorded = True
+    engine.decode_step.recorded = True
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
-    assert engine.next_logits.compiled and len(set(sizes)) == len(sizes)
+    assert engine.decode_step.compiled and len(set(sizes)) == len(sizes)
     assert {rows for rows, _ in sizes} <= {1, 2, 3} and {seen for _, seen in sizes} == {32, 64, 128}
 
 
@@ -447,7 +447,7 @@ def work():
     before = replays()
     engine.generate([[1, 2, 3]], Sampling(20))
     engine.generate([[1, 2], [4, 5], [7]], Sampling(20))
-    print("compiled", engine.next_logits.compiled, "replays", replays() - before, flush=True)
+    print("compiled", engine.decode_step.compiled, "replays", replays() - before, flush=True)
 
 work()
 thread = threading.Thread(target=work)
@@ -495,7 +495,7 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
     engine = Engine(model, tokenizer, compiled=True)
     assert engine.generate([[1, 2, 3]], GREEDY)[0][0].ids == want
     assert "not compiled: RuntimeError: no compiler" in capsys.readouterr().out
-    assert not engine.next_logits.compiled
+    assert not engine.decode_step.compiled
 
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
@@ -517,11 +517,11 @@ def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, m
     want = Engine(model, tokenizer).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, compiled=True)
     engine.generate(prompts[:1], GREEDY)
-    assert engine.next_logits.compiled and not capsys.readouterr().out
+    assert engine.decode_step.compiled and not capsys.readouterr().out
     got = engine.generate(prompts, GREEDY)
     assert [row.ids for (row,) in got] == [row.ids for (row,) in want]
     assert "logits differ by 5" in capsys.readouterr().out
-    assert not engine.next_logits.compiled
+    assert not engine.decode_step.compiled
 
 
 def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):

@@ -155,4 +155,4 @@ def test_a_token_that_was_not_scored_is_noticed(tokenizer, machine, monkeypatch)
 @pytest.mark.parametrize("stride", [0, 17])
 def test_a_stride_outside_the_window_is_refused(stride):
     with pytest.raises(ValueError, match=str(stride)):
-        list(document_batches([np.arange(4)], 16, stride, 2))
+        list(document_batches([np.arange(4)], 16, stride, 2, 0, 1))

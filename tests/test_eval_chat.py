@@ -10,10 +10,10 @@ from nanochat.common import Refused, read_json
 from nanochat.distributed import Machine, MachineConfig
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
-    by_letters,
-    by_writing,
     fit,
     gathered,
+    score_by_generation,
+    score_by_logits,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def model():
 
 def test_the_likeliest_letter_is_that_of_a_plain_forward_pass(model, machine):
     task = Letters()
-    got, cropped = by_letters(model, TOKENIZER, task, len(task), machine)
+    got, cropped = score_by_logits(model, TOKENIZER, task, len(task), machine)
     long = [i for i in range(len(task)) if len(render_prompt(TOKENIZER, task[i])) > 63]
     assert cropped == len(long)
     for i, scores in enumerate(got):
@@ -75,8 +75,8 @@ def test_the_likeliest_letter_is_that_of_a_plain_forward_pass(model, machine):
 
 def test_what_is_written_scores_the_same_for_any_number_of_slots(model, machine):
     task, settings = Echo(), Sampling(8, temperature=1.0, top_k=None, seed=5)
-    few = by_writing(Engine(model, TOKENIZER, slots=2), task, 11, settings, 4, machine)
-    many = by_writing(Engine(model, TOKENIZER, slots=64), task, 11, settings, 4, machine)
+    few = score_by_generation(Engine(model, TOKENIZER, slots=2), task, 11, settings, 4, machine)
+    many = score_by_generation(Engine(model, TOKENIZER, slots=64), task, 11, settings, 4, machine)
     assert few == many and all(len(scores) == 4 for scores in few.outcomes)
     assert 0 < sum(map(sum, few.outcomes)) < 44
 
@@ -120,7 +120,7 @@ def test_a_letter_of_several_tokens_is_refused(model, machine):
             return ("A", "\u03b2")
 
     with pytest.raises(ValueError, match="2 tokens"):
-        by_letters(model, TOKENIZER, Greek(), 1, machine)
+        score_by_logits(model, TOKENIZER, Greek(), 1, machine)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ def test_an_aborted_evaluation_continues_with_the_next_task(base, tmp_path, caps
     def abort_at(engine, task, *rest):
         if task.name == "World-Problems":
             raise OSError("no space left on device")
-        return by_writing(engine, task, *rest)
+        return score_by_generation(engine, task, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(chat_eval, "by_writing", abort_at)
+        patch.setattr(chat_eval, "score_by_generation", abort_at)
         evaluate(once=True)
     values = read_json(path)["values"]
     kept = {name: values[name] for name in ("World-Choice", "World-Facts")}

@@ -15,16 +15,16 @@ from nanochat.common import read_json
 from nanochat.distributed import Machine, MachineConfig
 from nanochat.eval_core import (
     EXAMPLE_DELIMITER,
+    EvalModel,
     FewShotTask,
     Question,
-    Subject,
     SuiteConfig,
     ask,
     batches,
     core,
+    eval_model_of,
     examine,
     read,
-    subject_of,
 )
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
@@ -82,7 +82,7 @@ def task(kind, items, num_fewshot=0, baseline=0.0, delimiter=""):
 
 def outcomes(model, one_task, machine):
     """Right or wrong for every item, in the order in which the task was given them."""
-    score = examine(Subject(model, Letters(), 100), one_task, machine)
+    score = examine(EvalModel(model, Letters(), 100), one_task, machine)
     by_item = dict(zip(map(str, score.task.items), score.outcomes, strict=True))
     return [by_item[str(item)] for item in one_task.items]
 
@@ -102,7 +102,7 @@ def test_a_choice_is_scored_from_where_the_options_part(machine):
     item = {"query": "x", "choices": ["ab", "ac"], "gold": 1}
     asked = ask(task("multiple_choice", [item]), 0, Letters(), 100)
     assert asked.starts == [3, 3]
-    readings = read(Subject(model, Letters(), 100), [asked], CPU)[0]
+    readings = read(EvalModel(model, Letters(), 100), [asked], CPU)[0]
     assert [r.nats for r in readings] == pytest.approx([-math.log(0.2), -math.log(0.4)], rel=1e-5)
 
 
@@ -136,7 +136,7 @@ def test_an_option_that_begins_another_or_ends_it_has_something_to_score(options
         asked = ask(task(kind, [item]), 0, Letters(), 100)
         for ids, start in zip(asked.options, asked.starts, strict=True):
             assert 0 < start < len(ids)
-        assert len(read(Subject(Pairs(), Letters(), 100), [asked], CPU)[0]) == 2
+        assert len(read(EvalModel(Pairs(), Letters(), 100), [asked], CPU)[0]) == 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_prompt_too_long_loses_its_beginning_and_is_counted(machine):
         assert ids[start:] == tokenizer.encode(ending)
     assert not short.cropped
     assert endless.options[0] == [0, *tokenizer.encode("qrstuvwxyz")] and endless.starts == [1, 1]
-    score = examine(Subject(Pairs(), tokenizer, 10), one_task, machine)
+    score = examine(EvalModel(Pairs(), tokenizer, 10), one_task, machine)
     assert score.num_cropped == 2 and len(score.outcomes) == 3
 
 
@@ -258,7 +258,7 @@ def questions_of(one_task):
 
 @pytest.mark.parametrize("one_task", made_up_suite(), ids=lambda t: t.name)
 def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, one_task):
-    fast = subject_of(gpt, Letters())
+    fast = eval_model_of(gpt, Letters())
     questions = questions_of(one_task)
     assert one_task.kind == "language_modeling" or any(q.shared > 20 for q in questions)
     got = read(fast, questions, CPU)
@@ -270,7 +270,7 @@ def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, 
             first = gpt(row[:, :-1])[0, start - 1 :].argmax(dim=1) == row[0, start:]
             assert a.nats == pytest.approx(float(nats.mean()), abs=1e-4)
             assert b.nats == pytest.approx(float(nats.mean()), abs=1e-4)
-            assert a.foretold == b.foretold == bool(first.all())
+            assert a.is_greedy == b.is_greedy == bool(first.all())
         best = [min(range(len(r)), key=lambda n, r=r: r[n].nats) for r in (quick, slow)]
         assert best[0] == best[1]
 
@@ -286,7 +286,7 @@ def test_the_fast_path_reads_fewer_tokens(gpt):
 
         logits = staticmethod(gpt.logits)
 
-    fast = replace(subject_of(gpt, Letters()), model=Counted())
+    fast = replace(eval_model_of(gpt, Letters()), model=Counted())
     read(fast, questions, CPU)
     quick, count[:] = sum(count), []
     read(replace(fast, new_cache=None), questions, CPU)
@@ -308,7 +308,8 @@ class Together(Machine):
 
 @pytest.mark.parametrize(("world_size", "pass_tokens"), [(1, 1), (1, 700), (2, 700), (5, 10**6)])
 def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_size, pass_tokens):
-    subject = subject_of(gpt, Letters())
+    subject = eval_model_of(gpt, Letters())
+    ranked = replace(subject, pass_tokens=pass_tokens)
     for one_task in made_up_suite():
         expected = examine(subject, one_task, machine, max_items=17)
         box, barrier = [None] * world_size, threading.Barrier(world_size)
@@ -316,7 +317,7 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
 
         def run(rank, one_task=one_task, box=box, barrier=barrier, results=results):
             ours = Together(rank, rank, world_size, CPU, torch.float32, box=box, barrier_=barrier)
-            results[rank] = examine(subject, one_task, ours, 17, pass_tokens)
+            results[rank] = examine(ranked, one_task, ours, 17)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:
@@ -329,7 +330,7 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
 
 def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
     one_task, names = next(iter(made_up_suite())), []
-    subject = subject_of(gpt, Letters())
+    subject = eval_model_of(gpt, Letters())
 
     def stopping():
         names.extend(active_work)
@@ -342,9 +343,9 @@ def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
 def test_a_model_that_computes_no_numbers_gets_no_score(machine):
     broken = lively(build_model(TINY, CPU, torch.float32, 0))
     broken.head_weight.data[3] = math.nan
-    subject = replace(subject_of(broken, Letters()), context=400)
+    subject = replace(eval_model_of(broken, Letters()), context=400, pass_tokens=10**6)
     with pytest.raises(ValueError, match="choice: item [0-9]+ gets .nan, nan, nan, nan. nats"):
-        examine(subject, made_up_suite()[0], machine, pass_tokens=10**6)
+        examine(subject, made_up_suite()[0], machine)
 
 
 def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
@@ -352,7 +353,7 @@ def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
     schema = FewShotTask("schema", "schema", 0, 0.5, "", [item])
     question = ask(schema, 0, Letters(), 400)
     assert [len(ids) - 1 for ids in question.options] == list(question.starts)
-    (readings,) = read(subject_of(gpt, Letters()), [question], CPU)
+    (readings,) = read(eval_model_of(gpt, Letters()), [question], CPU)
     assert all(math.isfinite(reading.nats) for reading in readings)
 
 
@@ -367,9 +368,9 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
 
         logits = staticmethod(gpt.logits)
 
-    subject = replace(subject_of(gpt, Letters()), model=Seen())
+    subject = replace(eval_model_of(gpt, Letters()), model=Seen())
     little, much = (
-        Question(n, [[*range(20)], [*range(n), *range(30, 50 - n)]], [19, 19], 0, n, False)
+        Question(n, [[*range(20)], [*range(n), *range(30, 50 - n)]], [19, 19], n, False)
         for n in (8, 16)
     )
     for questions, passes in (([little], [19]), ([much], [16, 3]), ([little, much], [16, 11])):
@@ -379,7 +380,7 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
 
 
 def test_batches_hold_every_question_once_and_what_fits():
-    questions = [Question(i, [[0] * n] * 2, [1, 1], 0, 0, False) for i, n in enumerate([9, 3, 50])]
+    questions = [Question(i, [[0] * n] * 2, [1, 1], 0, False) for i, n in enumerate([9, 3, 50])]
     found = list(batches(questions, 40))
     assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
 
@@ -393,7 +394,7 @@ def test_R17_an_evaluation_out_of_memory_goes_on_in_smaller_batches(gpt, machine
 
         logits = staticmethod(gpt.logits)
 
-    subject, one_task = subject_of(gpt, Letters()), made_up_suite()[0]
+    subject, one_task = eval_model_of(gpt, Letters()), made_up_suite()[0]
     small = replace(subject, model=Small())
     assert examine(small, one_task, machine) == examine(subject, one_task, machine)
 
@@ -403,7 +404,7 @@ def test_core_is_the_mean_of_centred_scores(machine):
     right = {"query": "x", "choices": ["a", "b"], "gold": 0}
     half = task("multiple_choice", [right, {**right, "gold": 1}], baseline=0.25)
     whole = task("language_modeling", [{"context": "x", "continuation": "a"}] * 3)
-    scores = [examine(Subject(sure, Letters(), 9), t, machine) for t in (half, whole)]
+    scores = [examine(EvalModel(sure, Letters(), 9), t, machine) for t in (half, whole)]
     assert scores[0].centred == pytest.approx((1 / 3, 2, math.sqrt(0.125) / 0.75))
     assert core(scores) == pytest.approx((2 / 3, 5, math.sqrt(0.125) / 0.75 / 2))
 

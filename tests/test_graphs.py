@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import build_model
-from nanochat.eval_core import FewShotTask, examine, subject_of
+from nanochat.eval_core import FewShotTask, eval_model_of, examine
 from nanochat.evaluators import samples
 from nanochat.gpt import GPTConfig, for_inference
 from tests.conftest import lively
@@ -66,7 +66,7 @@ def test_R36_samples_canaries_and_core_compile_no_graph(machine):
     before = use()
     samples(model, TOKENIZER)
     suite_of().measure(model)
-    examine(subject_of(for_inference(model), TOKENIZER), task, machine)
+    examine(eval_model_of(for_inference(model), TOKENIZER), task, machine)
     assert use() == before > 0
 
 

@@ -101,12 +101,12 @@ def assert_refused(outcomes: dict[str, str], names: str) -> None:
 # What a program can do
 
 
-def test_a_program_computes_reads_its_input_prints_and_ends(layer):
-    code = "import json, sys\nprint(json.dumps([input(), 2**70]))\nprint('w', file=sys.stderr)"
-    result = run_python(code, stdin="h\u00e9 \u00df\n")
-    assert result.ok and result.reason == "" and 0 < result.seconds < Limits().seconds
-    assert result.stdout == '["h\\u00e9 \\u00df", 1180591620717411303424]\n'
-    assert result.stderr == "w\n"
+def test_a_program_computes_prints_and_ends(layer):
+    code = "import sys\nprint([sys.stdin.read(), 2**70])\nprint('\u00e9', file=sys.stderr)"
+    result = run_python(code)
+    assert result.ok and result.reason == ""
+    assert result.stdout == "['', 1180591620717411303424]\n"
+    assert result.stderr == "\u00e9\n"
 
 
 def test_a_program_has_a_folder_for_files_that_is_gone_afterwards(layer, scratch):
@@ -827,7 +827,7 @@ if kept: time.sleep(20)
 def test_S12_files_without_a_name_count_towards_the_limit(layer, way):
     """16 MiB at most, of 2 allowed: either the kernel refuses all of it or the program is ended."""
     result = run_python(FILL.format(keep=KEEP[way]), Limits(seconds=10, file_bytes=2**21))
-    refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.EBADF}
+    refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.ESPIPE}
     if way in refused:
         assert result.stdout == f"refused {refused[way]}\n" * 16 + "kept 0\n"
     elif way == "written through a mapping" and layer == "bubblewrap":  # no page is left for it
@@ -900,14 +900,14 @@ with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as named:
 REFUSES = """
 import ctypes, struct, sys
 from nanochat import sandbox
-from nanochat.sandbox_child import ALLOW, EQUAL, LOAD, RETURN, control, step
+from nanochat.sandbox_child import ALLOW, EQUAL, LIBC, LOAD, RETURN, call, step
 ENOSYS = 0x00050026
 mount = {"x86_64": 165, "aarch64": 40}[sys.argv[1]]
 steps = [step(LOAD, 0)]
 for number in (444, mount): steps += [step(EQUAL, number, no=1), step(RETURN, ENOSYS)]
 program = ctypes.create_string_buffer(b"".join([*steps, step(RETURN, ALLOW)]))
-control(38, 1)
-control(22, 2, struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program)))
+call(LIBC.prctl, 38, 1, 0, 0, 0)
+call(LIBC.prctl, 22, 2, struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program)), 0, 0)
 try: print(sandbox.run_python("print('ran')"))
 except sandbox.SandboxUnavailable as error: print(error)
 print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)

@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanochat import stats
 
@@ -31,16 +29,6 @@ def test_one_score_alone_has_no_known_error():
     assert math.isnan(stats.mean([1.0]).se)
     with pytest.raises(ValueError, match="at least one"):
         stats.mean([])
-
-
-@given(n=st.integers(1, 400), data=st.data(), z=st.floats(0.5, 4))
-def test_the_bounds_of_wilson_are_the_truths_just_z_errors_away(n, data, z):
-    successes = data.draw(st.integers(0, n))
-    low, high = stats.wilson(successes, n, z)
-    assert 0 <= low <= successes / n + 1e-12 and successes / n - 1e-12 <= high <= 1
-    for truth in (low, high):  # the error is that of the supposed truth
-        distance = abs(successes / n - truth)
-        assert distance == pytest.approx(z * math.sqrt(truth * (1 - truth) / n), abs=1e-7)
 
 
 def test_guessing_scores_nothing_and_perfection_one():
@@ -158,20 +146,3 @@ def test_a_pass_that_is_not_defined_is_refused(n, right, k):
 def test_mean_pass_at_k_has_the_error_of_its_items():
     found = stats.mean_pass_at_k(4, [0, 4, 1, 1], 2)
     assert found == stats.mean([0.0, 1.0, 0.5, 0.5])
-
-
-def test_repeats_tell_hard_items_from_unsteady_answers():
-    rng = np.random.default_rng(4)
-    n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
-    scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
-    found = stats.repeated(scores.tolist())
-    assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
-    assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
-    assert found.se == pytest.approx(stats.mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
-    assert (found.n, found.num_repeats) == (n, k)
-
-
-@pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
-def test_missing_repeats_are_refused(scores):
-    with pytest.raises(ValueError, match="two items"):
-        stats.repeated(scores)

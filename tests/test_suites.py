@@ -24,8 +24,8 @@ from nanochat.common import (
 )
 from nanochat.eval_core import (
     CORE_TASKS,
+    EvalModel,
     FewShotTask,
-    Subject,
     SuiteConfig,
     examine,
     fetched,
@@ -450,7 +450,6 @@ def test_a_stop_leaves_an_examination_on_every_rank(machine):
     model, items = Pairs(), [{"context": "a", "continuation": "b"}] * 9
     asked = FewShotTask("t", "language_modeling", 0, 0.0, "", items)
     calls = iter([False, False, True])
+    subject = EvalModel(model, Letters(), 100, pass_tokens=1)
     with pytest.raises(Interrupted):
-        examine(
-            Subject(model, Letters(), 100), asked, machine, pass_tokens=1, stopping=calls.__next__
-        )
+        examine(subject, asked, machine, stopping=calls.__next__)

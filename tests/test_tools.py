@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat import sandbox
 from nanochat.sandbox import SandboxUnavailable
-from nanochat.tools import BackgroundTools, Tools, calculate
+from nanochat.tools import Tools, calculate
 
 VALUES = {
     "12*(3+4)": "84",
@@ -105,24 +105,24 @@ def test_S11_python_cannot_flood_the_answer(python):
     assert len(python("print('a' * 1999)") or "") == 1999
 
 
-def test_beside_the_engine_a_sum_is_answered_at_once_and_python_later(python):
-    tools = BackgroundTools(python)
+def test_with_threads_a_sum_is_answered_at_once_and_python_later(python):
+    tools = Tools(python=True, threads=4)
     assert tools("6*7") == "42"
     started = time.monotonic()
     futures = [tools(f"import time; time.sleep(0.5); print({i})") for i in range(3)]
     assert time.monotonic() - started < 0.4
     assert [future.result(20) for future in futures] == ["0", "1", "2"]
-    assert BackgroundTools(Tools())("print(1)") is None
+    assert Tools(threads=4)("print(1)") is None
 
 
-def test_a_tool_that_cannot_run_has_no_answer_and_says_why(monkeypatch, capsys):
+def test_a_tool_that_cannot_run_raises_where_its_answer_is_awaited(monkeypatch):
     def broken(*arguments, **options):
         raise OSError("no more processes")
 
     monkeypatch.setattr("nanochat.tools.run_python", broken)
-    tools = BackgroundTools(Tools(python=True, unsafe=True))
-    assert tools("print(1)").result(20) is None
-    assert "no more processes" in capsys.readouterr().out
+    tools = Tools(python=True, unsafe=True, threads=1)
+    with pytest.raises(OSError, match="no more processes"):
+        tools("print(1)").result(20)
 
 
 def test_S10_tools_with_python_are_refused_where_nothing_confines_it(monkeypatch):

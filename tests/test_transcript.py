@@ -85,6 +85,7 @@ def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
     engine = SimpleNamespace(
         tokenizer=TOKENIZER,
         cache=SimpleNamespace(capacity=100),
+        check=lambda prompt: None,
         stream=lambda prompt, sampling: (token for token in tokens),
     )
     console = Console(

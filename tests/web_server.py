@@ -28,7 +28,7 @@ from nanochat.serve.server import (
     url_of,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import BackgroundTools, Tools
+from nanochat.tools import Tools
 from tests.conftest import TINY, lively
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
@@ -129,7 +129,7 @@ def serving(
 ) -> Iterator[Site]:
     """Serve a checkpoint that was written; `endless`: its answers end only at their limit."""
     cfg = ServerConfig(port=port, gate=gate or GateConfig(), **settings)
-    tool = BackgroundTools(tools or Tools())
+    tool = tools or Tools()
     library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
     library.loaded[name] = library.load(name)
     if endless:

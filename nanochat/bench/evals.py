@@ -14,14 +14,12 @@ from nanochat.bench.table import Findings, Rate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.eval_core import (
-    CPU_PASS_TOKENS,
-    GPU_PASS_TOKENS,
     FewShotTask,
     Question,
     ask,
     batches,
+    eval_model_of,
     read_safely,
-    subject_of,
 )
 from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.tokenizer import Tokenizer
@@ -47,9 +45,8 @@ def bench_evaluation(
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
-    subject = subject_of(for_inference(plain), tokenizer)
+    subject = eval_model_of(for_inference(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
-    pass_tokens = CPU_PASS_TOKENS if machine.device.type == "cpu" else GPU_PASS_TOKENS
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():
         task = task.drawn(ITEMS)
@@ -57,7 +54,7 @@ def bench_evaluation(
         ours, others = [], []
         for _ in range(repeats + 1):  # the first warms up
             started = time.perf_counter()
-            for batch in batches(questions, pass_tokens):
+            for batch in batches(questions, subject.pass_tokens):
                 read_safely(subject, batch, machine.device)
             ours.append(len(questions) / (time.perf_counter() - started))
             if theirs:

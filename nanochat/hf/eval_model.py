@@ -1,7 +1,7 @@
 """
 Causal language models of Hugging Face, for the few-shot scorer.
 
-    name or folder -> find -> Found: revision -> load -> Subject
+    name or folder -> find -> Found: revision -> load -> EvalModel
 
 Any architecture that transformers loads is scored by the code that scores ours. Knows no suite.
 The only file that needs the packages of the group `interop`.
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from nanochat.attention import CacheView
 from nanochat.common import fingerprint, sha256_file
 from nanochat.distributed import Machine
-from nanochat.eval_core import Subject
+from nanochat.eval_core import EvalModel
 
 LOGIT_BYTES = 2**30  # of the logits of one forward pass: these models give them for every token
 
@@ -71,7 +71,7 @@ class Found:
     revision: str
     """Its commit on the hub, or a fingerprint of the files of its folder."""
 
-    def load(self, machine: Machine) -> Subject:
+    def load(self, machine: Machine) -> EvalModel:
         """Load it in the machine's compute dtype."""
         options = {"trust_remote_code": self.trust_remote_code}
         encoder = HFEncoder(AutoTokenizer.from_pretrained(self.path, **options))
@@ -80,7 +80,7 @@ class Found:
         model = model.to(machine.device).eval().requires_grad_(False)
         per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
         most = max(self.context, LOGIT_BYTES // per_token)
-        return Subject(HFLanguageModel(model), encoder, self.context, pass_tokens=most)
+        return EvalModel(HFLanguageModel(model), encoder, self.context, pass_tokens=most)
 
 
 def find(path: str, trust_remote_code: bool = False) -> Found:

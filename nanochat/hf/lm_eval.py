@@ -22,13 +22,11 @@ from nanochat.distributed import MachineConfig, init_machine
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import fit
 from nanochat.eval_core import (
-    CPU_PASS_TOKENS,
-    GPU_PASS_TOKENS,
     Question,
     batches,
+    eval_model_of,
     fitted,
     read_safely,
-    subject_of,
 )
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
@@ -66,7 +64,7 @@ class NanochatLM(LM):
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         self.model = for_inference(load_model(checkpoint, self.machine))
-        self.subject = subject_of(self.model, self.own_tokenizer)
+        self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.fingerprint = checkpoint.fingerprint
         self.rendered: dict[str, list[int]] = {}  # prompts made of conversations, and their ids
 
@@ -78,7 +76,7 @@ class NanochatLM(LM):
         for _, group in itertools.groupby([r.args for r in requests], key=lambda pair: pair[0]):
             pairs = [self.split(*pair) for pair in group]
             ids, starts = zip(*pairs, strict=True)
-            questions.append(fitted(first, ids, starts, None, self.subject.context))
+            questions.append(fitted(first, ids, starts, self.subject.context))
             first += len(pairs)
         return self.score(questions, first)
 
@@ -97,14 +95,13 @@ class NanochatLM(LM):
 
     def score(self, questions: Sequence[Question], count: int) -> list[Scored]:
         """Options of all questions, numbered through, whatever the order they are read in."""
-        on_cpu = self.machine.device.type == "cpu"
         found: dict[int, Scored] = {}
-        for batch in batches(questions, CPU_PASS_TOKENS if on_cpu else GPU_PASS_TOKENS):
+        for batch in batches(questions, self.subject.pass_tokens):
             readings = read_safely(self.subject, batch, self.machine.device)
             for q, options in zip(batch, readings, strict=True):
                 for n, reading in enumerate(options):
                     scored = len(q.options[n]) - q.starts[n]
-                    found[q.number + n] = (-reading.nats * scored, reading.foretold)
+                    found[q.number + n] = (-reading.nats * scored, reading.is_greedy)
         return [found[n] for n in range(count)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
@@ -120,7 +117,7 @@ class NanochatLM(LM):
             for before, after in map(make_disjoint_window, windows):
                 ids = [*before, *after]
                 starts = [len(before)]
-                questions.append(Question(len(owners), [ids], starts, None, 0, False))
+                questions.append(Question(len(owners), [ids], starts, 0, False))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for owner, (nats, _) in zip(owners, self.score(questions, len(owners)), strict=True):

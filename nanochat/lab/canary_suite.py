@@ -24,8 +24,9 @@ from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_bpb import Batch, bits_by_row
+from nanochat.eval_bpb import Batch
 from nanochat.gpt import GPT, for_inference
+from nanochat.lab.row_bpb import bits_by_row
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure

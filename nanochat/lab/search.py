@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from nanochat.common import Refused
-from nanochat.stats import expected_maximum
+from nanochat.lab.significance import expected_maximum
 
 DIGITS = 4  # of a value that is tried
 ALIKE = 0.01  # values nearer than this, as a share, are one

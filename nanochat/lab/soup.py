@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nanochat.eval_bpb import ByRow
 from nanochat.gpt import GPT
 from nanochat.lab.merge import mean
+from nanochat.lab.row_bpb import ByRow
 from nanochat.stats import NOISE
 
 PATH = (0.25, 0.5, 0.75)  # places between two parents

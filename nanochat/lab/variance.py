@@ -12,15 +12,51 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanochat import stats
+import numpy as np
+
 from nanochat.common import base_dir, read_json, write_json
 
 FILE_NAME = "eval_variance.json"
 STABLE, VERY_STABLE = 0.6, 0.3  # points of accuracy: below, a task belongs to that class
 MOST_REPEATS = 16
 SHARE = 0.5  # of the error from having these items, which sampling may add by default
+
+
+class Repeats(NamedTuple):
+    """The mean over repeated runs of the same items, and the two sources of its error."""
+
+    value: float
+    n: int
+    num_repeats: int
+    item_se: float
+    """From having these items and no others: repeating does not lessen it."""
+    repeat_se: float
+    """From sampling the answers anew in every run: 1 / sqrt(num_repeats) of a single run's."""
+
+    @property
+    def se(self) -> float:
+        """Both together."""
+        return math.hypot(self.item_se, self.repeat_se)
+
+
+def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
+    """
+    Split the error of `scores[item][repeat]` by a one-way analysis of variance.
+
+    Raises ValueError below two items or two repeats, and where repeats are missing.
+    """
+    if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
+        raise ValueError(
+            "repeats need at least two items, each scored equally often, twice or more"
+        )
+    table = np.asarray(scores, dtype=np.float64)  # (n, k)
+    n, k = table.shape
+    within = float(table.var(axis=1, ddof=1).mean())
+    between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
+    value = float(table.mean())
+    return Repeats(value, n, k, math.sqrt(between / n), math.sqrt(within / (n * k)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +108,7 @@ def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
     if len(shapes) != 1:
         raise ValueError(f"{task}: checkpoints differ in items or runs: {sorted(shapes)}")
     ((n, num_runs),) = shapes
-    split = [stats.repeated(items) for items in scores]
+    split = [repeated(items) for items in scores]
     stds = tuple(stdev(fmean(run) for run in zip(*items, strict=True)) for items in scores)
     item_se = math.sqrt(fmean(r.item_se**2 for r in split))
     return Variance(task, n, num_runs, stds, item_se)

@@ -18,7 +18,7 @@ from nanochat.checkpoint import Checkpoint, load_model, referred
 from nanochat.config import settings, start
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import by_writing, left_out
+from nanochat.eval_chat import left_out, score_by_generation
 from nanochat.gpt import for_inference
 from nanochat.lab import variance
 from nanochat.lab.held_out import admitted, require_access
@@ -120,7 +120,7 @@ def answers(
     found = {}
     for task in tasks:
         count = min(len(task), cfg.max_problems or len(task))
-        graded = by_writing(engine, task, count, sampling, cfg.runs, machine)
+        graded = score_by_generation(engine, task, count, sampling, cfg.runs, machine)
         found[task.name] = graded.outcomes
         machine.print0(f"{checkpoint.folder}: {task.name}, {count} items, {cfg.runs} runs")
     return found

@@ -33,10 +33,10 @@ from nanochat.config import settings, start
 from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine, MachineConfig, init_machine
-from nanochat.eval_bpb import ByRow, bits_by_row
 from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
+from nanochat.lab.row_bpb import ByRow, bits_by_row
 from nanochat.lab.soup import (
     bump,
     greedy,

@@ -131,8 +131,8 @@ def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
     subjects = []
     monkeypatch.setattr(
         evals,
-        "subject_of",
-        lambda *args, plain=evals.subject_of: subjects.append(plain(*args)) or subjects[0],
+        "eval_model_of",
+        lambda *args, plain=evals.eval_model_of: subjects.append(plain(*args)) or subjects[0],
     )
     found = Findings()
     shape = shape_for_depth(1, 400, 512, "classic")

@@ -14,7 +14,7 @@ from nanochat.lab.search import (
     shown,
     spaced,
 )
-from nanochat.stats import expected_maximum
+from nanochat.lab.significance import expected_maximum
 
 CFG = SearchConfig("lr", low=0.01, high=3.0)
 

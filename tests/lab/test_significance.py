@@ -12,11 +12,9 @@ from nanochat.lab.significance import (
     adjusted,
     agreement,
     contrasts,
-    spread,
-)
-from nanochat.stats import (
     expected_maximum,
     holm,
+    spread,
     student_p,
     student_quantile,
 )

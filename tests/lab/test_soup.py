@@ -8,8 +8,8 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Refused, read_json
-from nanochat.eval_bpb import ByRow
 from nanochat.lab.merge import MergeConfig
+from nanochat.lab.row_bpb import ByRow
 from nanochat.lab.soup import (
     bump,
     greedy,

@@ -16,8 +16,10 @@ from nanochat.lab.variance import (
     default_repeats,
     load,
     measure,
+    repeated,
     save,
 )
+from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, chat_eval
 from scripts.lab import compare, eval_variance
@@ -234,3 +236,20 @@ def test_what_was_not_scored_is_named_with_the_command(base, tokenizer):
 def test_a_name_of_no_checkpoint_is_refused(base, name):
     with pytest.raises(ValueError, match="stage"):
         referred(name)
+
+
+def test_repeats_tell_hard_items_from_unsteady_answers():
+    rng = np.random.default_rng(4)
+    n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
+    scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
+    found = repeated(scores.tolist())
+    assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
+    assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
+    assert found.se == pytest.approx(mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
+    assert (found.n, found.num_repeats) == (n, k)
+
+
+@pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
+def test_missing_repeats_are_refused(scores):
+    with pytest.raises(ValueError, match="two items"):
+        repeated(scores)

@@ -208,12 +208,12 @@ def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
         away = worker.submit(engine, [Ask([1], LONG)])
         while not engine.active:
             await asyncio.sleep(0.001)
-        engine.active[0].called = Future()
+        engine.active[0].pending_tool_call = Future()
         while not engine.calling:
             await asyncio.sleep(0.001)
         await read(worker.submit(other, [Ask([1], LONG)]))
         assert not any(patience)  # it waits for the tool only where nobody else generates
-        engine.calling[0].called.set_result(None)
+        engine.calling[0].pending_tool_call.set_result(None)
         assert (await read(away))[-1].finish == "length"
 
     run(engine, use)
