@@ -29,7 +29,7 @@ from nanochat.gpt import GPT
 from nanochat.hardware import utilization
 from nanochat.logger import RunLog, RunLogConfig
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
-from nanochat.preflight import KernelConfig, Prepared, duration
+from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
@@ -265,8 +265,7 @@ def prepare(
             f"{machine.world_size} devices",
             "training": f"{most}{steps:,} steps of {batch:,} tokens = {steps * batch:,}; from step "
             f"{progress.step:,}",
-            "estimate": f"about {duration(seconds)} of training, "
-            + preflight.price(seconds, cfg.hourly_rate, machine),
+            "estimate": preflight.cost(seconds, cfg.hourly_rate, machine),
         },
         machine,
     )

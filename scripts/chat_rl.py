@@ -295,8 +295,7 @@ def show(
             "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
             "training": f"{run.num_steps:,} steps of {per_step} questions, {rl.num_samples} "
             f"answers to each; from step {progress.step:,}",
-            "estimate": f"about {preflight.duration(seconds)} of training, "
-            + preflight.price(seconds, cfg.hourly_rate, machine),
+            "estimate": preflight.cost(seconds, cfg.hourly_rate, machine),
         },
         machine,
     )
