@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from nanochat.common import fingerprint, printable
-from nanochat.records import ends_with_newline, plain, read_lines
+from nanochat.records import append_line, plain, read_lines
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_ENTRIES = 1000  # what a tracker may lag behind before it loses entries
@@ -130,12 +130,8 @@ class RunLog:
 
 def open_metrics(path: Path, first_step: int) -> TextIO:
     """Open for appending; in a file that has entries, mark the step from which they are void."""
-    with path.open("ab+") as stream:
-        size = stream.seek(0, 2)
-        if size and not ends_with_newline(stream.fileno(), size):
-            stream.write(b"\n")  # a killed process left a torn line
-        if size:
-            stream.write(json.dumps({"resumed_at": first_step}).encode() + b"\n")
+    if path.exists() and path.stat().st_size:
+        append_line(path, json.dumps({"resumed_at": first_step}))
     return path.open("a", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanochat.attention import Backend, attend, attend_plain, segment_mask
-from nanochat.common import Refused, default_rate, free_bytes, require_free
+from nanochat.common import Refused, free_bytes, require_free
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import (
@@ -33,6 +33,7 @@ from nanochat.hardware import (
 from nanochat.logger import duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.records import default_rate
 
 # ---- Choosing kernels: each is probed once, for real ---------------------------------------------
 # A kernel that imports may still fail on this device, or compute something else: then it is left

@@ -9,126 +9,35 @@ together.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import re
 import secrets
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-from pydantic import BaseModel, StringConstraints, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from nanochat import stats
 from nanochat.common import (
+    REPOSITORY,
     base_dir,
     fingerprint,
-    git_state,
+    locked,
     printable,
     read_json,
-    require_writable,
     sealed,
     sha256_file,
     unseal,
     write_atomic,
 )
-from nanochat.stats import mean
 
-# ---- The shape of a record -----------------------------------------------------------------------
-
-
-TIME = StringConstraints(pattern=r"^\d{4}-[01]\d-[0-3]\d [0-2]\d:[0-5]\d:[0-5]\d$")
-Setting = str | float | int | bool | None
-Number = float | int | str  # "nan", "inf", "-inf": what JSON has no number for
-
-
-class Shape(BaseModel, strict=True, extra="forbid"):
-    """Nothing is converted, nothing unknown is let through."""
-
-
-class ProvenanceSchema(Shape):
-    run_id: str
-    seed: int
-    inputs: dict[str, str]
-    outputs: dict[str, str]
-    commit: str
-    dirty: bool
-
-
-class CostSchema(Shape):
-    wall_seconds: float
-    devices: int
-    device: str
-    device_seconds: float
-    own_device_seconds: float | None = None
-    """Without what earlier calls added to the section."""
-
-
-class File(Shape):
-    bytes: int
-    sha256: str
-
-
-class Table(Shape):
-    title: str | None = None
-    columns: list[str]
-    rows: list[list[Number | bool | None]]
-
-
-class Estimate(Shape):
-    value: Number
-    n: int
-    se: Number
-    k: int | None = None
-    item_se: Number | None = None
-    repeat_se: Number | None = None
-
-
-class Scores(Shape):
-    of: str
-    scores: str
-    key: str | None = None
-    """What decides these scores, where a section is filled task by task."""
-
-
-class Weights(Shape):
-    weights: dict[str, float]
-
-
-class RecordSchema(Shape):
-    """`records.write_record` says what each field is."""
-
-    section: Annotated[str, StringConstraints(min_length=1)]
-    timestamp: Annotated[str, TIME]
-    key: str
-    settings: dict[str, Setting | list[Setting]]
-    values: dict[str, Estimate | Number | bool | None]
-    items: dict[str, Scores | Weights]
-    tables: list[Table]
-    series: dict[str, list[list[Number]]]
-    metrics: str | None
-    files: dict[str, File]
-    provenance: ProvenanceSchema
-    cost: CostSchema
-
-
-def check_record(record: Any, path: Path) -> dict[str, Any]:
-    """The record that `path` holds. Raises ValueError naming the file and the first wrong field."""
-    try:
-        RecordSchema.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise ValueError(
-            f"{path} is no record: {where}: {first['msg']}; delete it and repeat that stage"
-        ) from error
-    return record
-
+if TYPE_CHECKING:  # it imports torch, which records do without
+    from nanochat.distributed import Machine
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names never change, so that reports can be compared line by line.
@@ -199,6 +108,11 @@ NOT_IN_KEY = frozenset(
     "compile_engine".split()
 )
 
+PARTS = frozenset(
+    "section timestamp key settings values items tables series metrics files "
+    "provenance cost".split()
+)
+ADDED_COSTS = ("wall_seconds", "device_seconds")
 NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
 
 
@@ -214,15 +128,6 @@ class Provenance:
     """Name -> fingerprint of every artifact the stage made."""
 
 
-class Devices(Protocol):
-    """What does the work; `machine.Machine` has it."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device_name(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Cost:
     """What a stage took. `devices` of the kind `device` worked for `device_seconds` in all."""
@@ -234,7 +139,7 @@ class Cost:
     """Default: every device for the whole time."""
 
     @classmethod
-    def since(cls, started: float, machine: Devices) -> "Cost":
+    def since(cls, started: float, machine: "Machine") -> "Cost":
         """All of a machine's devices since `time.perf_counter()` was `started`."""
         return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
 
@@ -280,25 +185,18 @@ def ancestors(
     return found
 
 
-def estimate(
-    value: float,
-    n: int,
-    se: float,
-    k: int | None = None,
-    item_se: float | None = None,
-    repeat_se: float | None = None,
-) -> dict[str, Any]:
+def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
     A measured value with the number of items behind it and its standard error; of items that were
-    asked k times also what comes from the choice of items, and what from the repeats (`stats`).
+    asked k times also k, and what comes from the choice of items and from the repeats (`stats`).
     """
-    found = {"value": value, "n": n, "se": se}
-    return found if k is None else {**found, "k": k, "item_se": item_se, "repeat_se": repeat_se}
+    names = ("k", "item_se", "repeat_se")
+    return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
 
 
 def over_seeds(values: Sequence[float]) -> Any:
     """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
-    return values[0] if len(values) == 1 else estimate(*mean(values))
+    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
@@ -359,6 +257,8 @@ def write_record(
     Safe for two processes at once. Returns the path of the record.
     """
     folder = report_folder(report_dir)
+    code = git_state()
+    busy = cost.wall_seconds * cost.devices if cost.device_seconds is None else cost.device_seconds
     record = {
         "section": section,
         "timestamp": time.strftime(TIME_FORMAT),
@@ -370,17 +270,13 @@ def write_record(
         "series": series or {},
         "metrics": portable(metrics) if metrics else None,
         "files": content(files),
-        "provenance": {**asdict(provenance), **code_state()},
-        "cost": {
-            **asdict(cost),
-            "device_seconds": device_seconds(cost),
-            "own_device_seconds": device_seconds(cost),
-        },
+        "provenance": {**asdict(provenance), "commit": code["commit"], "dirty": code["dirty"]},
+        "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
-    with locked(folder):
+    with locked(folder / ".lock", f"recording {section}"):
         if extend and (old := read_if_sound(path)):
-            record = extended(old, record)
+            record = extend_record(old, record)
         record = sealed(plain(record))
         append_line(folder / "records.jsonl", one_line(record))
         write_atomic(path, indented(record))
@@ -400,18 +296,14 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
             return machine.print0(f"{SECTION}: finished already, skipped")
     """
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
-    if (
-        record is None
-        or record["key"] != key
-        or (record["provenance"]["outputs"] and not record["files"])
-    ):
+    if record is None or record["key"] != key:
         return None
-    for name, was in record["files"].items():
-        file = base_dir() / name
-        if not file.is_file() or file.stat().st_size != was["bytes"]:
-            return None
-    whole = all(sha256_file(base_dir() / n) == f["sha256"] for n, f in record["files"].items())
-    return record if whole else None
+    files = {base_dir() / name: was for name, was in record["files"].items()}
+    if record["provenance"]["outputs"] and not files:
+        return None
+    same = all(p.is_file() and p.stat().st_size == was["bytes"] for p, was in files.items())
+    same = same and all(sha256_file(path) == was["sha256"] for path, was in files.items())
+    return record if same else None
 
 
 def read_records(
@@ -442,10 +334,16 @@ def read_records(
 def read_record(path: Path) -> dict[str, Any]:
     """The record in a file. Raises ValueError unless it is what was written, and a record."""
     try:
-        record = unseal(path.read_bytes().decode(), indented)
+        return check_record(unseal(path.read_bytes().decode(), indented))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
-    return check_record(record, path)
+
+
+def check_record(content: dict[str, Any]) -> dict[str, Any]:
+    """`content`, which has a seal, if it has every part of a record. Raises ValueError."""
+    if missing := PARTS - content.keys():
+        raise ValueError(f"it is no record, it has no {', '.join(sorted(missing))}")
+    return content
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
@@ -470,14 +368,13 @@ def read_history(
     wrong with those is appended to `damaged`.
     """
     path = report_folder(report_dir) / "records.jsonl"
-    return read_sealed_lines(path, damaged, lambda record: check_record(record, path))
+    return read_sealed_lines(path, damaged, check_record)
 
 
 def report_folder(report_dir: Path | str | None = None) -> Path:
     """Where records live: report/ under the base directory, or the folder given. Made if absent."""
     folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
-    with require_writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -488,18 +385,6 @@ def slug(section: str) -> str:
 
 # ------------------------------------------------------------------------------------------------
 # The parts of a record
-
-
-def code_state() -> dict[str, Any]:
-    """Commit of the running code, and whether files differ from it."""
-    state = git_state()
-    return {"commit": state["commit"], "dirty": state["dirty"]}
-
-
-def device_seconds(cost: Cost) -> float:
-    """Time of all devices together."""
-    given = cost.device_seconds
-    return cost.wall_seconds * cost.devices if given is None else given
 
 
 def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
@@ -519,26 +404,19 @@ def portable(path: Path) -> str:
     return str(path.relative_to(base_dir()) if path.is_relative_to(base_dir()) else path)
 
 
-def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """`new` with the values, items, tables and costs of `old` added, if their inputs are equal."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
-    titles = {table["title"] for table in new["tables"]}
-    spent = {
-        name: old["cost"][name] + new["cost"][name] for name in ("wall_seconds", "device_seconds")
-    }
-    values = {**old["values"], **new["values"]}
+    both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
     if new["values"].keys() >= old["values"].keys():
-        values = new["values"]  # in its order
-    return {
-        **new,
-        "values": {name: value for name, value in values.items() if value is not None},
-        "items": {**old["items"], **new["items"]},
-        "tables": [t for t in old["tables"] if t["title"] not in titles] + list(new["tables"]),
-        "series": {**old["series"], **new["series"]},
-        "files": {**old["files"], **new["files"]},
-        "cost": {**new["cost"], **spent},
-    }
+        both["values"] = new["values"]  # in its order
+    both["values"] = {name: value for name, value in both["values"].items() if value is not None}
+    titles = {table["title"] for table in new["tables"]}
+    tables = [table for table in old["tables"] if table["title"] not in titles]
+    spent = {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
+    cost = {**new["cost"], **spent}
+    return {**new, **both, "tables": [*tables, *new["tables"]], "cost": cost}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -569,14 +447,9 @@ def plain(value: Any) -> Any:
 def append_line(path: Path, line: str) -> None:
     """Append a line, after closing one that a killed process left open. The caller has the lock."""
     with path.open("ab+") as stream:
-        if stream.seek(0, os.SEEK_END) and not ends_with_newline(stream.fileno(), stream.tell()):
-            line = "\n" + line
-        stream.write(line.encode() + b"\n")
-
-
-def ends_with_newline(handle: int, size: int) -> bool:
-    """Whether the last of `size` bytes ends a line."""
-    return os.pread(handle, 1, size - 1) == b"\n"
+        size = stream.seek(0, os.SEEK_END)
+        torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
+        stream.write(b"\n" * bool(torn) + line.encode() + b"\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -620,15 +493,44 @@ def indented(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, among processes; a killed holder lets go by itself."""
-    path = folder / ".lock"
-    with require_writable(path):
-        handle = path.open("w")
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+# ---- The code, and what machines cost ------------------------------------------------------------
+
+
+GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
+DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
+OTHER_DOLLARS_PER_GPU_HOUR = 2.00
+
+
+def git(*words: str, repository: Path = REPOSITORY) -> str | None:
+    """The output of a git command in the repository, or None where git has no answer."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(repository), *words], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
+    """Branch, short commit, whether files differ from it, and the first line of its message."""
+    if git("rev-parse", "--is-inside-work-tree", repository=repository) != "true":
+        return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
+    others = [f":(exclude){path}" for path in GENERATED]
+    changes = git("status", "--porcelain", "--", ".", *others, repository=repository)
+    return {
+        "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
+        "commit": git("rev-parse", "--short=7", "HEAD", repository=repository) or "unknown",
+        "dirty": bool(changes),
+        "message": git("log", "-1", "--format=%s", repository=repository) or "",
+    }
+
+
+def default_rate(gpus: Sequence[str]) -> float:
+    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
+    rates = DOLLARS_PER_GPU_HOUR
+    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
+    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
 
 
 # ---- Summaries over records: metrics by stage, costs, warnings -----------------------------------

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 
-from nanochat import common, report
 from nanochat import records as records_module
+from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog, RunLogConfig
 from nanochat.records import (
@@ -344,7 +344,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
         values={"document bpb": estimate(1.5, 12000, 0.01), "val bpb": 1.3, "train bpb": 1.29},
         provenance=origin,
     )
-    figures = {"Base model loss": [report.Figure("Loss", "dev/report/loss.svg")]}
+    figures = {"Base model loss": [("Loss", "dev/report/loss.svg")]}
     text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
@@ -444,7 +444,7 @@ def reader_of(text: str):
     git = {"branch": text, "commit": text, "dirty": False, "message": text}
     header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
     header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
-    figures = {text: [report.Figure(text, "report of (me)/a.svg")]}
+    figures = {text: [(text, "report of (me)/a.svg")]}
     written = report.render([record_of(text), before, evaluated], header, "now", figures)
     tokens = RENDERER.parse(written)
     return written, [*tokens, *(child for token in tokens for child in token.children or [])]
@@ -640,7 +640,7 @@ def test_the_wall_clock_ends_before_rl_and_again_after_it():
     [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
 )
 def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
-    assert common.default_rate(gpus) == pytest.approx(dollars)
+    assert records_module.default_rate(gpus) == pytest.approx(dollars)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -700,8 +700,8 @@ def test_guests_from_other_runs_break_no_chain():
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     """A machine and a size of the code that are known, and found at once."""
-    monkeypatch.setattr(common, "hardware", lambda: HEADER["hardware"])
-    monkeypatch.setattr(common, "bloat", lambda: HEADER["bloat"])
+    monkeypatch.setattr(report, "hardware", lambda: HEADER["hardware"])
+    monkeypatch.setattr(report, "bloat", lambda: HEADER["bloat"])
 
 
 def finish_base_stage(base, report_dir=None):
@@ -768,7 +768,7 @@ def test_only_figures_of_newer_records_are_drawn_but_all_where_asked_for(base):
 def test_the_header_stays_that_of_the_machine_that_ran(base, monkeypatch):
     finish_base_stage(base)
     elsewhere = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
-    monkeypatch.setattr(common, "hardware", lambda: elsewhere)
+    monkeypatch.setattr(report, "hardware", lambda: elsewhere)
     text = report.update().read_text()
     assert "8x NVIDIA H100 80GB HBM3" in text and "A laptop" not in text
 
