@@ -418,13 +418,6 @@ def unpack(attempt: Attempt) -> Any:
     return attempt.result
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs that are ours to use, as CUDA_VISIBLE_DEVICES names them."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return [name.strip() for name in named.split(",")][:count]
-
-
 def init_machine(
     cfg: MachineConfig = MachineConfig(), seed: int = 0, steady: bool = True
 ) -> Machine:

@@ -507,7 +507,7 @@ def fetched(location: str) -> Path:
         fetch = functools.partial(store.fetch, name, downloader=downloader)
         return Path(with_retries(location, fetch, PATIENCE_SECONDS))
     except Refused as error:
-        raise Refused(error.parts[0], HINT) from error
+        raise Refused(error.args[0], HINT) from error
     except ValueError as error:  # pooch's, of another digest
         raise Refused(f"{location} is not the published bundle: {error}", HINT) from error
     except OSError as error:  # requests' errors too

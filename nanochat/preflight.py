@@ -18,18 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanochat import hardware
 from nanochat.attention import Backend, attend, attend_plain, segment_mask
 from nanochat.common import Refused, free_bytes, require_free
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import (
-    free_memory_bytes,
-    known_peak,
-    limit_memory,
-    peak_memory_bytes,
-    reset_peak_memory,
-    used_memory_bytes,
-)
 from nanochat.logger import duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
@@ -240,7 +233,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
     Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
     rank measures its own device, so they differ in it.
     """
-    if peak := known_peak(machine.device):
+    if peak := hardware.known_peak(machine.device):
         rate = peak.flops * GPU_EFFICIENCY
     else:
         rate = matrix_rate(machine, model.cfg.d_model) * CPU_EFFICIENCY
@@ -256,7 +249,7 @@ def row_bytes(model: GPT, trainable: Trainable, machine: Machine) -> int:
     for rows in (1, 2):  # their difference leaves out what does not grow with the batch
         ids = torch.zeros(rows, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
         loss = trainable.loss(ids, ids)
-        used.append(used_memory_bytes(machine.device))
+        used.append(hardware.used_memory_bytes(machine.device))
         del loss, ids
     return max(1, used[1] - used[0])
 
@@ -273,7 +266,7 @@ def most_rows(model: GPT, trainable: Trainable, machine: Machine) -> int:
     except torch.OutOfMemoryError:
         each = None
     torch.cuda.empty_cache()
-    room = free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
+    room = hardware.free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
     limit = 2 if each is None else max(1, int(room / (each * COMPILED_SHARE)))
     return int(min(machine.gather(limit)))
 
@@ -309,11 +302,11 @@ def rehearse(
             machine.synchronize()
             seconds = time.perf_counter() - started
 
-    reset_peak_memory(machine.device)
+    hardware.reset_peak_memory(machine.device)
     done = fits(accumulate, machine) and (not update or fits(optimizer.rehearse, machine))
-    peak = peak_memory_bytes(machine.device)
+    peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
-    reset_peak_memory(machine.device)
+    hardware.reset_peak_memory(machine.device)
     return (peak, seconds) if done else None
 
 
@@ -399,7 +392,7 @@ def prepare(
     `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
     one row fits.
     """
-    T, used = model.cfg.max_seq_len, used_memory_bytes(machine.device)
+    T, used = model.cfg.max_seq_len, hardware.used_memory_bytes(machine.device)
     rows = batch_tokens // T // machine.world_size
     limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
     device_rows = choose_device_rows(device_batch_size, rows, limit)
@@ -412,9 +405,11 @@ def prepare(
     # on a CPU the update is not measured: what undoes it takes more memory than it does
     update = machine.device.type == "cuda" or timed
     # the same limit on all ranks: one that alone ran out of memory would miss a collective
-    available = free_memory_bytes(machine.device) + used_memory_bytes(machine.device)
+    available = hardware.free_memory_bytes(machine.device) + hardware.used_memory_bytes(
+        machine.device
+    )
     reserve = GPU_RESERVE if device_batch_size is None else 0
-    with limit_memory(machine.device, min(machine.gather(available)) - reserve):
+    with hardware.limit_memory(machine.device, min(machine.gather(available)) - reserve):
         while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_batch_size is not None and device_rows > 1:
@@ -445,7 +440,7 @@ def require_memory(model: GPT, machine: Machine) -> None:
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state
     neighbours = machine.local_size if machine.device.type != "cuda" else 1
     needed = neighbours * (2 * weights + state // machine.world_size)
-    free = free_memory_bytes(machine.device)
+    free = hardware.free_memory_bytes(machine.device)
     if machine.any(needed > free):
         raise Refused(
             f"{model.num_params():,} parameters with their gradients and the optimizer's state "
@@ -500,7 +495,7 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
 def describe_memory(memory: Memory, device_rows: int, machine: Machine) -> str:
     """What a run takes on each device, and what there is for it: weights and state included."""
     parts = [f"{name} {n / 2**20:,.0f}" for name, n in memory._asdict().items()]
-    available = memory.weights + memory.optimizer + free_memory_bytes(machine.device)
+    available = memory.weights + memory.optimizer + hardware.free_memory_bytes(machine.device)
     return (
         f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
         f"{', '.join(parts)}; {available / 2**20:,.0f} available"

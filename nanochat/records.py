@@ -84,20 +84,11 @@ SECTIONS: dict[str, str] = {
     "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
     "Chat evaluation rl": CHAT_KEYS,
 }
-# Column of the summary -> the sections whose metrics it shows.
-COLUMNS = {
-    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
-    "MID": ("Chat evaluation mid",),
-    "SFT": ("Chat evaluation sft",),
-    "RL": ("Chat evaluation rl",),
-}
-BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
-LOWER_IS_BETTER = frozenset({"val bpb"})
-
 
 # ---- Writing and reading records -----------------------------------------------------------------
 
 
+Record = Mapping[str, Any]
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
@@ -113,7 +104,6 @@ PARTS = frozenset(
     "provenance cost".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
-NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
 
 
 @dataclass(frozen=True)
@@ -161,28 +151,6 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = 
             if record["provenance"]["outputs"].get(name) == print_:
                 return record["provenance"]["run_id"]
     return new_run_id()
-
-
-def ancestors(
-    print_: str, inputs: Mapping[str, str], report_dir: Path | str | None = None
-) -> set[str]:
-    """
-    A checkpoint and all the checkpoints it comes from, by fingerprint, as far as they are recorded.
-
-    inputs: what its own stage has read; text, rows and tokenizers are no ancestors.
-    """
-    made = {
-        output: record["provenance"]["inputs"]
-        for record in read_history(report_dir)
-        for output in record["provenance"]["outputs"].values()
-    }
-    found, waiting = {print_}, [inputs]
-    while waiting:
-        for name, parent in waiting.pop().items():
-            if name not in NO_PARENTS and parent not in found:
-                found.add(parent)
-                waiting.append(made.get(parent, {}))
-    return found
 
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
@@ -318,8 +286,9 @@ def read_records(
     records = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
-            if not looks_like_one(read_json(path)):
-                continue
+            content = read_json(path)
+            if isinstance(content, dict) and not {"section", "provenance"} & content.keys():
+                continue  # the header of the report
             record = read_record(path)
             if path.stem != slug(record["section"]):
                 raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
@@ -353,11 +322,6 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         print(f"passed over: {printable(error)}", flush=True)
         return None
-
-
-def looks_like_one(content: Any) -> bool:
-    """Whether a JSON file of the folder means to be a record, though it may be damaged."""
-    return not isinstance(content, dict) or bool({"section", "provenance", "cost"} & content.keys())
 
 
 def read_history(
@@ -471,10 +435,8 @@ def read_sealed_lines(
     was written, or that `check` rejects with a ValueError, are left out and named in `damaged`.
     """
     found = []
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
-        if not line and number == len(lines):
-            continue
         try:
             found.append(check(unseal(line.decode(), one_line)))
         except (ValueError, RecursionError) as error:
@@ -498,7 +460,7 @@ def indented(value: Any) -> str:
 
 GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
-OTHER_DOLLARS_PER_GPU_HOUR = 2.00
+OTHER_PER_HOUR = 2.00
 
 
 def git(*words: str, repository: Path = REPOSITORY) -> str | None:
@@ -514,70 +476,25 @@ def git(*words: str, repository: Path = REPOSITORY) -> str | None:
 
 def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
     """Branch, short commit, whether files differ from it, and the first line of its message."""
-    if git("rev-parse", "--is-inside-work-tree", repository=repository) != "true":
+    commit = git("rev-parse", "--short=7", "HEAD", repository=repository)
+    if commit is None:
         return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
     others = [f":(exclude){path}" for path in GENERATED]
-    changes = git("status", "--porcelain", "--", ".", *others, repository=repository)
     return {
         "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
-        "commit": git("rev-parse", "--short=7", "HEAD", repository=repository) or "unknown",
-        "dirty": bool(changes),
+        "commit": commit,
+        "dirty": bool(git("status", "--porcelain", "--", ".", *others, repository=repository)),
         "message": git("log", "-1", "--format=%s", repository=repository) or "",
     }
 
 
 def default_rate(gpus: Sequence[str]) -> float:
     """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
-    rates = DOLLARS_PER_GPU_HOUR
-    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
-    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
+    prices = DOLLARS_PER_GPU_HOUR.items()
+    return sum(next((p for kind, p in prices if kind in name), OTHER_PER_HOUR) for name in gpus)
 
 
-# ---- Summaries over records: metrics by stage, costs, warnings -----------------------------------
-
-
-Record = Mapping[str, Any]
-GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
-
-
-def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for column, record in in_columns(records):
-        for key, value in record["values"].items():
-            if is_metric(record["section"], key, value):
-                found.setdefault(metric_name(key), {})[column] = value
-    names = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
-    return {name: found[name] for name in names}
-
-
-def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Column -> metric -> what its items scored, as the records have it."""
-    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
-    for column, record in in_columns(records):
-        for key, entry in record.get("items", {}).items():
-            found[column][metric_name(key)] = entry
-    return found
-
-
-def in_columns(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """The records that the summary's columns show, each with its column."""
-    for record in records:
-        for column, sections in COLUMNS.items():
-            if record["section"] in sections:
-                yield column, record
-
-
-def metric_name(key: str) -> str:
-    """What the summary calls a value of a record."""
-    return str(BASE_METRICS.get(key, key))
-
-
-def is_metric(section: str, key: str, value: Any) -> bool:
-    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
-    if not section.startswith("Chat evaluation"):
-        return key in BASE_METRICS
-    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+# ---- Values ------------------------------------------------------------------------------------
 
 
 def plain_value(value: Any) -> Any:
@@ -591,114 +508,6 @@ def standard_error(value: Any) -> float:
     return float(value["se"]) if known else math.nan
 
 
-def differences(
-    found: Mapping[str, Mapping[str, Any]],
-    items: Mapping[str, Mapping[str, Any]] = {},
-    order: Sequence[str] = tuple(COLUMNS),
-) -> dict[str, Any]:
-    """
-    Table of what each column changed: per metric, against the one before it that has one.
-
-    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
-    elsewhere the standard error is that of a difference of independent measurements.
-    """
-    rows = []
-    for name, by in found.items():
-        columns = [column for column in order if column in by]
-        for before, after in zip(columns, columns[1:], strict=False):
-            pairs = paired(name, items.get(before, {}), items.get(after, {}))
-            if pairs:
-                change, error = pairs.difference, pairs.se
-            else:
-                change = float(plain_value(by[after])) - float(plain_value(by[before]))
-                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
-            noise = ["-", "noise unknown"]
-            if math.isfinite(error):
-                gain = -change if name in LOWER_IS_BETTER else change
-                noise = [f"{error:.4f}", stats.verdict(gain, error)]
-            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
-    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
-    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
-
-
-def paired(
-    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> stats.Comparison | None:
-    """Compare a metric on the items of two columns; None unless both have scores of the same."""
-    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
-    if weights[0] != weights[1]:
-        return None
-    parts = []
-    for part in weights[0]:
-        old, new = before.get(part), after.get(part)
-        if old is None or new is None or old["of"] != new["of"]:
-            return None
-        parts.append(stats.compare(read_scores(old), read_scores(new)))
-    return stats.combine(parts, list(weights[0].values()))
-
-
-def show_pairs(pairs: stats.Comparison | None) -> str:
-    """What became of the items, in words."""
-    if pairs is None:
-        return "-"
-    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
-
-
-def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
-    """Table of what each stage took, in time and in money at the machine's hourly rate."""
-    rows = []
-    for record in records:
-        cost = record["cost"]
-        devices = f"{cost['devices']}x {cost['device']}"
-        rows.append([record["section"], cost["wall_seconds"], cost["device_seconds"], devices])
-    if rows:
-        rows.append(["Total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""])
-    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
-    cells = [
-        [name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", on, f"${wall / 3600 * hourly_rate:.2f}"]
-        for name, wall, busy, on in rows
-    ]
-    return {"title": "Cost", "columns": columns, "rows": cells}
-
-
-def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
-    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
-    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
-    before_rl = [end for section, end in ends.items() if "rl" not in slug(section).split("-")]
-    spans = {"Total wall clock time": before_rl}
-    if len(before_rl) < len(ends):
-        spans["Total wall clock time with RL"] = list(ends.values())
-    started = seconds(run_started)
-    return {label: int(max(times) - started) // 60 for label, times in spans.items() if times}
-
-
 def seconds(timestamp: str) -> float:
     """A timestamp as seconds since the epoch."""
     return datetime.strptime(timestamp, TIME_FORMAT).timestamp()
-
-
-def find_faults(records: Sequence[Record]) -> list[str]:
-    """
-    What breaks the chain from section to section: several runs, several versions of the code, a
-    stage that read something else than what the stage before it is recorded to have made. What
-    scores or compares models from outside the run is no part of the chain.
-    """
-    faults = []
-    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
-    for what, key in {"runs": "run_id", "commits": "commit"}.items():
-        groups: dict[str, list[str]] = {}
-        for record in records:
-            groups.setdefault(record["provenance"][key], []).append(record["section"])
-        if len(groups) > 1:
-            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
-            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
-    for record in records:
-        for name, read in record["provenance"]["inputs"].items():
-            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
-            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
-            if made and read not in made:
-                others = " and ".join(
-                    f"{section} made {print_}" for print_, section in made.items()
-                )
-                faults.append(f"{record['section']} read {name} {read}, but {others}.")
-    return faults

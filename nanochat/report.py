@@ -9,6 +9,7 @@ line; what we add comes after them. Nothing is read back from the text of a repo
 and values are text from elsewhere (models, data, users): `escape` makes Markdown show it as it is.
 """
 
+import math
 import platform
 import re
 import shutil
@@ -22,6 +23,7 @@ from urllib.parse import quote
 
 import psutil
 
+from nanochat import stats
 from nanochat.common import (
     REPOSITORY,
     base_dir,
@@ -32,26 +34,23 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.records import (
-    COLUMNS,
+    ADDED_COSTS,
+    CHAT_TASKS,
     GENERATED,
     SECTIONS,
     TIME_FORMAT,
     Record,
     default_rate,
-    differences,
-    find_faults,
     git,
     git_state,
-    ledger,
-    metrics,
     plain_value,
     read_history,
     read_records,
+    read_scores,
     report_folder,
-    scores_by_item,
     seconds,
     slug,
-    wall_clock,
+    standard_error,
 )
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
@@ -404,6 +403,162 @@ def render_table(table: Record) -> str:
     rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
     lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
     return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# Summaries over records: metrics by stage, costs, warnings
+
+# Column of the summary -> the sections whose metrics it shows.
+COLUMNS = {
+    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
+    "MID": ("Chat evaluation mid",),
+    "SFT": ("Chat evaluation sft",),
+    "RL": ("Chat evaluation rl",),
+}
+BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
+LOWER_IS_BETTER = frozenset({"val bpb"})
+RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
+GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
+
+
+def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for column, record in in_columns(records):
+        for key, value in record["values"].items():
+            if is_metric(record["section"], key, value):
+                found.setdefault(metric_name(key), {})[column] = value
+    return dict(sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0])))
+
+
+def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Column -> metric -> what its items scored, as the records have it."""
+    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for column, record in in_columns(records):
+        found[column] |= {metric_name(key): scores for key, scores in record["items"].items()}
+    return found
+
+
+def in_columns(records: Sequence[Record]) -> list[tuple[str, Record]]:
+    """The records that the summary's columns show, each with its column."""
+    return [(c, r) for r in records for c, names in COLUMNS.items() if r["section"] in names]
+
+
+def metric_name(key: str) -> str:
+    """What the summary calls a value of a record."""
+    return str(BASE_METRICS.get(key, key))
+
+
+def is_metric(section: str, key: str, value: Any) -> bool:
+    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
+    if not section.startswith("Chat evaluation"):
+        return key in BASE_METRICS
+    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+
+
+def differences(
+    found: Mapping[str, Mapping[str, Any]],
+    items: Mapping[str, Mapping[str, Any]] = {},
+    order: Sequence[str] = tuple(COLUMNS),
+) -> dict[str, Any]:
+    """
+    Table of what each column changed: per metric, against the one before it that has one.
+
+    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
+    elsewhere the standard error is that of a difference of independent measurements.
+    """
+    rows = []
+    for name, by in found.items():
+        columns = [column for column in order if column in by]
+        for before, after in zip(columns, columns[1:], strict=False):
+            pairs = paired(name, items.get(before, {}), items.get(after, {}))
+            if pairs:
+                change, error = pairs.difference, pairs.se
+            else:
+                change = float(plain_value(by[after])) - float(plain_value(by[before]))
+                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
+            noise = ["-", "noise unknown"]
+            if math.isfinite(error):
+                gain = -change if name in LOWER_IS_BETTER else change
+                noise = [f"{error:.4f}", stats.verdict(gain, error)]
+            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
+    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
+    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
+
+
+def paired(
+    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> stats.Comparison | None:
+    """Compare a metric on the items of two columns; None unless both have scores of the same."""
+    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
+    if weights[0] != weights[1]:
+        return None
+    parts = []
+    for part in weights[0]:
+        old, new = before.get(part), after.get(part)
+        if old is None or new is None or old["of"] != new["of"]:
+            return None
+        parts.append(stats.compare(read_scores(old), read_scores(new)))
+    return stats.combine(parts, list(weights[0].values()))
+
+
+def show_pairs(pairs: stats.Comparison | None) -> str:
+    """What became of the items, in words."""
+    if pairs is None:
+        return "-"
+    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
+
+
+def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+    """Table of what each stage took, in time and in money at the machine's hourly rate."""
+    costs = [(r["section"], r["cost"]) for r in records]
+    if costs:
+        total = {n: sum(cost[n] for _, cost in costs) for n in ADDED_COSTS}
+        costs.append(("Total", total))
+    rows = []
+    for name, cost in costs:
+        wall, busy = cost["wall_seconds"], cost["device_seconds"]
+        devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
+        price = f"${wall / 3600 * hourly_rate:.2f}"
+        rows.append([name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", devices, price])
+    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
+    return {"title": "Cost", "columns": columns, "rows": rows}
+
+
+def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
+    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
+    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
+    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
+    spans = {"Total wall clock time": before_rl}
+    if len(before_rl) < len(ends):
+        spans["Total wall clock time with RL"] = ends
+    started = seconds(run_started)
+    return {label: int(max(s.values()) - started) // 60 for label, s in spans.items() if s}
+
+
+def find_faults(records: Sequence[Record]) -> list[str]:
+    """
+    What breaks the chain from section to section: several runs, several versions of the code, a
+    stage that read something else than what the stage before it is recorded to have made. What
+    scores or compares models from outside the run is no part of the chain.
+    """
+    faults = []
+    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
+    for what, key in {"runs": "run_id", "commits": "commit"}.items():
+        groups: dict[str, list[str]] = {}
+        for record in records:
+            groups.setdefault(record["provenance"][key], []).append(record["section"])
+        if len(groups) > 1:
+            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
+            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
+    for record in records:
+        for name, read in record["provenance"]["inputs"].items():
+            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
+            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
+            if made and read not in made:
+                others = " and ".join(f"{section} made {each}" for each, section in made.items())
+                faults.append(f"{record['section']} read {name} {read}, but {others}.")
+    return faults
 
 
 # ------------------------------------------------------------------------------------------------

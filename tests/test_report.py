@@ -529,7 +529,7 @@ def test_a_difference_is_told_with_its_noise():
         record("Chat evaluation rl", values={"AQUA": estimate(0.2717, 254, 0.0279)}),
         record("Base model evaluation", values={"CORE metric": 0.1}),
     ]
-    table = records_module.differences(records_module.metrics(records))
+    table = report.differences(report.metrics(records))
     assert table["rows"] == [
         ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise", "-"],
         ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "better", "-"],
@@ -541,14 +541,14 @@ def test_a_difference_is_told_with_its_noise():
 
 def test_a_difference_without_errors_claims_nothing():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert records_module.differences(found)["rows"] == [
+    assert report.differences(found)["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
 def test_fewer_bits_are_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    assert records_module.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+    assert report.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
 def test_every_metric_of_two_stages_in_succession_has_its_difference():
@@ -558,7 +558,7 @@ def test_every_metric_of_two_stages_in_succession_has_its_difference():
         record(f"Chat evaluation {stage}", values=v)
         for stage, v in zip(stages, values, strict=True)
     ]
-    rows = records_module.differences(records_module.metrics(records))["rows"]
+    rows = report.differences(report.metrics(records))["rows"]
     assert [row[:3] for row in rows] == [
         ["AQUA", "MID to SFT", "+0.2000"],
         ["AQUA", "SFT to RL", "+0.1000"],
@@ -607,8 +607,8 @@ def test_stages_that_answered_other_items_are_compared_as_independent():
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
     ]
-    found = records_module.metrics(records), records_module.scores_by_item(records)
-    rows = records_module.differences(*found)["rows"]
+    found = report.metrics(records), report.scores_by_item(records)
+    rows = report.differences(*found)["rows"]
     assert rows[0] == ["ARC-Easy", "MID to SFT", "+0.5000", "0.0707", "better", "-"]
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
@@ -616,7 +616,7 @@ def test_stages_that_answered_other_items_are_compared_as_independent():
 def test_the_ledger_adds_up_time_and_money():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]
-    rows = records_module.ledger(records, 24.0)["rows"]
+    rows = report.ledger(records, 24.0)["rows"]
     assert rows == [
         ["Base model training", "60.00m", "480.00m", "8x H100", "$24.00"],
         ["Chat SFT", "1.50m", "12.00m", "8x H100", "$0.60"],
@@ -662,7 +662,7 @@ def chain(**changes):
 def test_a_report_of_one_run_has_no_warning():
     text = report.render(chain(), HEADER, "now")
     assert "WARNING" not in text
-    assert records_module.find_faults(chain()) == []
+    assert report.find_faults(chain()) == []
 
 
 def test_a_retrained_tokenizer_is_told_plainly():
@@ -678,7 +678,7 @@ def test_a_retrained_tokenizer_is_told_plainly():
 
 def test_sections_of_several_runs_or_commits_are_told_plainly():
     records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
-    faults = records_module.find_faults(records)
+    faults = report.find_faults(records)
     assert faults == [
         "They come from 2 runs: run-1 (Tokenizer training, Base model training); "
         "run-2 (Midtraining).",
@@ -690,7 +690,7 @@ def test_sections_of_several_runs_or_commits_are_told_plainly():
 def test_guests_from_other_runs_break_no_chain():
     guest = {**chain()[0], "section": "Evaluation of gpt2"}
     guest["provenance"] = {**guest["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
-    assert records_module.find_faults([*chain(), guest]) == []
+    assert report.find_faults([*chain(), guest]) == []
 
 
 # ------------------------------------------------------------------------------------------------
