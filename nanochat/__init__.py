@@ -3,7 +3,7 @@ Train your own chat model: text -> tokenizer -> base -> mid -> SFT -> RL -> chat
 
 The core, in reading order; a module imports only from those above it:
 
-    common          files, locks, stop signals, facts about the code and the machine
+    common          files, locks, stop signals
     config          command-line flags from dataclasses
     hardware        peak throughput and memory of devices
     distributed     ranks, devices, dtypes, collectives, heartbeats
@@ -37,7 +37,7 @@ The core, in reading order; a module imports only from those above it:
     stage           a training stage around the loop
     evaluators      evaluation during pretraining
     plots           figures of the report
-    report          report.md
+    report          summaries of the records, report.md
     finetune        mid training and SFT
     rl              reinforcement learning
 

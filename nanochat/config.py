@@ -16,7 +16,6 @@ import atexit
 import dataclasses
 import difflib
 import errno
-import functools
 import inspect
 import os
 import signal
@@ -134,14 +133,13 @@ def parse(
             refuse(f"there is no --{name} here: {retired[name]}")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     filled = tyro.cli(
-        with_help(type(default)),
-        default=copy_into(with_help(type(default)), default),
+        with_help(default),
         args=normalize(args, known, letters),
         prog=f"python -m {spec.name}" if spec else None,
         description=(doc or "").replace("\nWrites ", "\n\nWrites "),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
-    return copy_into(type(default), filled)
+    return fill(default, filled)
 
 
 def short(letter: str, default: Any) -> Any:
@@ -172,31 +170,30 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-@functools.cache
-def with_help(cls: type) -> type:
-    """A twin of a config dataclass whose settings carry their help where tyro looks for it."""
-    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    fields = []
-    for f in dataclasses.fields(cls):
-        hint = hints[f.name]
-        if dataclasses.is_dataclass(hint):
-            fields.append((f.name, with_help(typing.cast(type, hint))))
+def with_help(cfg: Any) -> type:
+    """A twin of a config's class: its values are defaults, its help is where tyro looks for it."""
+    hints, docs = typing.get_type_hints(type(cfg)), field_docs(type(cfg))
+    fields: list[Any] = []
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            twin = with_help(value)
+            fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
             continue
         shown = tyro.conf.arg(
             help=docs.get(f.name),
-            help_behavior_hint="" if f.default is None else None,  # its help says what None means
+            help_behavior_hint="" if value is None else None,  # its help says what None means
             aliases=f.metadata.get("aliases"),
         )
-        fields.append((f.name, typing.Annotated[hint, shown]))
-    return dataclasses.make_dataclass(cls.__name__, fields)
+        fields.append((f.name, typing.Annotated[hints[f.name], shown], value))
+    return dataclasses.make_dataclass(type(cfg).__name__, fields)
 
 
-def copy_into(cls: type[C], source: Any) -> C:
-    """An instance of `cls` with the values of `source`, which has the same settings."""
-    hints = typing.get_type_hints(cls)
-    values = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
-    nested = {n: copy_into(hints[n], v) for n, v in values.items() if dataclasses.is_dataclass(v)}
-    return cls(**values | nested)
+def fill(cfg: C, twin: Any) -> C:
+    """A config with the values of its twin."""
+    values = {name: getattr(twin, name) for name in vars(cfg)}
+    nested = {n: fill(v, values[n]) for n, v in vars(cfg).items() if dataclasses.is_dataclass(v)}
+    return dataclasses.replace(cfg, **values | nested)  # type: ignore
 
 
 def options(annotation: Any) -> tuple[Any, ...]:

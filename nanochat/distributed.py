@@ -354,15 +354,27 @@ class Machine:
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the main rank, on every rank; what it raises, too."""
-        return unpack(self.broadcast(attempt(self, self.is_main, what, work)))
+        return unpack(self.broadcast(self.attempt(self.is_main, what, work)))
 
     def on_node(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank of this node, on all its ranks; what it raises,
         too, on the ranks of all nodes."""
-        mine = attempt(self, self.local_rank == 0, what, work)
+        mine = self.attempt(self.local_rank == 0, what, work)
         every = self.gather(mine)
         failed = next((each for each in (mine, *every) if each.error), None)
         return unpack(failed or every[self.rank - self.local_rank])
+
+    def attempt(self, mine: bool, what: str, work: Callable[[], Any]) -> "Attempt":
+        """Do the work, where it is this rank's, and tell the others so as long as it takes."""
+        if not mine:
+            return Attempt()
+        with self.working(what):
+            try:
+                return Attempt(work())
+            except Exception as error:
+                if self.world_size == 1:
+                    raise
+                return Attempt(error=portable(error))
 
     def synchronize(self) -> None:
         """Wait for the device's queue, so that a clock read next is true."""
@@ -388,19 +400,6 @@ class Attempt(NamedTuple):
     error: Exception | None = None
 
 
-def attempt(machine: Machine, mine: bool, what: str, work: Callable[[], Any]) -> Attempt:
-    """Do the work, where it is this rank's, and tell the others so as long as it takes."""
-    if not mine:
-        return Attempt()
-    with machine.working(what):
-        try:
-            return Attempt(work())
-        except Exception as error:
-            if machine.world_size == 1:
-                raise
-            return Attempt(error=portable(error))
-
-
 def portable(error: Exception) -> Exception:
     """An error that other ranks can receive: one that pickle cannot carry as a RuntimeError."""
     with suppress(Exception):
@@ -418,6 +417,13 @@ def unpack(attempt: Attempt) -> Any:
     return attempt.result
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that are ours to use, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in named.split(",")][:count]
+
+
 def init_machine(
     cfg: MachineConfig = MachineConfig(), seed: int = 0, steady: bool = True
 ) -> Machine:
@@ -429,14 +435,11 @@ def init_machine(
 
     Raises ValueError when the asked-for device is not there.
     """
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    env = os.environ
+    rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
+    world_size = int(env.get("WORLD_SIZE", 1))
+    mps = torch.backends.mps.is_available()
+    present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     kind = cfg.device_type or next(kind for kind in present if present[kind])
     if not present[kind]:
         raise ValueError(f"--device_type={kind}, but PyTorch sees no such device; try cpu")
@@ -450,15 +453,15 @@ def init_machine(
     if world_size > 1 and not dist.is_initialized():
         heartbeat = join(device, rank, world_size, 60 * cfg.collective_timeout_minutes)
     if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     dtype = DTYPES[cfg.dtype] if cfg.dtype else default_dtype(device)
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    launch = env.get("TORCHELASTIC_RUN_ID", "")
     if launch == "none":  # torchrun has no name for it: that of the process that launched us
         launch = f"{socket.gethostname()}-{os.getppid()}"
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return Machine(
         rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat
     )

@@ -8,9 +8,8 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import cycler, rc_context
 from matplotlib.axes import Axes
@@ -65,8 +64,7 @@ SMOOTHED = ("loss", "reward")
 FROM_ZERO = ("grad_norm", "lr", "tokens_per_second")
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One set of axes with named curves."""
 
     title: str
@@ -119,7 +117,7 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
-    """SVG of horizontal bars, largest first, with their values and +- one error where known."""
+    """SVG of horizontal bars, largest first, with their values and +- one error if it is finite."""
     names = sorted(values, key=lambda name: (not math.isfinite(values[name]), -values[name], name))
     lengths = [values[name] if math.isfinite(values[name]) else 0.0 for name in names]
     with rc_context({**STYLE, "axes.grid": False}):
@@ -130,7 +128,7 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
             lengths,
             height=0.68,
             color=[BLUE if length >= 0 else ORANGE for length in lengths],
-            xerr=[errors.get(name, 0.0) for name in names] if errors else None,
+            xerr=[errors.get(name, math.nan) for name in names],
             error_kw={"ecolor": INK, "elinewidth": 1.0, "capsize": 2.0},
         )
         axes.bar_label(bars, [f"{values[name]:.3f}" for name in names], padding=4, fontsize=8)
@@ -237,15 +235,14 @@ def loss_by_epoch(entries: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
-    fixed = SECTIONS[record["section"]].split(", ")
+    fixed = SECTIONS[record["section"]].split(", ")[2:]  # without model and average
     tasks = {
         key: value
         for key, value in record["values"].items()
-        if key not in ("Model", "CORE metric") and (isinstance(value, Mapping) or key in fixed)
+        if key != "CORE metric" and (isinstance(value, Mapping) or key in fixed)
     }
     scores = {key: float(plain_value(value)) for key, value in tasks.items()}
     errors = {key: standard_error(value) for key, value in tasks.items()}
-    errors = {key: error for key, error in errors.items() if math.isfinite(error)}
     draw = partial(bar_figure, "Centered score per task (0 = chance)", scores, errors)
     return {"core": ("CORE per task", draw)} if scores else {}
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,8 +270,12 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
     files = {base_dir() / name: was for name, was in record["files"].items()}
     if record["provenance"]["outputs"] and not files:
         return None
-    same = all(p.is_file() and p.stat().st_size == was["bytes"] for p, was in files.items())
-    same = same and all(sha256_file(path) == was["sha256"] for path, was in files.items())
+    same = all(
+        path.is_file()
+        and path.stat().st_size == was["bytes"]
+        and sha256_file(path) == was["sha256"]
+        for path, was in files.items()
+    )
     return record if same else None
 
 
@@ -353,12 +358,10 @@ def slug(section: str) -> str:
 
 def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of files, and of all files below folders, by `portable` name."""
-    found: list[Path] = []
-    for path in files:
-        found += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
     return {
         portable(path): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in found
+        for path in chain.from_iterable(below)
     }
 
 
@@ -465,13 +468,12 @@ OTHER_PER_HOUR = 2.00
 
 def git(*words: str, repository: Path = REPOSITORY) -> str | None:
     """The output of a git command in the repository, or None where git has no answer."""
+    command = ["git", "-C", str(repository), *words]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(repository), *words], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+    return output.rstrip("\n")
 
 
 def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
@@ -494,7 +496,7 @@ def default_rate(gpus: Sequence[str]) -> float:
     return sum(next((p for kind, p in prices if kind in name), OTHER_PER_HOUR) for name in gpus)
 
 
-# ---- Values ------------------------------------------------------------------------------------
+# ---- Values of records ---------------------------------------------------------------------------
 
 
 def plain_value(value: Any) -> Any:

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -216,7 +217,7 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     names = tracked.split("\0") if tracked else list_files(repository)
     code = [name for name in names if name.endswith(CODE_SUFFIXES)]
     paths = [repository / name for name in code if not name.startswith(GENERATED)]
-    texts = [path.read_text(errors="replace") for path in paths if path.is_file()]
+    texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
     characters = sum(map(len, texts))
     lock = repository / "uv.lock"
     return {
@@ -230,9 +231,8 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
 
 def list_files(repository: Path) -> list[str]:
     """Relative names of all files outside hidden and build folders."""
-    names = [path.relative_to(repository) for path in repository.rglob("*")]
-    hidden = [{part for part in name.parts if part.startswith(".")} for name in names]
-    return [str(n) for n, h in zip(names, hidden, strict=True) if not h | NOT_CODE & {*n.parts}]
+    paths = [path.relative_to(repository) for path in repository.rglob("*")]
+    return [str(p) for p in paths if not NOT_CODE & {*p.parts} and "/." not in f"/{p}"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -254,12 +254,9 @@ def render(
     sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
     records that were left out.
     """
-    by_name = {
-        record["section"]: record for record in sorted(records, key=lambda r: r["timestamp"])
-    }
-    order = [name for name in SECTIONS if name in by_name]
-    order += [name for name in by_name if name not in SECTIONS]
-    ordered = [by_name[name] for name in order]
+    fixed = {name: i for i, name in enumerate(SECTIONS)}
+    places = [(fixed.get(r["section"], len(fixed)), r["timestamp"]) for r in records]
+    ordered = [records[i] for i in sorted(range(len(records)), key=places.__getitem__)]
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
     sections += [
         "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
@@ -280,7 +277,8 @@ def render(
 
 def render_header(header: Record, generated: str) -> str:
     """Everything above the first section."""
-    code, machine, gpus = header["git"], header["hardware"], header["hardware"]["gpus"]
+    code, machine, software = header["git"], header["hardware"], header["software"]
+    gpus = machine["gpus"]
     facts = {
         "Git Information": {
             "Branch": code["branch"],
@@ -297,10 +295,7 @@ def render_header(header: Record, generated: str) -> str:
             "Hourly Rate": f"${header['hourly_rate']:.2f}/hour",
             "CPU Model": machine["cpu"],
         },
-        "Software": {
-            "Python": header["software"]["python"],
-            "PyTorch": header["software"]["torch"],
-        },
+        "Software": {"Python": software["python"], "PyTorch": software["torch"]},
     }
     blocks = [f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment"]
     for title, entries in facts.items():
@@ -312,14 +307,10 @@ def render_header(header: Record, generated: str) -> str:
 
 def render_bloat(bloat: Mapping[str, int]) -> str:
     """The size of the code, as it stands in the header and again in the summary."""
-    labels = {
-        "characters": "Characters",
-        "lines": "Lines",
-        "files": "Files",
-        "tokens": "Tokens (approx)",
-        "lock_lines": "Dependencies (uv.lock lines)",
-    }
-    return "\n".join(f"- {label}: {bloat[name]:,}" for name, label in labels.items())
+    names = ("characters", "lines", "files", "tokens", "lock_lines")
+    labels = ("Characters", "Lines", "Files", "Tokens (approx)", "Dependencies (uv.lock lines)")
+    shown = dict(zip(labels, names, strict=True))
+    return "\n".join(f"- {label}: {bloat[name]:,}" for label, name in shown.items())
 
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
@@ -328,7 +319,9 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     entries = {**record["settings"], **record["values"]}
     own = [bullet(key, entries[key]) for key in fixed or entries if key in entries]
     ours = [bullet(key, entries[key]) for key in entries if fixed and key not in fixed]
-    ours += [bullet("provenance", show_provenance(record)), bullet("cost", show_cost(record))]
+    cost = record["cost"]
+    spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
+    ours += [bullet("provenance", show_provenance(record)), bullet("cost", spent)]
     tables = [render_table(t) for t in record["tables"]]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
     links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
@@ -360,8 +353,11 @@ def show(value: Any) -> str:
     """A value as the report prints it, on one line."""
     if isinstance(value, Mapping):
         error = "" if value.get("se") is None else f" +- {show(value['se'])}"
-        count = "" if value.get("n") is None else f" (n={value['n']:,}{show_repeats(value)})"
-        return f"{show(value['value'])}{error}{count}"
+        count = "" if value.get("n") is None else f"n={value['n']:,}"
+        if (value.get("k") or 1) > 1:  # items asked several times, and the parts of the error
+            parts = f"items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
+            count += f", k={value['k']}; {parts}"
+        return f"{show(value['value'])}{error}" + (count and f" ({count})")
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -369,13 +365,6 @@ def show(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
     return one_line(str(value))
-
-
-def show_repeats(value: Mapping[str, Any]) -> str:
-    """Of items asked several times: how often, and the parts of the error."""
-    if (value.get("k") or 1) == 1:
-        return ""
-    return f", k={value['k']}; items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
 
 
 def show_provenance(record: Record) -> str:
@@ -388,12 +377,6 @@ def show_provenance(record: Record) -> str:
     )
     flow = (read and f"; {read}") + (made and f" -> {made}")
     return f"run {origin['run_id']}, commit {origin['commit']}{dirty}, seed {origin['seed']}{flow}"
-
-
-def show_cost(record: Record) -> str:
-    """Wall clock and devices, on one line."""
-    cost = record["cost"]
-    return f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
 
 
 def render_table(table: Record) -> str:
@@ -470,10 +453,13 @@ def differences(
     rows = []
     for name, by in found.items():
         columns = [column for column in order if column in by]
-        for before, after in zip(columns, columns[1:], strict=False):
-            pairs = paired(name, items.get(before, {}), items.get(after, {}))
+        for before, after in pairwise(columns):
+            pairs, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
             if pairs:
                 change, error = pairs.difference, pairs.se
+                counts = (
+                    f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
+                )
             else:
                 change = float(plain_value(by[after])) - float(plain_value(by[before]))
                 error = math.hypot(standard_error(by[before]), standard_error(by[after]))
@@ -481,32 +467,21 @@ def differences(
             if math.isfinite(error):
                 gain = -change if name in LOWER_IS_BETTER else change
                 noise = [f"{error:.4f}", stats.verdict(gain, error)]
-            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
+            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, counts])
     columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
     return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
 
 
-def paired(
-    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> stats.Comparison | None:
+def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
     """Compare a metric on the items of two columns; None unless both have scores of the same."""
-    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
-    if weights[0] != weights[1]:
+    weights = before.get(name, {}).get("weights", {name: 1.0})
+    if weights != after.get(name, {}).get("weights", {name: 1.0}):
         return None
-    parts = []
-    for part in weights[0]:
-        old, new = before.get(part), after.get(part)
-        if old is None or new is None or old["of"] != new["of"]:
-            return None
-        parts.append(stats.compare(read_scores(old), read_scores(new)))
-    return stats.combine(parts, list(weights[0].values()))
-
-
-def show_pairs(pairs: stats.Comparison | None) -> str:
-    """What became of the items, in words."""
-    if pairs is None:
-        return "-"
-    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
+    pairs = [(before.get(part), after.get(part)) for part in weights]
+    if any(old is None or new is None or old["of"] != new["of"] for old, new in pairs):
+        return None
+    parts = [stats.compare(read_scores(old), read_scores(new)) for old, new in pairs]
+    return stats.combine(parts, list(weights.values()))
 
 
 def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:

@@ -339,11 +339,9 @@ def end_with_parent() -> None:
 
 def environments(devices: int) -> list[dict[str, str]]:
     """The variables of each slot: a GPU of its own, or its share of the cores."""
-    import torch  # here: whoever only reads a sweep needs no torch
+    from nanochat.distributed import visible_gpus  # here: whoever only reads a sweep needs no torch
 
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    gpus = [name.strip() for name in named.split(",")][:count]
+    gpus = visible_gpus()
     if gpus:
         if devices > len(gpus):
             raise ValueError(f"--devices={devices}, but this machine has {len(gpus)}")
