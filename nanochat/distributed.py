@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore
 
 from nanochat.common import HUNG, cpu_info, printable
 from nanochat.config import short
@@ -37,7 +38,7 @@ from nanochat.hardware import device_name, keep_freed_memory
 POLL_SECONDS = 0.02
 
 
-def name_attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
     """
     A name for this attempt, new and the same on every rank; returns when all ranks have it.
 
@@ -58,7 +59,7 @@ def name_attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds:
     return answer["name"]
 
 
-def receive(store: dist.Store, name: str, world_size: int, deadline: float) -> str:
+def receive(store: Store, name: str, world_size: int, deadline: float) -> str:
     """Rank 0: answer greetings, those of the dead too, until every living rank has heard it."""
     answered: list[str] = []
     while True:
@@ -73,7 +74,7 @@ def receive(store: dist.Store, name: str, world_size: int, deadline: float) -> s
         wait(deadline, f"rank {', '.join(map(str, missing))} of {world_size} did not come")
 
 
-def read(store: dist.Store, key: str) -> str:
+def read(store: Store, key: str) -> str:
     """What is under a key; nothing where it does not exist."""
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -124,7 +125,7 @@ class RankHeartbeat:
     reason, the process exits with status HUNG.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float):
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float):
         self.store, self.rank, self.timeout_seconds = store, rank, timeout_seconds
         self.silent_seconds = min(SILENT_SECONDS, timeout_seconds / 2)
         self.notice_seconds = min(NOTICE_SECONDS, timeout_seconds / 2)

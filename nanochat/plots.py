@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from matplotlib import cycler, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from nanochat.common import base_dir, printable

@@ -477,10 +477,9 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
     weights = before.get(name, {}).get("weights", {name: 1.0})
     if weights != after.get(name, {}).get("weights", {name: 1.0}):
         return None
-    pairs = [(before.get(part), after.get(part)) for part in weights]
-    if any(old is None or new is None or old["of"] != new["of"] for old, new in pairs):
+    if any(p not in before or p not in after or before[p]["of"] != after[p]["of"] for p in weights):
         return None
-    parts = [stats.compare(read_scores(old), read_scores(new)) for old, new in pairs]
+    parts = [stats.compare(read_scores(before[p]), read_scores(after[p])) for p in weights]
     return stats.combine(parts, list(weights.values()))
 
 
