@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 
 from nanochat.checkpoint import checkpoint_bytes, stage_folder
-from nanochat.common import base_dir, default_rate, free_bytes, require_free
+from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_of
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
-from nanochat.records import read_if_sound, report_folder, slug
+from nanochat.records import default_rate, read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
 from nanochat.train import TrainConfig
 from scripts import (

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import git_state
+from nanochat.records import git_state
 from tests.cases import CASES, NOT_HERE
 
 README = Path(__file__).resolve().parent.parent / "tests" / "README.md"

@@ -3,7 +3,7 @@ Train your own chat model: text -> tokenizer -> base -> mid -> SFT -> RL -> chat
 
 The core, in reading order; a module imports only from those above it:
 
-    common          files, locks, stop signals, facts about the code and the machine
+    common          files, locks, stop signals
     config          command-line flags from dataclasses
     hardware        peak throughput and memory of devices
     distributed     ranks, devices, dtypes, collectives, heartbeats
@@ -32,7 +32,7 @@ The core, in reading order; a module imports only from those above it:
     eval_core       few-shot tasks and CORE
     eval_chat       tasks answered in chat
     plots           figures of the report
-    report          report.md
+    report          summaries of the records, report.md
     anomaly         non-finite steps, spikes, ranks that differ
     checkpoint      checkpoints of a run
     train           the training loop of every stage

@@ -1,32 +1,27 @@
 """
-Files, locks, stop signals, and facts about the code and the machine.
+Files, locks, stop signals, and the source of our own modules.
 
-    base directory, atomic writes | locks, free space | SIGTERM -> flag | git, CPU, GPU
+    base directory, atomic writes | locks, free space | SIGTERM -> flag
 
 Imports no other module of the project.
 """
 
 import ast
-import errno
 import fcntl
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
 from filelock import FileLock, Timeout
 
 # ---- Files and names -----------------------------------------------------------------------------
@@ -44,32 +39,24 @@ UNPRINTABLE = re.compile(
 
 class MissingInput(FileNotFoundError):
     """
-    An earlier stage has not run. The message says what is missing and which command makes it.
+    MissingInput(what is missing, command that makes it): an earlier stage has not run.
 
     Scripts print it without a traceback (`config.start`).
     """
 
-    def __init__(self, what: str, command: str):
-        super().__init__(f"{what}\n  make it with:  {command}")
-        self.parts = (what, command)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), self.parts
+    def __str__(self) -> str:
+        return "{}\n  make it with:  {}".format(*self.args)
 
 
 class Refused(RuntimeError):
     """
-    A run that cannot go on as it was asked to. The message says why, and the way out.
+    Refused(why, fix): a run that cannot go on as it was asked to.
 
     Scripts print it without a traceback (`config.start`).
     """
 
-    def __init__(self, why: str, way_out: str):
-        super().__init__(f"{why}\n  way out:  {way_out}")
-        self.parts = (why, way_out)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), self.parts  # one rank refuses, all of them say so
+    def __str__(self) -> str:
+        return "{}\n  way out:  {}".format(*self.args)
 
 
 def printable(text: Any) -> str:
@@ -83,23 +70,8 @@ def printable(text: Any) -> str:
 def base_dir() -> Path:
     """The folder of everything generated: NANOCHAT_BASE_DIR, by default out/ in the repository."""
     path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()
-    with require_writable(path):
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-@contextmanager
-def require_writable(path: Path) -> Iterator[None]:
-    """Raise Refused where what is done inside fails because nothing can be written to `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise
-        raise Refused(
-            f"{path} cannot be written: {error.strerror}",
-            "set NANOCHAT_BASE_DIR to a folder that you can write to",
-        ) from error
 
 
 def require_name(flag: str, name: str) -> str:
@@ -109,14 +81,10 @@ def require_name(flag: str, name: str) -> str:
     return name
 
 
-def canonical_json(value: Any) -> str:
-    """The one JSON text of `value`: sorted keys, no spaces. Raises TypeError for other types."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
 def fingerprint(value: Any) -> str:
     """16 hex digits that name a JSON value: equal values, equal names, on every machine."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sha256_file(path: Path) -> str:
@@ -184,12 +152,11 @@ def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
     Raises ValueError where a single character is not as it was written.
     """
     value = json.loads(text)
-    rest = {n: v for n, v in value.items() if n != "seal"} if isinstance(value, dict) else {}
-    if not isinstance(value, dict) or "seal" not in value:
+    if not isinstance(value, dict) or value.pop("seal", None) is None:
         raise ValueError("it has no seal")
-    if written(sealed(rest)) != text:
+    if written(sealed(value)) != text:
         raise ValueError("it does not match its seal")
-    return rest
+    return value
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -201,6 +168,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
         return unseal(path.read_bytes().decode(), json_text)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def cpu_info(name: str) -> str:
+    """A field of the first processor in Linux's /proc/cpuinfo; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def free_bytes(path: Path) -> int:
@@ -220,11 +194,10 @@ SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file; when another process has it, say `what` is waited for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        with require_writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=2)
+        lock.acquire(timeout=2)
     except Timeout:
         print(f"waiting for another process: {printable(what)}", flush=True)
         lock.acquire()
@@ -237,16 +210,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """True while holding a lock file; False, at once, when another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
+    with suppress(Timeout):
+        lock.acquire(blocking=False)
     try:
-        with require_writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
+        yield lock.is_locked
     finally:
         lock.release()
 
@@ -255,13 +224,13 @@ class RunLock:
     """
     One run at a time: a lock file that says who holds it, since when.
 
-    It is the process that holds the lock, not the file: what a killed run left behind is stale,
-    recognised as such, and taken over.
+    The process holds the lock, not the file: what a killed run left behind is stale, recognized as
+    such, and taken over.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print, own: str = "--model_tag"):
-        """own: the flag by which another run gets a place of its own."""
-        self.path, self.say, self.own = path, say, own
+    def __init__(self, path: Path, own: str = "--model_tag"):
+        """own: the flag by which another run gets a folder of its own."""
+        self.path, self.own = path, own
         self.file: TextIO | None = None
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
@@ -272,40 +241,30 @@ class RunLock:
         lock of a host that died lives on for a while.
         """
         deadline = time.monotonic() + patience_seconds
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+", encoding="utf-8")
         while True:
             try:
-                return self.try_to_acquire(launch)
-            except Refused:
-                if not launch or self.launch_of_owner() != launch or time.monotonic() > deadline:
-                    raise
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                owner, launch_of_owner = read_owner(file)
+                if not launch or launch_of_owner != launch or time.monotonic() > deadline:
+                    file.close()
+                    raise Refused(
+                        f"another run writes there: {owner} holds {self.path}",
+                        f"wait for it or stop it, or give this run another {self.own}",
+                    ) from None
                 time.sleep(1.0)
-
-    def try_to_acquire(self, launch: str) -> None:
-        """Raises Refused where another process has it."""
-        with require_writable(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = self.owner(file)
-            file.close()
-            raise Refused(
-                f"another run writes there: {owner} holds {self.path}",
-                f"wait for it or stop it, or give this run another {self.own}",
-            ) from None
-        except OSError as error:  # a file system without locks
-            self.say(f"{self.path}: no lock here ({error}); let no two runs write to this folder")
+            except OSError as error:  # a file system without locks
+                print(f"{self.path}: no lock here ({error}); start no second run in this folder")
+                break
         if file.seek(0, os.SEEK_END):
-            self.say(f"the lock of an earlier run is stale, taken over: {self.owner(file)}")
+            print(f"the lock of an earlier run is stale, taken over: {read_owner(file)[0]}")
         file.truncate(0)
-        me = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "launch": launch,
-        }
-        file.write(json.dumps(me) + "\n")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+        file.write(json.dumps({**me, "launch": launch}) + "\n")
         file.flush()
         self.file = file
 
@@ -316,21 +275,15 @@ class RunLock:
             self.file.close()
             self.file = None
 
-    def launch_of_owner(self) -> str | None:
-        """The launch that the file's owner belongs to, where it says so."""
-        try:
-            return json.loads(self.path.read_text(encoding="utf-8"))["launch"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
-    def owner(self, file: TextIO) -> str:
-        """Who the file says holds it."""
-        file.seek(0)
-        try:
-            who = json.loads(file.read())
-            return f"process {who['process']} on {who['host']}, since {who['since']}"
-        except (ValueError, KeyError, TypeError):
-            return "a process that has not said its name"
+def read_owner(file: TextIO) -> tuple[str, str | None]:
+    """Who a lock file says holds it, and the launch that they belong to."""
+    file.seek(0)
+    try:
+        who = json.loads(file.read())
+        return f"process {who['process']} on {who['host']}, since {who['since']}", who["launch"]
+    except (ValueError, KeyError, TypeError):
+        return "an unknown process", None
 
 
 def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
@@ -417,132 +370,3 @@ def own_imports(text: str) -> list[str]:
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
     modules = [node.module or "" for node in nodes]
     return [n.removeprefix("nanochat.") for n in modules if n.startswith("nanochat.")]
-
-
-# ---- Facts about the code and the machine --------------------------------------------------------
-# Each function returns plain values: "unknown", "none" or an empty dict where there is no answer.
-
-
-GIB = 1024**3
-CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
-GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
-DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
-OTHER_DOLLARS_PER_GPU_HOUR = 2.00
-NOT_CODE = {"out", "target", "build", "dist", "node_modules", "__pycache__"}
-
-
-def git(*words: str, repository: Path = REPOSITORY) -> str | None:
-    """The output of a git command in the repository, or None where git has no answer."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(repository), *words], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.rstrip("\n") if done.returncode == 0 else None
-
-
-def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
-    """Branch, short commit, whether files differ from it, and the first line of its message."""
-    if git("rev-parse", "--is-inside-work-tree", repository=repository) != "true":
-        return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
-    others = [f":(exclude){path}" for path in GENERATED]
-    changes = git("status", "--porcelain", "--", ".", *others, repository=repository)
-    return {
-        "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
-        "commit": git("rev-parse", "--short=7", "HEAD", repository=repository) or "unknown",
-        "dirty": bool(changes),
-        "message": git("log", "-1", "--format=%s", repository=repository) or "",
-    }
-
-
-def hardware() -> dict[str, Any]:
-    """Operating system, processors, memory, and the accelerators PyTorch sees."""
-    return {
-        "platform": platform.system(),
-        "cpu": cpu_name(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
-        "logical_cores": psutil.cpu_count() or 1,
-        "memory_gib": psutil.virtual_memory().total / GIB,
-        **accelerators(),
-    }
-
-
-def accelerators() -> dict[str, Any]:
-    """`gpus` (their names, in order), `gpu_memory_gib` in total, `cuda`; empty without any."""
-    import torch  # slow to import, and a report of a machine without GPUs is still a report
-
-    if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return {
-            "gpus": [card.name for card in cards],
-            "gpu_memory_gib": sum(card.total_memory for card in cards) / GIB,
-            "cuda": torch.version.cuda or "unknown",
-        }
-    return {"gpus": []}
-
-
-def default_rate(gpus: Sequence[str]) -> float:
-    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
-    rates = DOLLARS_PER_GPU_HOUR
-    known = [next((rates[kind] for kind in rates if kind in name), None) for name in gpus]
-    return sum(OTHER_DOLLARS_PER_GPU_HOUR if rate is None else rate for rate in known)
-
-
-def cpu_name() -> str:
-    """The processor's model name where the system tells it, else its architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            named = next((line for line in lines if line.startswith("model name")), "")
-    except OSError:
-        named = ""
-    return named.partition(":")[2].strip() or platform.processor() or platform.machine()
-
-
-def software() -> dict[str, str]:
-    """Versions of Python and PyTorch."""
-    try:
-        torch_version = version("torch")
-    except PackageNotFoundError:
-        torch_version = "unknown"
-    return {"python": platform.python_version(), "torch": torch_version}
-
-
-def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
-    """
-    The size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
-
-    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; where
-    git tracks none, those outside hidden and build folders. `lock_lines` is 0 without uv.lock.
-    """
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in code_files(repository)]
-    characters = sum(len(text) for text in texts)
-    lock = repository / "uv.lock"
-    return {
-        "characters": characters,
-        "lines": sum(len(text.splitlines()) for text in texts),
-        "files": len(texts),
-        "tokens": characters // 4,
-        "lock_lines": len(lock.read_text(encoding="utf-8").splitlines()) if lock.exists() else 0,
-    }
-
-
-def code_files(repository: Path) -> list[Path]:
-    """The files that `bloat` counts, sorted."""
-    tracked = git("ls-files", "-z", repository=repository)
-    names = tracked.split("\0") if tracked else walk(repository)
-    return sorted(
-        repository / name
-        for name in names
-        if name.endswith(CODE_SUFFIXES)
-        and not name.startswith(GENERATED)
-        and (repository / name).is_file()
-    )
-
-
-def walk(repository: Path) -> Iterator[str]:
-    """Relative names of all files, hidden and build folders left out."""
-    for folder, subfolders, files in os.walk(repository):
-        subfolders[:] = [d for d in subfolders if d not in NOT_CODE and not d.startswith(".")]
-        for name in files:
-            yield str((Path(folder) / name).relative_to(repository))

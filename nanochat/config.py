@@ -7,8 +7,8 @@ Dataclass in, command line out.
 one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; a list takes commas
 (`--x=a,b`), spaces and repeats; for a setting that may be None, -1 means None ("decide for me"), as
 mostly does leaving the flag out. A setting made by `short` has a letter too: `-x 5`. A bare `--` in
-front of the flags is dropped. Flags that no longer exist, or that other programs have, are refused
-with the name of ours.
+front of the flags is dropped. Flags that no longer exist, or that other programs have, are
+rejected with the name of ours.
 """
 
 import ast
@@ -16,7 +16,6 @@ import atexit
 import dataclasses
 import difflib
 import errno
-import functools
 import inspect
 import os
 import signal
@@ -25,18 +24,14 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import (
-    REPOSITORY,
-    MissingInput,
-    Refused,
-    printable,
-)
+from nanochat.common import REPOSITORY, MissingInput, Refused, printable
 
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
@@ -47,6 +42,11 @@ OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
+}
+REMOVED = {  # flags that several scripts had -> what to do instead
+    "attention": "the fastest kernel that passes its probe is used",
+    "checkpoint_activations": "leave out --device_batch_size, and the largest that fits is found",
+    "wandb_mode": "set WANDB_MODE=offline or WANDB_MODE=disabled in the environment",
 }
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -94,11 +94,9 @@ def user_message(error: BaseException) -> str | None:
     return str(error) if own and (last.line or "").startswith("raise ") else None
 
 
-def print_traceback(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-) -> None:
+def print_traceback(*error: Any) -> None:
     """As Python prints it, but messages may hold text from elsewhere: file names, data."""
-    lines = traceback.format_exception(kind, error, trace)
+    lines = traceback.format_exception(*error)
     print(printable("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
@@ -124,129 +122,92 @@ def parse(
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["--"]:
         args = args[1:]
+    known = {f.name: annotation for f, annotation, _ in leaves(default)}
+    letters = {a: f"--{f.name}" for f, *_ in leaves(default) for a in f.metadata.get("aliases", ())}
+    retired = {**REMOVED, **retired}
     for arg in args:
         if any("\ud800" <= char <= "\udfff" for char in arg):
             refuse(f"{arg!r} is not valid UTF-8; write it in UTF-8")
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
-        if arg.startswith("--") and name in retired:
+        if arg.startswith("--") and name in retired and name not in known:
             refuse(f"there is no --{name} here: {retired[name]}")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     filled = tyro.cli(
-        with_help(type(default)),
-        default=copy_into(with_help(type(default)), default),
-        args=normalize(spell_out(args, type(default)), field_types(type(default))),
-        prog=program(),
+        with_help(default),
+        args=normalize(args, known, letters),
+        prog=f"python -m {spec.name}" if spec else None,
         description=(doc or "").replace("\nWrites ", "\n\nWrites "),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
-    return copy_into(type(default), filled)
+    return fill(default, filled)
 
 
 def short(letter: str, default: Any) -> Any:
     """A setting that can also be given by one letter: `temperature: float = short("t", 0.0)`."""
-    return dataclasses.field(default=default, metadata={"short": f"-{letter}"})
+    return dataclasses.field(default=default, metadata={"aliases": [f"-{letter}"]})
 
 
-def program() -> str | None:
-    """What a user types to start the running script."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return f"python -m {spec.name}" if spec else None
+def leaves(cfg: Any) -> Iterator[tuple[dataclasses.Field, Any, Any]]:
+    """Field, annotation and value of every setting, nested dataclasses included."""
+    hints = typing.get_type_hints(type(cfg))
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value)
+        else:
+            yield f, hints[f.name], value
 
 
 def field_docs(cls: type) -> dict[str, str]:
     """Name -> the string below a setting, its lines joined to one."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
     docs = {}
-    for setting, text in zip(body.body, body.body[1:], strict=False):
-        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        if is_text and isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
-            docs[setting.target.id] = " ".join(str(text.value.value).split())  # type: ignore
+    for pair in pairwise(tree.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docs[name] = " ".join(text.split())
     return docs
 
 
-@functools.cache
-def with_help(cls: type) -> type:
-    """A twin of a config dataclass whose settings carry their help where tyro looks for it."""
-    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    fields = []
-    for f in dataclasses.fields(cls):
-        hint = hints[f.name]
-        if dataclasses.is_dataclass(hint):
-            fields.append((f.name, with_help(typing.cast(type, hint))))
-        else:
-            hint_of_default = "" if f.default is None else None  # its help says what None means
-            shown = tyro.conf.arg(
-                help=docs.get(f.name),
-                help_behavior_hint=hint_of_default,
-                aliases=[f.metadata["short"]] if "short" in f.metadata else None,
-            )
-            fields.append((f.name, typing.Annotated[hint, shown]))
-    return dataclasses.make_dataclass(cls.__name__, fields)
+def with_help(cfg: Any) -> type:
+    """A twin of a config's class: its values are defaults, its help is where tyro looks for it."""
+    hints, docs = typing.get_type_hints(type(cfg)), field_docs(type(cfg))
+    fields: list[Any] = []
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            twin = with_help(value)
+            fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
+            continue
+        shown = tyro.conf.arg(
+            help=docs.get(f.name),
+            help_behavior_hint="" if value is None else None,  # its help says what None means
+            aliases=f.metadata.get("aliases"),
+        )
+        fields.append((f.name, typing.Annotated[hints[f.name], shown], value))
+    return dataclasses.make_dataclass(type(cfg).__name__, fields)
 
 
-def copy_into(cls: type[C], source: Any) -> C:
-    """An instance of `cls` with the values of `source`, which has the same settings."""
-    hints = typing.get_type_hints(cls)
-    values = {f.name: getattr(source, f.name) for f in dataclasses.fields(cls)}  # type: ignore
-    for name, value in values.items():
-        if dataclasses.is_dataclass(hints[name]):
-            values[name] = copy_into(hints[name], value)
-    return cls(**values)
+def fill(cfg: C, twin: Any) -> C:
+    """A config with the values of its twin."""
+    values = {name: getattr(twin, name) for name in vars(cfg)}
+    nested = {n: fill(v, values[n]) for n, v in vars(cfg).items() if dataclasses.is_dataclass(v)}
+    return dataclasses.replace(cfg, **values | nested)  # type: ignore
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """Flat name -> annotation of every setting, nested dataclasses included."""
-    found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
-            found |= field_types(typing.cast(type, hints[f.name]))
-        else:
-            found[f.name] = hints[f.name]
-    return found
+def options(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; any other annotation alone."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def spell_out(args: Sequence[str], cls: type) -> list[str]:
-    """Replace `-x` by the long name of the setting, where `cls` has one of that letter."""
-    long = short_names(cls)
-    return [long.get(head, head) + eq + tail for head, eq, tail in (a.partition("=") for a in args)]
-
-
-def short_names(cls: type) -> dict[str, str]:
-    """`-x` -> `--long_name` of the settings that have a letter, nested dataclasses included."""
-    found: dict[str, str] = {}
-    hints = typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
-            found |= short_names(typing.cast(type, hints[f.name]))
-        elif "short" in f.metadata:
-            found[f.metadata["short"]] = f"--{f.name}"
-    return found
-
-
-def may_be_none(annotation: Any) -> bool:
-    """True for `X | None`."""
-    is_union = isinstance(annotation, types.UnionType) or (
-        typing.get_origin(annotation) is typing.Union
-    )
-    return is_union and type(None) in typing.get_args(annotation)
-
-
-def is_list(annotation: Any) -> bool:
-    """True for `tuple[X, ...]`, also where it may be None."""
-    options = typing.get_args(annotation) if may_be_none(annotation) else (annotation,)
-    return any(typing.get_origin(option) is tuple for option in options)
-
-
-def is_boolean(annotation: Any) -> bool:
-    """True for `bool` and `bool | None`."""
-    return annotation is bool or annotation == bool | None
-
-
-def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+def normalize(
+    args: Sequence[str], known: Mapping[str, Any], letters: Mapping[str, str]
+) -> list[str]:
     """
-    Translate the forms of a boolean to `--flag True`, those of a list to `--flag a b`, and `-1` to
-    None for settings that may be it.
+    Translate the forms of a boolean to `--flag True`, those of a list to `--flag a b`, letters to
+    flags, and `-1` to None for settings that may be it.
 
     Exits with status 2 on a flag that is not `known`, naming the nearest one.
     """
@@ -254,30 +215,32 @@ def normalize(args: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     lists: dict[str, list[str]] = {}
     rest = list(args)
     while rest:
-        arg = rest.pop(0)
-        flag, equals, value = arg.partition("=")
+        flag, equals, value = rest.pop(0).partition("=")
+        flag = letters.get(flag, flag)
         name = flag.removeprefix("--").replace("-", "_")
-        negated = name.removeprefix("no_")
+        positive = name.removeprefix("no_")
+        kinds = options(known.get(name))
+        none_follows = not equals and rest[:1] in (["-1"], ["-1.0"])
         if not flag.startswith("--") or name == "help":
-            result.append(arg)
-        elif is_boolean(known.get(negated)) and not equals and rest[:1] != ["-1"]:
-            result += [f"--{negated}", str(negated == name)]
-        elif is_list(known.get(name)) and "-1" not in (value, *rest[:1]):
-            while not equals and rest and not rest[0].startswith("-"):
-                value += f",{rest.pop(0)}"
-            lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))
+            result.append(flag + equals + value)
+        elif bool in options(known.get(positive)) and not equals and not none_follows:
+            result += [f"--{positive}", str(positive == name)]
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             refuse(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
-        elif is_boolean(known[name]) and value not in ("", "-1"):
+        elif types.NoneType in kinds and (none_follows or value in ("-1", "-1.0")):
+            result += [flag, "None"]
+            rest = rest[none_follows:]
+        elif any(typing.get_origin(kind) is tuple for kind in kinds):
+            while not equals and rest and not rest[0].startswith("-"):
+                value += f",{rest.pop(0)}"
+            lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))
+        elif bool in kinds and value:
             if value.lower() not in BOOLEAN_WORDS:
                 refuse(f"{flag} is yes or no (1 or 0), not {value!r}")
             result += [flag, str(BOOLEAN_WORDS[value.lower()])]
-        elif may_be_none(known[name]) and (value or rest[:1] == ["-1"] or rest[:1] == ["-1.0"]):
-            value = value if equals else rest.pop(0)
-            result += [flag, "None" if value in ("-1", "-1.0") else value]
         else:
-            result.append(arg)
+            result.append(flag + equals + value)
     for name, values in lists.items():
         result += [f"--{name}", *values]
     return result
@@ -296,19 +259,9 @@ def settings(cfg: Any) -> dict[str, Any]:
     None ("decide for me") becomes -1, -1.0 or "" by the setting's type, as the report prints it.
     """
     flat: dict[str, Any] = {}
-    hints = typing.get_type_hints(type(cfg))
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if dataclasses.is_dataclass(value):
-            flat |= settings(value)
-        elif value is None:
-            flat[f.name] = unset_value(hints[f.name])
-        else:
-            flat[f.name] = list(value) if isinstance(value, tuple) else value
+    for f, annotation, value in leaves(cfg):
+        if value is None:
+            kinds = options(annotation)
+            value = -1 if int in kinds else -1.0 if float in kinds else ""
+        flat[f.name] = list(value) if isinstance(value, tuple) else value
     return flat
-
-
-def unset_value(annotation: Any) -> Any:
-    """How the report prints an optional setting that was not given."""
-    options = typing.get_args(annotation)
-    return -1 if int in options else -1.0 if float in options else ""

@@ -3,8 +3,8 @@ Processes of a run: rendezvous, heartbeats, device, dtype and collectives.
 
     torchrun's environment -> init_machine -> Machine: rank, world_size, device, dtype, sum, gather
 
-A single process is a world of one. A rank that waits for others reads their heartbeats, so one that
-hangs is named and one that works is waited for.
+A single process is a world of one. A rank that waits for others reads their heartbeats: one that
+hangs ends the run with a message that names it, one that does long work is waited for.
 """
 
 import datetime
@@ -15,15 +15,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore
 
-from nanochat.common import HUNG, printable
+from nanochat.common import HUNG, cpu_info, printable
 from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 
@@ -35,15 +36,6 @@ from nanochat.hardware import device_name, keep_freed_memory
 
 
 POLL_SECONDS = 0.02
-
-
-class Store(Protocol):
-    """The part of torch.distributed's stores that is used."""
-
-    def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
@@ -116,20 +108,21 @@ class Activity(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The last word of another rank, and how long after the start it came."""
+    """The last heartbeat of a rank."""
 
     at: float = 0.0
-    text: str = "nothing heard of it"
+    """Seconds after the common start; clocks of several machines differ, this does not."""
     kind: str = "unnamed"
     seconds: float = 0.0
-    """How long it had done this."""
+    """How long it has done this."""
+    text: str = "nothing heard of it"
 
 
-class Watch:
+class RankHeartbeat:
     """
-    The watch of one rank, made by all of them at the same moment. `waiting` wraps whatever waits
-    for other ranks, `working` long work that they wait for; `timeout_seconds` of waiting in vain
-    end the process with status HUNG.
+    Heartbeats of one rank, made by all of them at the same moment. `doing` wraps whatever waits for
+    other ranks, and long work that they wait for. When waiting exceeds `timeout_seconds` without a
+    reason, the process exits with status HUNG.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float):
@@ -140,43 +133,25 @@ class Watch:
         self.started = time.monotonic()
         self.activity = Activity("unnamed", "at work by itself", self.started)
         self.last_work = 0.0  # the latest beat of a rank that named its work
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         self.closed = threading.Event()
-        threading.Thread(target=self.work, name="watch", daemon=True).start()
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """While inside, this rank waits for others."""
-        with self.doing("waiting", what):
-            yield
-
-    @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """While inside, the others wait for this rank as long as its beats come."""
-        with self.doing("working", what):
-            yield
+        threading.Thread(target=self.run, daemon=True).start()
 
     @contextmanager
     def doing(self, kind: Literal["waiting", "working"], what: str) -> Iterator[None]:
-        """Set what the beats say, and what they said before afterwards."""
+        """While inside, beats say that this rank waits for others, or does work they wait for."""
         before, self.activity = self.activity, Activity(kind, what, time.monotonic())
         try:
             yield
         finally:
             self.activity = before._replace(since=time.monotonic())
 
-    def rename(self, what: str) -> None:
-        """The same work, told in other words: its progress."""
-        self.activity = self.activity._replace(what=what)
-
     def close(self) -> None:
-        """Stop watching; the others may go on."""
+        """Stop the thread; the other ranks may go on."""
         self.closed.set()
 
-    # ---- the thread --------------------------------------------------------------------------
-
-    def work(self) -> None:
-        """Beat, and look at the others when they are waited for too long."""
+    def run(self) -> None:
+        """The thread: send a beat, and check the others when they are waited for too long."""
         while not self.closed.is_set():
             try:
                 self.beat()
@@ -185,63 +160,51 @@ class Watch:
             except Exception as error:  # the store is gone: the launcher, or its machine, died
                 lost = f"the launcher does not answer: {type(error).__name__}"
                 self.others = {r: beat._replace(text=lost) for r, beat in self.others.items()}
-            self.judge()
-            self.rest()
-
-    def rest(self) -> None:
-        """Sleep until the next beat; what it lasts longer, this process was stopped itself."""
-        began = time.monotonic()
-        self.closed.wait(BEAT_SECONDS)
-        stopped = time.monotonic() - began - BEAT_SECONDS
-        if stopped > self.silent_seconds:
-            self.activity = self.activity._replace(since=self.activity.since + stopped)
+            self.check()
+            began = time.monotonic()
+            self.closed.wait(BEAT_SECONDS)
+            suspended = time.monotonic() - began - BEAT_SECONDS  # this process was stopped itself
+            if suspended > self.silent_seconds:
+                self.activity = self.activity._replace(since=self.activity.since + suspended)
 
     def beat(self) -> None:
-        """Tell that this rank is running, and what it does."""
-        now, activity = time.monotonic(), self.activity
-        word = {
-            "at": now - self.started,
-            "process": f"process {os.getpid()} on {socket.gethostname()}",
-            "kind": activity.kind,
-            "doing": f"in {activity.what}" if activity.kind == "waiting" else activity.what,
-            "seconds": now - activity.since,
-        }
-        self.store.set(key(self.rank), json.dumps(word))
+        """Tell the others what this rank does."""
+        now, (kind, what, since) = time.monotonic(), self.activity
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        doing = f"in {what}" if kind == "waiting" else what
+        text = f"{place}, {doing} for {now - since:.0f} s"
+        beat = Beat(now - self.started, kind, now - since, text)
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def listen(self) -> None:
         """Read the beats of the others."""
-        ranks = list(self.others)
-        for rank, data in zip(ranks, self.store.multi_get([key(r) for r in ranks]), strict=True):
-            word = json.loads(data)
-            text = f"{word['process']}, {word['doing']} for {word['seconds']:.0f} s"
-            self.others[rank] = Beat(word["at"], text, word["kind"], word["seconds"])
-            if word["kind"] == "working":
-                self.last_work = max(self.last_work, word["at"])
+        beats = self.store.multi_get([f"beat/{rank}" for rank in self.others])
+        self.others = dict(zip(self.others, (Beat(*json.loads(b)) for b in beats), strict=True))
+        worked = [beat.at for beat in self.others.values() if beat.kind == "working"]
+        self.last_work = max([self.last_work, *worked])
 
     def waited(self) -> float:
         """Seconds that this rank has waited for others by now."""
         activity = self.activity
         return time.monotonic() - activity.since if activity.kind == "waiting" else 0.0
 
-    def judge(self) -> None:
-        """Report silent ranks; end this process when one of them is waited for in vain."""
-        activity, waited = self.activity, self.waited()
-        if activity.kind != "waiting":
-            return
-        silent = [r for r in self.others if self.silence(r) > self.silent_seconds]
-        if waited > self.notice_seconds and set(silent) - self.told:
-            self.told |= set(silent)
-            self.say(f"has waited {waited:.0f} s in {activity.what}; {self.describe(silent)}")
-        if waited > self.timeout_seconds and self.in_vain():
+    def check(self) -> None:
+        """Report silent ranks; end this process when waiting can no longer succeed."""
+        what, waited = self.activity.what, self.waited()
+        silent = {r for r in self.others if self.silence(r) > self.silent_seconds}
+        if waited > self.notice_seconds and silent - self.reported:
+            self.reported |= silent
+            self.say(f"has waited {waited:.0f} s in {what}; {self.describe(silent)}")
+        if waited > self.timeout_seconds and self.is_stuck():
             self.say(
-                f"has waited {waited:.0f} s in {activity.what}, longer than "
-                f"--collective_timeout_minutes allows: {self.describe(list(self.others))}. "
+                f"has waited {waited:.0f} s in {what}, longer than "
+                f"--collective_timeout_minutes allows: {self.describe(self.others)}. "
                 "Stopping; --resume=auto goes on from the last checkpoint"
             )
             os._exit(HUNG)
 
-    def in_vain(self) -> bool:
-        """Whether, for so long, a rank sent no beat or named no work, or none of them did."""
+    def is_stuck(self) -> bool:
+        """Whether for the timeout a rank sent no beat or named no work, or none named work."""
         timeout = self.timeout_seconds
         lost = any(
             self.silence(rank) > timeout or (beat.kind == "unnamed" and beat.seconds > timeout)
@@ -250,13 +213,10 @@ class Watch:
         return lost or time.monotonic() - self.started - self.last_work > timeout
 
     def silence(self, rank: int) -> float:
-        """
-        Seconds without a beat. Clocks of several machines differ, the time since the common start
-        does not.
-        """
+        """Seconds without a beat of a rank."""
         return time.monotonic() - self.started - self.others[rank].at
 
-    def describe(self, ranks: list[int]) -> str:
+    def describe(self, ranks: Iterable[int]) -> str:
         """What is known of these ranks, the silent ones first."""
         parts = []
         for rank in sorted(ranks, key=self.silence, reverse=True):
@@ -267,13 +227,8 @@ class Watch:
         return "; ".join(parts)
 
     def say(self, text: str) -> None:
-        """Every rank speaks for itself: the main one may be the one that hangs."""
+        """Every rank prints its own messages: the main one may be the one that hangs."""
         print(f"rank {self.rank} {printable(text)}", flush=True)
-
-
-def key(rank: int) -> str:
-    """Where a rank's beat lies in the store."""
-    return f"beat/{rank}"
 
 
 # ---- Ranks, devices and dtypes -------------------------------------------------------------------
@@ -281,7 +236,7 @@ def key(rank: int) -> str:
 
 T = TypeVar("T")
 REPORT_SECONDS = 15.0  # between two lines on the progress of long work
-GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's own collectives: the watch ends hangs
+GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's own collectives: heartbeats end hangs
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -300,10 +255,8 @@ class MachineConfig:
 
     def __post_init__(self) -> None:
         if not self.collective_timeout_minutes > 0:
-            raise ValueError(
-                f"collective_timeout_minutes must be positive, got "
-                f"{self.collective_timeout_minutes}"
-            )
+            minutes = self.collective_timeout_minutes
+            raise ValueError(f"collective_timeout_minutes must be positive, got {minutes}")
 
 
 @dataclass(frozen=True)
@@ -321,7 +274,7 @@ class Machine:
     """How often it has done so."""
     local_size: int = 1
     """How many of the processes are on this host."""
-    watch: Watch | None = None
+    heartbeat: RankHeartbeat | None = None
 
     @property
     def is_main(self) -> bool:
@@ -375,14 +328,9 @@ class Machine:
             with self.waiting("a barrier"):
                 dist.barrier()
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> AbstractContextManager[None]:
         """While inside, this rank waits for others: for too long, and the run is stopped."""
-        if self.watch is None:
-            yield
-            return
-        with self.watch.waiting(what):
-            yield
+        return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
@@ -391,31 +339,43 @@ class Machine:
         its heartbeat goes on. Yields a function that is given the progress of the work: others are
         told so, and now and then it is printed.
         """
-        printed = time.monotonic()
+        printed, beat = time.monotonic(), self.heartbeat
 
         def report(progress: str) -> None:
             nonlocal printed
-            if self.watch:
-                self.watch.rename(f"{what}: {progress}")
+            text = f"{what}: {progress}"
+            if beat:
+                beat.activity = beat.activity._replace(what=text)
             if time.monotonic() - printed > REPORT_SECONDS:
-                print(f"{what}: {progress}", flush=True)
+                print(text, flush=True)
                 printed = time.monotonic()
 
-        with self.watch.working(what) if self.watch else nullcontext():
+        with beat.doing("working", what) if beat else nullcontext():
             yield report
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the main rank, on every rank; what it raises, too."""
-        mine = attempt(self, self.is_main, what, work)
-        return unpack(mine, self.broadcast(mine.portable()))
+        return unpack(self.broadcast(self.attempt(self.is_main, what, work)))
 
     def on_node(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank of this node, on all its ranks; what it raises,
         too, on the ranks of all nodes."""
-        mine = attempt(self, self.local_rank == 0, what, work)
-        every = self.gather(mine.portable())
-        failed = next((each for each in every if each.error), None)
-        return unpack(mine, failed or every[self.rank - self.local_rank])
+        mine = self.attempt(self.local_rank == 0, what, work)
+        every = self.gather(mine)
+        failed = next((each for each in (mine, *every) if each.error), None)
+        return unpack(failed or every[self.rank - self.local_rank])
+
+    def attempt(self, mine: bool, what: str, work: Callable[[], Any]) -> "Attempt":
+        """Do the work, where it is this rank's, and tell the others so as long as it takes."""
+        if not mine:
+            return Attempt()
+        with self.working(what):
+            try:
+                return Attempt(work())
+            except Exception as error:
+                if self.world_size == 1:
+                    raise
+                return Attempt(error=portable(error))
 
     def synchronize(self) -> None:
         """Wait for the device's queue, so that a clock read next is true."""
@@ -429,8 +389,8 @@ class Machine:
         """Leave the process group, all ranks at once: none is torn down while another works."""
         if dist.is_initialized():
             self.barrier()
-            if self.watch:
-                self.watch.close()
+            if self.heartbeat:
+                self.heartbeat.close()
             dist.destroy_process_group()
 
 
@@ -440,35 +400,22 @@ class Attempt(NamedTuple):
     result: Any = None
     error: Exception | None = None
 
-    def portable(self) -> "Attempt":
-        """The same for other ranks: an error that pickle cannot carry becomes a RuntimeError."""
-        try:
-            copy = pickle.loads(pickle.dumps(self.error))
-        except Exception:
-            copy = None
-        if type(copy) is type(self.error) and str(copy) == str(self.error):
-            return self
-        return Attempt(error=RuntimeError(f"{type(self.error).__name__}: {self.error}"))
+
+def portable(error: Exception) -> Exception:
+    """An error that other ranks can receive: one that pickle cannot carry as a RuntimeError."""
+    with suppress(Exception):
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    text = f"{type(error).__name__}: {error}"
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
-def attempt(machine: Machine, mine: bool, what: str, work: Callable[[], Any]) -> Attempt:
-    """Do the work, where it is this rank's, and tell the others so as long as it takes."""
-    if not mine:
-        return Attempt()
-    with machine.working(what):
-        try:
-            return Attempt(work())
-        except Exception as error:
-            if machine.world_size == 1:
-                raise
-            return Attempt(error=error)
-
-
-def unpack(mine: Attempt, theirs: Attempt) -> Any:
-    """The result of a rank that worked for all. Raises its error; on itself with the traceback."""
-    if error := mine.error or theirs.error:
-        raise error
-    return theirs.result
+def unpack(attempt: Attempt) -> Any:
+    """The result of a rank that worked for all. Raises its error."""
+    if attempt.error:
+        raise attempt.error
+    return attempt.result
 
 
 def visible_gpus() -> list[str]:
@@ -489,39 +436,40 @@ def init_machine(
 
     Raises ValueError when the asked-for device is not there.
     """
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    kind = cfg.device_type or default_device_type()
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device_type=cuda, but PyTorch sees no CUDA device; try cpu")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device_type=mps, but PyTorch sees no Metal device; try cpu")
+    env = os.environ
+    rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
+    world_size = int(env.get("WORLD_SIZE", 1))
+    mps = torch.backends.mps.is_available()
+    present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
+    kind = cfg.device_type or next(kind for kind in present if present[kind])
+    if not present[kind]:
+        raise ValueError(f"--device_type={kind}, but PyTorch sees no such device; try cpu")
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
     if kind == "cpu" and steady:
         keep_freed_memory()
-    watch = None
+    heartbeat = None
     if world_size > 1 and not dist.is_initialized():
-        watch = join(kind, device, rank, world_size, 60 * cfg.collective_timeout_minutes)
+        heartbeat = join(device, rank, world_size, 60 * cfg.collective_timeout_minutes)
     if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     dtype = DTYPES[cfg.dtype] if cfg.dtype else default_dtype(device)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launch = env.get("TORCHELASTIC_RUN_ID", "")
+    if launch == "none":  # torchrun has no name for it: that of the process that launched us
+        launch = f"{socket.gethostname()}-{os.getppid()}"
+    restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return Machine(
-        rank, local_rank, world_size, device, dtype, launch_name(), restarts, local_size, watch
+        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat
     )
 
 
-def join(
-    kind: str, device: torch.device, rank: int, world_size: int, timeout_seconds: float
-) -> Watch:
-    """Join the process group of this attempt, and begin to watch over its ranks."""
+def join(device: torch.device, rank: int, world_size: int, timeout_seconds: float) -> RankHeartbeat:
+    """Join the process group of this attempt, and start this rank's heartbeat."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = datetime.timedelta(seconds=timeout_seconds)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -532,29 +480,16 @@ def join(
     store = connect(is_master=rank == 0 and not hosted)
     attempt = name_attempt(store, rank, world_size, timeout_seconds)
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(attempt, store),  # pyright: ignore
         rank=rank,
         world_size=world_size,
         timeout=GROUP_TIMEOUT,
-        device_id=device if kind == "cuda" else None,
+        device_id=device if device.type == "cuda" else None,
     )
     dist.barrier()  # from here on the ranks' clocks run together
     beats = dist.PrefixStore(f"{attempt}/beats", connect())  # pyright: ignore
-    return Watch(beats, rank, world_size, timeout_seconds)
-
-
-def launch_name() -> str:
-    """What torchrun calls this launch; where it has no name, the process that launched us."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{host_name()}-{os.getppid()}" if name == "none" else name
-
-
-def default_device_type() -> str:
-    """The best kind of device present."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return RankHeartbeat(beats, rank, world_size, timeout_seconds)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -562,20 +497,6 @@ def default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        native = device.type == "cpu" and bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
+        flags = cpu_info("flags").split() if device.type == "cpu" else []
+        native = "avx512_bf16" in flags or "amx_bf16" in flags
     return torch.bfloat16 if native else torch.float32
-
-
-def cpu_flags() -> set[str]:
-    """The instruction set extensions Linux lists for the first CPU; empty elsewhere."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = next((line for line in lines if line.startswith("flags")), "")
-    except OSError:
-        return set()
-    return set(found.partition(":")[2].split())
-
-
-def host_name() -> str:
-    """This machine's name, for locks and records."""
-    return socket.gethostname()

@@ -470,7 +470,7 @@ def fetched(location: str) -> Path:
     try:
         return Path(with_retries(location, download, PATIENCE_SECONDS))
     except Refused as error:
-        raise Refused(error.parts[0], HINT) from error
+        raise Refused(error.args[0], HINT) from error
     except ValueError as error:  # pooch's, of another digest
         raise Refused(f"{location} is not the published bundle: {error}", HINT) from error
     except OSError as error:  # requests' errors too

@@ -1,17 +1,16 @@
 """
-The log of a training run: a file that is always complete, a console line, a tracker beside it.
+The log of a training run: metrics.jsonl, a console line, and optionally Weights & Biases.
 
     log.log(step, values) -> metrics.jsonl, then the console, then a queue -> thread -> wandb
 
-`metrics.jsonl` is the truth; console and tracker are views of it that may thin out or fall
-silent. The tracker lives on its own daemon thread behind a bounded queue: when it raises, hangs
-or lags, the loop goes on at the same speed and the entries it missed are counted. Only the main
-rank logs. Knows nothing of what is trained; values go by one name everywhere:
+`metrics.jsonl` is always complete. The tracker runs on its own daemon thread behind a bounded
+queue: when it raises, hangs or lags, training goes on and dropped entries are counted.
+Only the main rank logs. Values have the same names everywhere:
 
     loss  val_bpb  reward  pass_at_1  lr (share of its peak)  tokens_per_second  mfu (a fraction)
 """
 
-import functools
+import contextlib
 import json
 import queue
 import sys
@@ -20,17 +19,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from nanochat.common import fingerprint, printable
-from nanochat.records import ends_with_newline, plain, read_lines
+from nanochat.records import append_line, plain, read_lines
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_ENTRIES = 1000  # what a tracker may lag behind before it loses entries
 FINISH_SECONDS = 30.0  # what a tracker is granted for its last uploads
+WARMUP_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
 SHOWN = {  # what a line of the console shows of a step, in order
     "loss": "loss {:.4f}",
@@ -46,21 +46,13 @@ SHOWN = {  # what a line of the console shows of a step, in order
 @dataclass(frozen=True)
 class RunLogConfig:
     run: str = "dummy"
-    """Name of the run at the tracker, Weights & Biases. dummy: no tracker."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """Where the tracker writes: to its server, to files beside the checkpoints, or nowhere.
-    Default: what WANDB_MODE says, else online."""
+    """Name of the run at Weights & Biases, which reads WANDB_MODE. dummy: no tracker."""
     log_every: int = 1
     """Steps between lines of the console where it is no terminal; 0 = only evaluations."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.log_every < 0:
             raise ValueError(f"--log_every counts steps, got {self.log_every}; 0 turns lines off")
-
-    @property
-    def tracks(self) -> bool:
-        """Whether there is a tracker at all."""
-        return self.run != "dummy" and self.wandb_mode != "disabled"
 
 
 class RunLog:
@@ -96,9 +88,10 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.file = open_metrics(self.path, first_step)
-        self.console = make_console(cfg, first_step, total_steps, out or sys.stdout)
-        open_run = functools.partial(open_wandb, cfg, folder, run_id, dict(settings or {}))
-        self.tracker = Tracker(open_run) if cfg.tracks else None
+        self.console = ConsoleLog(cfg.log_every, first_step, total_steps, out or sys.stdout)
+        self.tracker = None
+        if cfg.run != "dummy":
+            self.tracker = Tracker(lambda: open_wandb(cfg.run, folder, run_id, settings))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
@@ -137,12 +130,8 @@ class RunLog:
 
 def open_metrics(path: Path, first_step: int) -> TextIO:
     """Open for appending; in a file that has entries, mark the step from which they are void."""
-    with path.open("ab+") as stream:
-        size = stream.seek(0, 2)
-        if size and not ends_with_newline(stream.fileno(), size):
-            stream.write(b"\n")  # a killed process left a torn line
-        if size:
-            stream.write(json.dumps({"resumed_at": first_step}).encode() + b"\n")
+    if path.exists() and path.stat().st_size:
+        append_line(path, json.dumps({"resumed_at": first_step}))
     return path.open("a", encoding="utf-8")
 
 
@@ -169,88 +158,61 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 # The console
 
 
-class Lines:
-    """One plain line per step, for files and pipes."""
+class ConsoleLog:
+    """
+    A line for each step in files and pipes; on a terminal a progress bar, with evaluations above.
+
+    every: steps between lines, 0 = only evaluations. The time left follows from the pace after the
+    first WARMUP_STEPS steps, which compile.
+    """
 
     def __init__(self, every: int, first_step: int, total_steps: int | None, out: TextIO):
-        self.every, self.out = every, out
-        self.clock = Clock(first_step, total_steps)
+        self.every, self.total, self.out = every, total_steps, out
+        self.warm_step = first_step + WARMUP_STEPS
+        self.warm_time: float | None = None
+        console = Console(file=out)
+        self.bar = None
+        if console.is_terminal:
+            columns = ("step", MofNCompleteColumn(), BarColumn(20), "{task.fields[now]}")
+            self.bar = Progress(*columns, console=console, refresh_per_second=4)
+            self.task = self.bar.add_task("", total=total_steps, completed=first_step, now="")
+            self.bar.start()
 
     def show(self, step: int, values: Mapping[str, Any]) -> None:
-        left = self.clock.left(step)
-        due = self.every and (step % self.every == 0 or self.clock.is_last(step))
-        told = parts(values)
-        if told and (due or is_evaluation(values)):
-            total = f"/{self.clock.total}" if self.clock.total else ""
-            self.print(" | ".join([f"step {step:>5}{total}", *told, *left]))
+        """Show an entry: evaluations whole, of training steps those that are due."""
+        left, shown = self.time_left(step), format_values(values)
+        if not is_evaluation(values) and self.bar:
+            self.bar.update(self.task, completed=step + 1, now=" | ".join([*shown, *left]))
+            return
+        last = self.total is not None and step >= self.total - 1
+        due = self.every and (step % self.every == 0 or last)
+        if shown and (due or is_evaluation(values)):
+            total = f"/{self.total}" if self.total else ""
+            self.print(" | ".join([f"step {step:>5}{total}", *shown, *left]))
 
-    def print(self, text: str) -> None:
-        print(printable(text), file=self.out, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class Live:
-    """A progress bar at the foot of a terminal, evaluations as lines above it."""
-
-    def __init__(self, console: Console, first_step: int, total_steps: int | None):
-        self.clock = Clock(first_step, total_steps)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(20),
-            TextColumn("{task.fields[now]}"),
-        )
-        self.progress = Progress(*columns, console=console, refresh_per_second=4)
-        self.task = self.progress.add_task("", total=total_steps, completed=first_step, now="")
-        self.progress.start()
-
-    def show(self, step: int, values: Mapping[str, Any]) -> None:
-        left = self.clock.left(step)
-        told = parts(values)
-        if told and is_evaluation(values):
-            self.print(" | ".join([f"step {step:>5}", *told]))
-        elif not is_evaluation(values):
-            now = " | ".join([*told, *left])
-            self.progress.update(self.task, completed=step + 1, now=now)
-
-    def print(self, text: str) -> None:
-        self.progress.console.print(printable(text), markup=False, highlight=False)
-
-    def close(self) -> None:
-        self.progress.stop()
-
-
-class Clock:
-    """Time left, from the pace since the first steps (which compile and warm up)."""
-
-    def __init__(self, first_step: int, total_steps: int | None, warmup: int = 3):
-        self.start, self.total = first_step + warmup, total_steps
-        self.started: tuple[int, float] | None = None  # step and time where the pace begins
-
-    def is_last(self, step: int) -> bool:
-        return self.total is not None and step >= self.total - 1
-
-    def left(self, step: int) -> list[str]:
-        """What a line says of the time left: nothing while it is unknown."""
-        now = time.monotonic()
-        if step >= self.start and self.started is None:
-            self.started = (step, now)
-        if self.started is None or self.total is None or step <= self.started[0]:
+    def time_left(self, step: int) -> list[str]:
+        """The time left as a part of a line; nothing while it is unknown."""
+        if step < self.warm_step or self.total is None:
             return []
-        seconds = (now - self.started[1]) / (step - self.started[0]) * (self.total - 1 - step)
-        return [f"{duration(max(seconds, 0))} left"]
+        if self.warm_time is None:
+            self.warm_step, self.warm_time = step, time.monotonic()
+            return []
+        if step == self.warm_step:
+            return []
+        pace = (time.monotonic() - self.warm_time) / (step - self.warm_step)
+        return [f"{duration(max(0.0, pace * (self.total - 1 - step)))} left"]
 
+    def print(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if self.bar:
+            self.bar.console.print(printable(text), markup=False, highlight=False)
+        else:
+            print(printable(text), file=self.out, flush=True)
 
-def make_console(
-    cfg: RunLogConfig, first_step: int, total_steps: int | None, out: TextIO
-) -> Lines | Live:
-    """A live display on a terminal, lines elsewhere."""
-    console = Console(file=out)
-    if console.is_terminal:
-        return Live(console, first_step, total_steps)
-    return Lines(cfg.log_every, first_step, total_steps, out)
+    def close(self) -> None:
+        """Stop the progress bar."""
+        if self.bar:
+            self.bar.stop()
 
 
 def is_evaluation(values: Mapping[str, Any]) -> bool:
@@ -258,21 +220,19 @@ def is_evaluation(values: Mapping[str, Any]) -> bool:
     return "loss" not in values and "reward" not in values
 
 
-def parts(values: Mapping[str, Any]) -> list[str]:
+def format_values(values: Mapping[str, Any]) -> list[str]:
     """
     The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
     those of a recursive model's states and of the sentinels.
     """
-    known = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    ours = ("state_", "sentinel_")
-    others = [name for name in values if name not in SHOWN and not name.startswith(ours)]
-    rest = others if is_evaluation(values) else []
-    return known + [f"{name} {number(values[name])}" for name in rest]
-
-
-def number(value: Any) -> str:
-    """Four significant digits, or the text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
+    if is_evaluation(values):
+        for name, value in values.items():
+            if name not in SHOWN and not name.startswith(("state_", "sentinel_")):
+                shown.append(
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                )
+    return shown
 
 
 def duration(seconds: float) -> str:
@@ -299,18 +259,14 @@ class Tracker:
         self.entries: queue.Queue = queue.Queue(capacity)
         self.offered = self.sent = 0
         self.error = ""
-        self.thread = threading.Thread(
-            target=self.work, args=(open_run,), name="tracker", daemon=True
-        )
+        self.thread = threading.Thread(target=self.work, args=(open_run,), daemon=True)
         self.thread.start()
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue an entry; where the queue is full, it is dropped."""
         self.offered += 1
-        try:
+        with contextlib.suppress(queue.Full):  # counted: offered, never sent
             self.entries.put_nowait((step, dict(values)))
-        except queue.Full:
-            pass  # counted: offered, never sent
 
     def work(self, open_run: Callable[[], Any]) -> None:
         """The thread: send entries until `None` comes. The first failure is printed and final."""
@@ -328,12 +284,10 @@ class Tracker:
     def finish(self, seconds: float) -> str:
         """Wait at most `seconds` for the thread. Returns what went wrong, or nothing."""
         deadline = time.monotonic() + seconds
-        while self.thread.is_alive() and time.monotonic() < deadline:
-            try:
-                self.entries.put_nowait(None)
-                self.thread.join(max(0.0, deadline - time.monotonic()))
-            except queue.Full:  # it lags: let it catch up
-                self.thread.join(0.05)
+        if self.thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self.entries.put(None, timeout=seconds)
+        self.thread.join(max(0.0, deadline - time.monotonic()))
         missed = self.offered - self.sent
         if self.thread.is_alive():
             self.error = f"no answer within {seconds:g} s"
@@ -343,7 +297,7 @@ class Tracker:
         return ""
 
 
-def open_wandb(cfg: RunLogConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> Any:
+def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any] | None) -> Any:
     """
     A run at Weights & Biases, continued when the same run resumes in the same folder.
 
@@ -351,17 +305,16 @@ def open_wandb(cfg: RunLogConfig, folder: Path, run_id: str, settings: dict[str,
     """
     import wandb  # here, so that a run without a tracker neither waits for it nor needs it
 
-    mode = cfg.wandb_mode or wandb.setup().settings.mode
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise RuntimeError("no API key; run `wandb login`, or use --wandb_mode=offline")
+    online = wandb.setup().settings.mode == "online"
+    if online and not wandb.login(prompt=False, verify=False):
+        raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
     return wandb.init(
         project="nanochat",
-        name=cfg.run,
-        id=fingerprint([cfg.run, run_id, folder.parent.name, folder.name]),
+        name=name,
+        id=fingerprint([name, run_id, folder.parent.name, folder.name]),
         resume="allow",
         dir=folder,
-        mode=cfg.wandb_mode,
-        config=settings,
+        config=dict(settings or {}),
         settings=wandb.Settings(
             silent=True,
             console="off",

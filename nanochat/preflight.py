@@ -9,30 +9,24 @@ here changes what a run computes but rounding. A run that cannot finish, for wan
 is rejected with a fix; one that is merely long is not.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanochat import hardware
 from nanochat.attention import Backend, attend, attend_plain, segment_mask
-from nanochat.common import Refused, accelerators, default_rate, free_bytes, require_free
+from nanochat.common import Refused, free_bytes, require_free
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import (
-    free_memory_bytes,
-    known_peak,
-    limit_memory,
-    peak_memory_bytes,
-    reset_peak_memory,
-    used_memory_bytes,
-)
+from nanochat.logger import duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.records import default_rate
 
 # ---- Choosing kernels: each is probed once, for real ---------------------------------------------
 # A kernel that imports may still fail on this device, or compute something else: then it is left
@@ -47,13 +41,9 @@ FUSED_ENGINE_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class KernelConfig:
-    attention: Literal["sdpa", "blocks", "flex", "fa3", "plain"] | None = None
-    """Attention kernel. Default: the fastest that passes its probe here."""
     compile: bool | None = None
     """Fuse the model with torch.compile. Default: on a GPU, and on a CPU where the run is long
-    enough to earn the compilation back."""
-    checkpoint_activations: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    enough to amortize compile time."""
 
 
 def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str | None:
@@ -61,69 +51,63 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str |
     Run a kernel forward and backward on this model's shapes: as pretraining calls it, with each
     window, and as finetuning does, with a mask of segments. Returns why it failed, or None.
     """
-    windows = dict.fromkeys(map(cfg.window, range(cfg.n_layer)))
     B, T = 2, cfg.max_seq_len
+    generator = torch.Generator().manual_seed(0)
+    qkv = [
+        torch.randn(B, T, heads, cfg.head_dim, generator=generator).to(
+            machine.device, machine.dtype
+        )
+        for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)
+    ]
     starts = torch.zeros(B, T, dtype=torch.int64)
-    for row in range(B):  # segments of two lengths, so that the rows of the mask differ
-        starts[row, T // (row + 2)] = 1
+    starts[0, T // 2] = starts[1, T // 3] = 1  # the rows of the mask differ
     segments = starts.cumsum(1).to(machine.device)
-    for window in windows:
+    for window in dict.fromkeys(map(cfg.window, range(cfg.n_layer))):
         for mask in (None, segment_mask(segments, window)):
-            if why := probe_call(backend, cfg, machine, B, window, mask):
+            try:
+                why = probe_call(backend, qkv, window, mask)
+            except Exception as error:  # whatever a kernel raises, it does not work here
+                why = first_line(error)
+            if why:
                 return why + (" under a mask of segments" if mask is not None else "")
     return None
 
 
 def probe_call(
-    backend: Backend,
-    cfg: GPTConfig,
-    machine: Machine,
-    B: int,
-    window: int | None,
-    mask: Tensor | None,
+    backend: Backend, qkv: list[Tensor], window: int | None, mask: Tensor | None
 ) -> str | None:
-    """Run a kernel on B rows. Returns how it failed or differs from the definition, or None."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int) -> Tensor:
-        x = torch.randn(B, cfg.max_seq_len, heads, cfg.head_dim, generator=generator)
-        return x.to(machine.device, machine.dtype).requires_grad_()
-
-    q, k, v = draw(cfg.n_head), draw(cfg.n_kv_head), draw(cfg.n_kv_head)
-    try:
-        got = attend(q, k, v, window=window, backend=backend, mask=mask)
-        if got.dtype != q.dtype:
-            return f"returns {got.dtype} for inputs of {q.dtype}"
-        got.float().square().sum().backward()
-        machine.synchronize()
-        error = difference(got.detach(), q.detach(), k.detach(), v.detach(), window, mask)
-    except Exception as error:  # whatever a kernel raises, it does not work here
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not error < tolerance(machine.dtype):
+    """Run a kernel. Returns how its result or gradients differ from the definition, or None."""
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    y = attend(q, k, v, window=window, backend=backend, mask=mask)
+    if y.dtype != q.dtype:
+        return f"returns {y.dtype} for inputs of {q.dtype}"
+    y.float().square().sum().backward()
+    error = largest_error(y, q, k, v, window, mask)
+    if not error < tolerance(q.dtype):
         return f"differs from the definition by {error:.3g}"
     if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
         return "has gradients that are missing or not finite"
     return None
 
 
-def difference(
-    got: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
+@torch.no_grad()
+def largest_error(
+    y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
 ) -> float:
     """
-    The largest absolute error of `got` against the definition in float64, which TF32 does not
-    touch. Of the heads of the first and the last group, one at a time: the (T, T) scores of
-    several may not fit the memory.
+    The largest absolute error of `y` against the definition in float64, which TF32 does not touch.
+    Of the heads of the first and the last group, one at a time: the (T, T) scores of several may
+    not fit the memory.
     """
     device = torch.device("cpu") if q.device.type == "mps" else q.device  # MPS has no float64
-    got, q, k, v = (x.to(device, torch.float64) for x in (got, q, k, v))
+    y, q, k, v = (x.to(device, torch.float64) for x in (y, q, k, v))
     mask = None if mask is None else mask.to(device)
-    G, R = k.size(2), q.size(2) // k.size(2)
+    H, R = q.size(2), q.size(2) // k.size(2)
     errors = []
-    for g in {0, G - 1}:
-        group = k[:, :, g : g + 1], v[:, :, g : g + 1]
-        for h in range(g * R, (g + 1) * R):
-            want = attend_plain(q[:, :, h : h + 1], *group, window, q.size(-1) ** -0.5, mask)
-            errors.append(float((got[:, :, h : h + 1] - want).abs().max()))
+    for h in {*range(R), *range(H - R, H)}:
+        query, key, value = q[:, :, [h]], k[:, :, [h // R]], v[:, :, [h // R]]
+        want = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
+        errors.append(float((y[:, :, [h]] - want).abs().max()))
     return max(errors)
 
 
@@ -135,28 +119,18 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 1e-2
 
 
-def choose_attention(
-    cfg: KernelConfig, model: GPTConfig, machine: Machine, compiled: bool = False
-) -> Backend:
+def choose_attention(cfg: GPTConfig, machine: Machine, compiled: bool = False) -> Backend:
     """
-    The kernel asked for, or the first that works: on CUDA fa3, then flex with windows; on a CPU
-    blocks where the model is compiled; sdpa, plain. The ranks agree: it works on all of them.
-
-    Raises ValueError where the one asked for does not.
+    The first kernel that works on all ranks: on CUDA fa3, then flex with windows; on a CPU blocks
+    where the model is compiled; sdpa, plain.
     """
-    if cfg.attention is not None:
-        if why := fault(probe_attention(cfg.attention, model, machine), machine):
-            raise ValueError(f"--attention={cfg.attention} does not work here: {why}")
-        return cfg.attention
-    wanted: list[Backend] = []
+    wanted: list[Backend] = ["sdpa"]
     if machine.device.type == "cuda":
-        wanted.append("fa3")
-        if "S" in model.window_pattern:
-            wanted.append("flex")
-    if machine.device.type == "cpu" and compiled:
-        wanted.append("blocks")
-    for backend in (*wanted, "sdpa"):
-        why = fault(probe_attention(backend, model, machine), machine)
+        wanted = ["fa3", "flex", "sdpa"] if "S" in cfg.window_pattern else ["fa3", "sdpa"]
+    elif machine.device.type == "cpu" and compiled:
+        wanted = ["blocks", "sdpa"]
+    for backend in wanted:
+        why = fault(probe_attention(backend, cfg, machine), machine)
         if why is None:
             return backend
         machine.print0(f"attention kernel {backend} left out: {why}")
@@ -170,11 +144,11 @@ def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) ->
     """
     if cfg.compile is not None:
         return cfg.compile
+    saved_seconds = machine.broadcast(train_seconds) * COMPILE_GAIN
     if machine.device.type == "mps":
         return False
-    if machine.device.type == "cpu":
-        if machine.broadcast(train_seconds) * COMPILE_GAIN < COMPILE_SECONDS:
-            return False
+    if machine.device.type == "cpu" and saved_seconds < COMPILE_SECONDS:
+        return False
     why = fault(probe_compiler(machine), machine)
     if why is not None:
         machine.print0(f"torch.compile left out: {why}")
@@ -183,13 +157,16 @@ def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) ->
 
 def probe_compiler(machine: Machine) -> str | None:
     """Compile a trifle. Returns why that failed, or None."""
-    if machine.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-        return "it needs a C++ compiler (install g++)"
     try:
         torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return first_line(error)
     return None
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def fault(why: str | None, machine: Machine) -> str | None:
@@ -212,7 +189,7 @@ def set_kernels(
 ) -> bool:
     """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
     compiled = choose_compile(cfg, machine, seconds)
-    backend = choose_attention(cfg, model.cfg, machine, compiled)
+    backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend
     if model.bigrams is not None and machine.device.type == "cpu":
@@ -232,23 +209,22 @@ GPU_EFFICIENCY = 0.4  # share of the peak that a first estimate of the time assu
 CPU_EFFICIENCY = 0.5  # the same for the measured matrix rate: d4 compiled, 2026-11
 GPU_RESERVE = 2 << 30  # bytes left to NCCL and cuBLAS, which allocate in the first steps
 COMPILED_SHARE = 0.7  # of what eager rows hold; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
-SMALLER = "a smaller --depth or --max_seq_len, --checkpoint_activations, or a larger machine"
+RATE_SECONDS = 0.2  # for which the matrix rate is measured
+SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 
 
-def matrix_rate(machine: Machine, width: int, seconds: float = 0.2) -> float:
-    """FLOP/s of this device in the compute dtype on products of the model's width."""
+def matrix_rate(machine: Machine, width: int) -> float:
+    """FLOP/s of this device in the compute dtype on matmuls of the model's width."""
     a = torch.randn(4096, width, device=machine.device).to(machine.dtype)
     b = torch.randn(width, 4 * width, device=machine.device).to(machine.dtype)
-    count, started = 0, 0.0
     for _ in range(3):
         torch.mm(a, b)
     machine.synchronize()
-    started = time.perf_counter()
-    while time.perf_counter() - started < seconds:
+    count, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < RATE_SECONDS:
         torch.mm(a, b)
         machine.synchronize()
         count += 1
-    spent = time.perf_counter() - started
     return 2 * 4096 * width * 4 * width * count / spent
 
 
@@ -257,8 +233,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
     Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
     rank measures its own device, so they differ in it.
     """
-    peak = known_peak(machine.device)
-    if peak:
+    if peak := hardware.known_peak(machine.device):
         rate = peak.flops * GPU_EFFICIENCY
     else:
         rate = matrix_rate(machine, model.cfg.d_model) * CPU_EFFICIENCY
@@ -274,7 +249,7 @@ def row_bytes(model: GPT, trainable: Trainable, machine: Machine) -> int:
     for rows in (1, 2):  # their difference leaves out what does not grow with the batch
         ids = torch.zeros(rows, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
         loss = trainable.loss(ids, ids)
-        used.append(used_memory_bytes(machine.device))
+        used.append(hardware.used_memory_bytes(machine.device))
         del loss, ids
     return max(1, used[1] - used[0])
 
@@ -291,16 +266,9 @@ def most_rows(model: GPT, trainable: Trainable, machine: Machine) -> int:
     except torch.OutOfMemoryError:
         each = None
     torch.cuda.empty_cache()
-    room = free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
+    room = hardware.free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
     limit = 2 if each is None else max(1, int(room / (each * COMPILED_SHARE)))
     return int(min(machine.gather(limit)))
-
-
-class Rehearsal(NamedTuple):
-    """Measured on a step: peak memory in bytes, and the seconds of one micro-batch."""
-
-    peak_bytes: int
-    seconds: float
 
 
 def rehearse(
@@ -310,13 +278,15 @@ def rehearse(
     ids: Tensor,
     device_rows: int,
     update: bool,
-) -> Rehearsal | None:
+) -> tuple[int, float] | None:
     """
-    Run three micro-batches of `device_rows` rows of `ids` (4, B, T), which accumulate gradients as
-    those of a training step of B rows do, and where `update` says so apply these and undo it.
+    The peak memory in bytes of a step, and the seconds of one micro-batch; None where some rank
+    runs out of memory. Changes no weight.
 
-    Changes no weight. The first micro-batch compiles, the last is timed. On a CPU the peak is that
-    of the whole process. Returns None where some rank runs out of memory.
+    Runs three micro-batches of `device_rows` rows of `ids` (4, B, T), which accumulate gradients as
+    those of a training step of B rows do; with `update`, also applies these and undoes it.
+
+    The first micro-batch compiles, the last is timed. On a CPU the peak is that of the process.
     """
     seconds = 0.0
 
@@ -332,12 +302,12 @@ def rehearse(
             machine.synchronize()
             seconds = time.perf_counter() - started
 
-    reset_peak_memory(machine.device)
+    hardware.reset_peak_memory(machine.device)
     done = fits(accumulate, machine) and (not update or fits(optimizer.rehearse, machine))
-    peak = peak_memory_bytes(machine.device)
+    peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
-    reset_peak_memory(machine.device)
-    return Rehearsal(peak, seconds) if done else None
+    hardware.reset_peak_memory(machine.device)
+    return (peak, seconds) if done else None
 
 
 def fits(work: Callable[[], None], machine: Machine) -> bool:
@@ -350,8 +320,7 @@ def fits(work: Callable[[], None], machine: Machine) -> bool:
     return not machine.any(short)
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes a training process needs on its device, by what they are for."""
 
     weights: int
@@ -362,7 +331,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return sum(self)
 
 
 def weight_bytes(model: GPT) -> int:
@@ -385,18 +354,14 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
     Rows per micro-batch: the largest divisor up to `limit` of `rows`, the rows of one rank and
     step. Raises ValueError naming a value that divides when the one asked for does not.
     """
-    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
-    if asked is None:
-        return max(d for d in divisors if d <= max(1, limit))
-    if asked > rows:
-        return rows
-    if asked not in divisors:
-        best = max(d for d in divisors if d <= asked)
+    most = max(1, limit) if asked is None else asked
+    best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
+    if asked is not None and best < min(asked, rows):
         raise ValueError(
             f"device_batch_size {asked} does not divide the {rows} rows of one device and "
             f"step; use {best}"
         )
-    return asked
+    return best
 
 
 class Prepared(NamedTuple):
@@ -427,26 +392,25 @@ def prepare(
     `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
     one row fits.
     """
-    T, used = model.cfg.max_seq_len, used_memory_bytes(machine.device)
-    model.checkpoint_activations = cfg.checkpoint_activations
+    T, used = model.cfg.max_seq_len, hardware.used_memory_bytes(machine.device)
     rows = batch_tokens // T // machine.world_size
     limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
     device_rows = choose_device_rows(device_batch_size, rows, limit)
     guess = estimate_seconds(model, tokens_left, machine)
     compiled = set_kernels(cfg, model, machine, guess, optimizer)
-    machine.print0(
-        f"preflight  measuring {device_rows} rows at a time "
-        f"({'compiles first' if compiled else 'eager'}) ..."
-    )
+    mode = "compiles first" if compiled else "eager"
+    machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
     # tokens and targets of a whole step, twice: a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
     # on a CPU the update is not measured: what undoes it takes more memory than it does
     update = machine.device.type == "cuda" or timed
     # the same limit on all ranks: one that alone ran out of memory would miss a collective
-    available = free_memory_bytes(machine.device) + used_memory_bytes(machine.device)
+    available = hardware.free_memory_bytes(machine.device) + hardware.used_memory_bytes(
+        machine.device
+    )
     reserve = GPU_RESERVE if device_batch_size is None else 0
-    with limit_memory(machine.device, min(machine.gather(available)) - reserve):
-        while not (rehearsal := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
+    with hardware.limit_memory(machine.device, min(machine.gather(available)) - reserve):
+        while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_batch_size is not None and device_rows > 1:
                 raise Refused(
@@ -458,9 +422,10 @@ def prepare(
                 raise Refused(f"not even one row fits on {machine.device_name}", SMALLER)
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
-    memory = plan_memory(model, optimizer, rehearsal.peak_bytes - used)
+    peak_bytes, seconds = measured
+    memory = plan_memory(model, optimizer, peak_bytes - used)
     passes = tokens_left / (device_rows * T * machine.world_size)
-    return Prepared(device_rows, compiled, memory, passes * rehearsal.seconds)
+    return Prepared(device_rows, compiled, memory, passes * seconds)
 
 
 def require_memory(model: GPT, machine: Machine) -> None:
@@ -475,7 +440,7 @@ def require_memory(model: GPT, machine: Machine) -> None:
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state
     neighbours = machine.local_size if machine.device.type != "cuda" else 1
     needed = neighbours * (2 * weights + state // machine.world_size)
-    free = free_memory_bytes(machine.device)
+    free = hardware.free_memory_bytes(machine.device)
     if machine.any(needed > free):
         raise Refused(
             f"{model.num_params():,} parameters with their gradients and the optimizer's state "
@@ -490,33 +455,19 @@ def require_disk(folder: Path, machine: Machine, **needed_bytes: int) -> str:
     naming the numbers where it does not.
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
-    refused = None
-    if machine.is_main:
-        try:
-            require_free(folder, sum(needed_bytes.values()), listed, "a smaller --keep")
-        except Refused as error:
-            refused = error
-    refused = machine.broadcast(refused)
-    if refused:
-        raise refused
+    needed = sum(needed_bytes.values())
+    machine.on_main(
+        "checking the disk", lambda: require_free(folder, needed, listed, "a smaller --keep")
+    )
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
-def duration(seconds: float) -> str:
-    """A time for people: 45 s, 12 min, 3.4 h, 5.1 days."""
-    for unit, size, limit in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 172_800)):
-        if seconds < limit:
-            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
-    return f"{seconds / 86_400:.1f} days"
-
-
-def price(seconds: float, hourly_rate: float | None, machine: Machine) -> str:
-    """What a time costs; the rate by default what such a machine's GPUs are rented for."""
-    if hourly_rate is None and machine.device.type == "cuda":
-        nodes = machine.world_size / machine.local_size
-        hourly_rate = default_rate(accelerators()["gpus"]) * nodes
-    rate = hourly_rate or 0.0
-    return f"${seconds / 3600 * rate:.2f} at ${rate:.2f} an hour"
+def cost(seconds: float, machine: Machine) -> str:
+    """A training time and its price, at what such GPUs are rented for."""
+    gpus = [machine.device_name] * machine.world_size if machine.device.type == "cuda" else []
+    rate = default_rate(gpus)
+    price = f"${seconds / 3600 * rate:.2f} at ${rate:.2f} an hour"
+    return f"about {duration(seconds)} of training, {price}"
 
 
 def screen(lines: Mapping[str, str], machine: Machine) -> None:
@@ -528,26 +479,24 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
     """Where a run computes, and what."""
     cfg, visits = model.cfg, len(model.cfg.order)
     layers = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
-    dtype = str(machine.dtype).removeprefix("torch.")
     roles, total = model.param_roles(), model.num_params()
     matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
-    split = f" ({matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
-    split = f"{split} and head)" if 2 * matrices < total else ""
+    split = f"{matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
+    mode = "compiled" if compiled else "eager"
+    dtype = str(machine.dtype).removeprefix("torch.")
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
-        "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), "
-        f"{'compiled' if compiled else 'eager'}",
-        "model": f"{total:,} parameters{split}: {layers}, width {cfg.d_model}, "
+        "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), {mode}",
+        "model": f"{total:,} parameters ({split} and head): {layers}, width {cfg.d_model}, "
         f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
     }
 
 
 def describe_memory(memory: Memory, device_rows: int, machine: Machine) -> str:
     """What a run takes on each device, and what there is for it: weights and state included."""
-    mib = {name: getattr(memory, name) / 2**20 for name in memory.__dataclass_fields__}
-    available = memory.weights + memory.optimizer + free_memory_bytes(machine.device)
+    parts = [f"{name} {n / 2**20:,.0f}" for name, n in memory._asdict().items()]
+    available = memory.weights + memory.optimizer + hardware.free_memory_bytes(machine.device)
     return (
         f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
-        + ", ".join(f"{name} {n:,.0f}" for name, n in mib.items())
-        + f"; {available / 2**20:,.0f} available"
+        f"{', '.join(parts)}; {available / 2**20:,.0f} available"
     )

@@ -9,126 +9,36 @@ together.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import re
 import secrets
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-from pydantic import BaseModel, StringConstraints, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from nanochat import stats
 from nanochat.common import (
+    REPOSITORY,
     base_dir,
     fingerprint,
-    git_state,
+    locked,
     printable,
     read_json,
-    require_writable,
     sealed,
     sha256_file,
     unseal,
     write_atomic,
 )
-from nanochat.stats import mean
 
-# ---- The shape of a record -----------------------------------------------------------------------
-
-
-TIME = StringConstraints(pattern=r"^\d{4}-[01]\d-[0-3]\d [0-2]\d:[0-5]\d:[0-5]\d$")
-Setting = str | float | int | bool | None
-Number = float | int | str  # "nan", "inf", "-inf": what JSON has no number for
-
-
-class Shape(BaseModel, strict=True, extra="forbid"):
-    """Nothing is converted, nothing unknown is let through."""
-
-
-class ProvenanceSchema(Shape):
-    run_id: str
-    seed: int
-    inputs: dict[str, str]
-    outputs: dict[str, str]
-    commit: str
-    dirty: bool
-
-
-class CostSchema(Shape):
-    wall_seconds: float
-    devices: int
-    device: str
-    device_seconds: float
-    own_device_seconds: float | None = None
-    """Without what earlier calls added to the section."""
-
-
-class File(Shape):
-    bytes: int
-    sha256: str
-
-
-class Table(Shape):
-    title: str | None = None
-    columns: list[str]
-    rows: list[list[Number | bool | None]]
-
-
-class Estimate(Shape):
-    value: Number
-    n: int
-    se: Number
-    k: int | None = None
-    item_se: Number | None = None
-    repeat_se: Number | None = None
-
-
-class Scores(Shape):
-    of: str
-    scores: str
-    key: str | None = None
-    """What decides these scores, where a section is filled task by task."""
-
-
-class Weights(Shape):
-    weights: dict[str, float]
-
-
-class RecordSchema(Shape):
-    """`records.write_record` says what each field is."""
-
-    section: Annotated[str, StringConstraints(min_length=1)]
-    timestamp: Annotated[str, TIME]
-    key: str
-    settings: dict[str, Setting | list[Setting]]
-    values: dict[str, Estimate | Number | bool | None]
-    items: dict[str, Scores | Weights]
-    tables: list[Table]
-    series: dict[str, list[list[Number]]]
-    metrics: str | None
-    files: dict[str, File]
-    provenance: ProvenanceSchema
-    cost: CostSchema
-
-
-def check_record(record: Any, path: Path) -> dict[str, Any]:
-    """The record that `path` holds. Raises ValueError naming the file and the first wrong field."""
-    try:
-        RecordSchema.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise ValueError(
-            f"{path} is no record: {where}: {first['msg']}; delete it and repeat that stage"
-        ) from error
-    return record
-
+if TYPE_CHECKING:  # it imports torch, which records do without
+    from nanochat.distributed import Machine
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names never change, so that reports can be compared line by line.
@@ -175,31 +85,26 @@ SECTIONS: dict[str, str] = {
     "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
     "Chat evaluation rl": CHAT_KEYS,
 }
-# Column of the summary -> the sections whose metrics it shows.
-COLUMNS = {
-    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
-    "MID": ("Chat evaluation mid",),
-    "SFT": ("Chat evaluation sft",),
-    "RL": ("Chat evaluation rl",),
-}
-BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
-LOWER_IS_BETTER = frozenset({"val bpb"})
-
 
 # ---- Writing and reading records -----------------------------------------------------------------
 
 
+Record = Mapping[str, Any]
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
 NOT_IN_KEY = frozenset(
-    "run wandb_mode log_every once resume keep report_dir allow_data_change device_batch_size "
+    "run log_every once resume keep report_dir allow_data_change device_batch_size "
     "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
     "max_bad_steps sentinel_every sentinel_tokens sentinel_answers on_broken buckets "
     "compile_engine".split()
 )
 
-NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
+PARTS = frozenset(
+    "section timestamp key settings values items tables series metrics files "
+    "provenance cost".split()
+)
+ADDED_COSTS = ("wall_seconds", "device_seconds")
 
 
 @dataclass(frozen=True)
@@ -214,15 +119,6 @@ class Provenance:
     """Name -> fingerprint of every artifact the stage made."""
 
 
-class Devices(Protocol):
-    """What does the work; `machine.Machine` has it."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device_name(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Cost:
     """What a stage took. `devices` of the kind `device` worked for `device_seconds` in all."""
@@ -234,7 +130,7 @@ class Cost:
     """Default: every device for the whole time."""
 
     @classmethod
-    def since(cls, started: float, machine: Devices) -> "Cost":
+    def since(cls, started: float, machine: "Machine") -> "Cost":
         """All of a machine's devices since `time.perf_counter()` was `started`."""
         return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
 
@@ -258,47 +154,18 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = 
     return new_run_id()
 
 
-def ancestors(
-    print_: str, inputs: Mapping[str, str], report_dir: Path | str | None = None
-) -> set[str]:
-    """
-    A checkpoint and all the checkpoints it comes from, by fingerprint, as far as they are recorded.
-
-    inputs: what its own stage has read; text, rows and tokenizers are no ancestors.
-    """
-    made = {
-        output: record["provenance"]["inputs"]
-        for record in read_history(report_dir)
-        for output in record["provenance"]["outputs"].values()
-    }
-    found, waiting = {print_}, [inputs]
-    while waiting:
-        for name, parent in waiting.pop().items():
-            if name not in NO_PARENTS and parent not in found:
-                found.add(parent)
-                waiting.append(made.get(parent, {}))
-    return found
-
-
-def estimate(
-    value: float,
-    n: int,
-    se: float,
-    k: int | None = None,
-    item_se: float | None = None,
-    repeat_se: float | None = None,
-) -> dict[str, Any]:
+def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
     A measured value with the number of items behind it and its standard error; of items that were
-    asked k times also what comes from the choice of items, and what from the repeats (`stats`).
+    asked k times also k, and what comes from the choice of items and from the repeats (`stats`).
     """
-    found = {"value": value, "n": n, "se": se}
-    return found if k is None else {**found, "k": k, "item_se": item_se, "repeat_se": repeat_se}
+    names = ("k", "item_se", "repeat_se")
+    return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
 
 
 def over_seeds(values: Sequence[float]) -> Any:
     """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
-    return values[0] if len(values) == 1 else estimate(*mean(values))
+    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
@@ -359,6 +226,8 @@ def write_record(
     Safe for two processes at once. Returns the path of the record.
     """
     folder = report_folder(report_dir)
+    code = git_state()
+    busy = cost.wall_seconds * cost.devices if cost.device_seconds is None else cost.device_seconds
     record = {
         "section": section,
         "timestamp": time.strftime(TIME_FORMAT),
@@ -370,17 +239,13 @@ def write_record(
         "series": series or {},
         "metrics": portable(metrics) if metrics else None,
         "files": content(files),
-        "provenance": {**asdict(provenance), **code_state()},
-        "cost": {
-            **asdict(cost),
-            "device_seconds": device_seconds(cost),
-            "own_device_seconds": device_seconds(cost),
-        },
+        "provenance": {**asdict(provenance), "commit": code["commit"], "dirty": code["dirty"]},
+        "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
-    with locked(folder):
+    with locked(folder / ".lock", f"recording {section}"):
         if extend and (old := read_if_sound(path)):
-            record = extended(old, record)
+            record = extend_record(old, record)
         record = sealed(plain(record))
         append_line(folder / "records.jsonl", one_line(record))
         write_atomic(path, indented(record))
@@ -400,18 +265,18 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
             return machine.print0(f"{SECTION}: finished already, skipped")
     """
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
-    if (
-        record is None
-        or record["key"] != key
-        or (record["provenance"]["outputs"] and not record["files"])
-    ):
+    if record is None or record["key"] != key:
         return None
-    for name, was in record["files"].items():
-        file = base_dir() / name
-        if not file.is_file() or file.stat().st_size != was["bytes"]:
-            return None
-    whole = all(sha256_file(base_dir() / n) == f["sha256"] for n, f in record["files"].items())
-    return record if whole else None
+    files = {base_dir() / name: was for name, was in record["files"].items()}
+    if record["provenance"]["outputs"] and not files:
+        return None
+    same = all(
+        path.is_file()
+        and path.stat().st_size == was["bytes"]
+        and sha256_file(path) == was["sha256"]
+        for path, was in files.items()
+    )
+    return record if same else None
 
 
 def read_records(
@@ -426,8 +291,9 @@ def read_records(
     records = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
-            if not looks_like_one(read_json(path)):
-                continue
+            content = read_json(path)
+            if isinstance(content, dict) and not {"section", "provenance"} & content.keys():
+                continue  # the header of the report
             record = read_record(path)
             if path.stem != slug(record["section"]):
                 raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
@@ -442,10 +308,16 @@ def read_records(
 def read_record(path: Path) -> dict[str, Any]:
     """The record in a file. Raises ValueError unless it is what was written, and a record."""
     try:
-        record = unseal(path.read_bytes().decode(), indented)
+        return check_record(unseal(path.read_bytes().decode(), indented))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
-    return check_record(record, path)
+
+
+def check_record(content: dict[str, Any]) -> dict[str, Any]:
+    """`content`, which has a seal, if it has every part of a record. Raises ValueError."""
+    if missing := PARTS - content.keys():
+        raise ValueError(f"it is no record, it has no {', '.join(sorted(missing))}")
+    return content
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
@@ -457,11 +329,6 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def looks_like_one(content: Any) -> bool:
-    """Whether a JSON file of the folder means to be a record, though it may be damaged."""
-    return not isinstance(content, dict) or bool({"section", "provenance", "cost"} & content.keys())
-
-
 def read_history(
     report_dir: Path | str | None = None, damaged: list[str] | None = None
 ) -> list[dict[str, Any]]:
@@ -470,14 +337,13 @@ def read_history(
     wrong with those is appended to `damaged`.
     """
     path = report_folder(report_dir) / "records.jsonl"
-    return read_sealed_lines(path, damaged, lambda record: check_record(record, path))
+    return read_sealed_lines(path, damaged, check_record)
 
 
 def report_folder(report_dir: Path | str | None = None) -> Path:
     """Where records live: report/ under the base directory, or the folder given. Made if absent."""
     folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
-    with require_writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -490,26 +356,12 @@ def slug(section: str) -> str:
 # The parts of a record
 
 
-def code_state() -> dict[str, Any]:
-    """Commit of the running code, and whether files differ from it."""
-    state = git_state()
-    return {"commit": state["commit"], "dirty": state["dirty"]}
-
-
-def device_seconds(cost: Cost) -> float:
-    """Time of all devices together."""
-    given = cost.device_seconds
-    return cost.wall_seconds * cost.devices if given is None else given
-
-
 def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of files, and of all files below folders, by `portable` name."""
-    found: list[Path] = []
-    for path in files:
-        found += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
     return {
         portable(path): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in found
+        for path in chain.from_iterable(below)
     }
 
 
@@ -519,26 +371,19 @@ def portable(path: Path) -> str:
     return str(path.relative_to(base_dir()) if path.is_relative_to(base_dir()) else path)
 
 
-def extended(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """`new` with the values, items, tables and costs of `old` added, if their inputs are equal."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
-    titles = {table["title"] for table in new["tables"]}
-    spent = {
-        name: old["cost"][name] + new["cost"][name] for name in ("wall_seconds", "device_seconds")
-    }
-    values = {**old["values"], **new["values"]}
+    both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
     if new["values"].keys() >= old["values"].keys():
-        values = new["values"]  # in its order
-    return {
-        **new,
-        "values": {name: value for name, value in values.items() if value is not None},
-        "items": {**old["items"], **new["items"]},
-        "tables": [t for t in old["tables"] if t["title"] not in titles] + list(new["tables"]),
-        "series": {**old["series"], **new["series"]},
-        "files": {**old["files"], **new["files"]},
-        "cost": {**new["cost"], **spent},
-    }
+        both["values"] = new["values"]  # in its order
+    both["values"] = {name: value for name, value in both["values"].items() if value is not None}
+    titles = {table["title"] for table in new["tables"]}
+    tables = [table for table in old["tables"] if table["title"] not in titles]
+    spent = {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
+    cost = {**new["cost"], **spent}
+    return {**new, **both, "tables": [*tables, *new["tables"]], "cost": cost}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -569,14 +414,9 @@ def plain(value: Any) -> Any:
 def append_line(path: Path, line: str) -> None:
     """Append a line, after closing one that a killed process left open. The caller has the lock."""
     with path.open("ab+") as stream:
-        if stream.seek(0, os.SEEK_END) and not ends_with_newline(stream.fileno(), stream.tell()):
-            line = "\n" + line
-        stream.write(line.encode() + b"\n")
-
-
-def ends_with_newline(handle: int, size: int) -> bool:
-    """Whether the last of `size` bytes ends a line."""
-    return os.pread(handle, 1, size - 1) == b"\n"
+        size = stream.seek(0, os.SEEK_END)
+        torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
+        stream.write(b"\n" * bool(torn) + line.encode() + b"\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -598,10 +438,8 @@ def read_sealed_lines(
     was written, or that `check` rejects with a ValueError, are left out and named in `damaged`.
     """
     found = []
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
-        if not line and number == len(lines):
-            continue
         try:
             found.append(check(unseal(line.decode(), one_line)))
         except (ValueError, RecursionError) as error:
@@ -620,62 +458,45 @@ def indented(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, among processes; a killed holder lets go by itself."""
-    path = folder / ".lock"
-    with require_writable(path):
-        handle = path.open("w")
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+# ---- The code, and what machines cost ------------------------------------------------------------
 
 
-# ---- Summaries over records: metrics by stage, costs, warnings -----------------------------------
+GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
+DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
+OTHER_PER_HOUR = 2.00
 
 
-Record = Mapping[str, Any]
-GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
+def git(*words: str, repository: Path = REPOSITORY) -> str | None:
+    """The output of a git command in the repository, or None where git has no answer."""
+    command = ["git", "-C", str(repository), *words]
+    try:
+        output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.rstrip("\n")
 
 
-def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for column, record in in_columns(records):
-        for key, value in record["values"].items():
-            if is_metric(record["section"], key, value):
-                found.setdefault(metric_name(key), {})[column] = value
-    names = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
-    return {name: found[name] for name in names}
+def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
+    """Branch, short commit, whether files differ from it, and the first line of its message."""
+    commit = git("rev-parse", "--short=7", "HEAD", repository=repository)
+    if commit is None:
+        return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
+    others = [f":(exclude){path}" for path in GENERATED]
+    return {
+        "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
+        "commit": commit,
+        "dirty": bool(git("status", "--porcelain", "--", ".", *others, repository=repository)),
+        "message": git("log", "-1", "--format=%s", repository=repository) or "",
+    }
 
 
-def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Column -> metric -> what its items scored, as the records have it."""
-    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
-    for column, record in in_columns(records):
-        for key, entry in record.get("items", {}).items():
-            found[column][metric_name(key)] = entry
-    return found
+def default_rate(gpus: Sequence[str]) -> float:
+    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
+    prices = DOLLARS_PER_GPU_HOUR.items()
+    return sum(next((p for kind, p in prices if kind in name), OTHER_PER_HOUR) for name in gpus)
 
 
-def in_columns(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """The records that the summary's columns show, each with its column."""
-    for record in records:
-        for column, sections in COLUMNS.items():
-            if record["section"] in sections:
-                yield column, record
-
-
-def metric_name(key: str) -> str:
-    """What the summary calls a value of a record."""
-    return str(BASE_METRICS.get(key, key))
-
-
-def is_metric(section: str, key: str, value: Any) -> bool:
-    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
-    if not section.startswith("Chat evaluation"):
-        return key in BASE_METRICS
-    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+# ---- Values of records ---------------------------------------------------------------------------
 
 
 def plain_value(value: Any) -> Any:
@@ -689,114 +510,6 @@ def standard_error(value: Any) -> float:
     return float(value["se"]) if known else math.nan
 
 
-def differences(
-    found: Mapping[str, Mapping[str, Any]],
-    items: Mapping[str, Mapping[str, Any]] = {},
-    order: Sequence[str] = tuple(COLUMNS),
-) -> dict[str, Any]:
-    """
-    Table of what each column changed: per metric, against the one before it that has one.
-
-    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
-    elsewhere the standard error is that of a difference of independent measurements.
-    """
-    rows = []
-    for name, by in found.items():
-        columns = [column for column in order if column in by]
-        for before, after in zip(columns, columns[1:], strict=False):
-            pairs = paired(name, items.get(before, {}), items.get(after, {}))
-            if pairs:
-                change, error = pairs.difference, pairs.se
-            else:
-                change = float(plain_value(by[after])) - float(plain_value(by[before]))
-                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
-            noise = ["-", "noise unknown"]
-            if math.isfinite(error):
-                gain = -change if name in LOWER_IS_BETTER else change
-                noise = [f"{error:.4f}", stats.verdict(gain, error)]
-            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, show_pairs(pairs)])
-    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
-    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
-
-
-def paired(
-    name: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> stats.Comparison | None:
-    """Compare a metric on the items of two columns; None unless both have scores of the same."""
-    weights = [entries.get(name, {}).get("weights", {name: 1.0}) for entries in (before, after)]
-    if weights[0] != weights[1]:
-        return None
-    parts = []
-    for part in weights[0]:
-        old, new = before.get(part), after.get(part)
-        if old is None or new is None or old["of"] != new["of"]:
-            return None
-        parts.append(stats.compare(read_scores(old), read_scores(new)))
-    return stats.combine(parts, list(weights[0].values()))
-
-
-def show_pairs(pairs: stats.Comparison | None) -> str:
-    """What became of the items, in words."""
-    if pairs is None:
-        return "-"
-    return f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
-
-
-def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
-    """Table of what each stage took, in time and in money at the machine's hourly rate."""
-    rows = []
-    for record in records:
-        cost = record["cost"]
-        devices = f"{cost['devices']}x {cost['device']}"
-        rows.append([record["section"], cost["wall_seconds"], cost["device_seconds"], devices])
-    if rows:
-        rows.append(["Total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""])
-    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
-    cells = [
-        [name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", on, f"${wall / 3600 * hourly_rate:.2f}"]
-        for name, wall, busy, on in rows
-    ]
-    return {"title": "Cost", "columns": columns, "rows": cells}
-
-
-def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
-    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
-    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
-    before_rl = [end for section, end in ends.items() if "rl" not in slug(section).split("-")]
-    spans = {"Total wall clock time": before_rl}
-    if len(before_rl) < len(ends):
-        spans["Total wall clock time with RL"] = list(ends.values())
-    started = seconds(run_started)
-    return {label: int(max(times) - started) // 60 for label, times in spans.items() if times}
-
-
 def seconds(timestamp: str) -> float:
     """A timestamp as seconds since the epoch."""
     return datetime.strptime(timestamp, TIME_FORMAT).timestamp()
-
-
-def find_faults(records: Sequence[Record]) -> list[str]:
-    """
-    What breaks the chain from section to section: several runs, several versions of the code, a
-    stage that read something else than what the stage before it is recorded to have made. What
-    scores or compares models from outside the run is no part of the chain.
-    """
-    faults = []
-    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
-    for what, key in {"runs": "run_id", "commits": "commit"}.items():
-        groups: dict[str, list[str]] = {}
-        for record in records:
-            groups.setdefault(record["provenance"][key], []).append(record["section"])
-        if len(groups) > 1:
-            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
-            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
-    for record in records:
-        for name, read in record["provenance"]["inputs"].items():
-            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
-            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
-            if made and read not in made:
-                others = " and ".join(
-                    f"{section} made {print_}" for print_, section in made.items()
-                )
-                faults.append(f"{record['section']} read {name} {read}, but {others}.")
-    return faults

@@ -9,41 +9,49 @@ line; what we add comes after them. Nothing is read back from the text of a repo
 and values are text from elsewhere (models, data, users): `escape` makes Markdown show it as it is.
 """
 
-import os
+import math
+import platform
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
-from nanochat import common
+import psutil
+
+from nanochat import stats
 from nanochat.common import (
+    REPOSITORY,
     base_dir,
+    cpu_info,
     printable,
     read_json,
     write_atomic,
     write_json,
 )
 from nanochat.records import (
-    COLUMNS,
+    ADDED_COSTS,
+    CHAT_TASKS,
+    GENERATED,
     SECTIONS,
     TIME_FORMAT,
     Record,
-    differences,
-    find_faults,
-    ledger,
-    metrics,
+    default_rate,
+    git,
+    git_state,
     plain_value,
     read_history,
     read_records,
+    read_scores,
     report_folder,
-    scores_by_item,
     seconds,
     slug,
-    wall_clock,
+    standard_error,
 )
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
@@ -67,23 +75,12 @@ LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
 Table = Mapping[str, Any]
+Figure = tuple[str, str]  # title, and file relative to the report
 # All records and those that they replaced, the hourly rate of a device, a list to which damaged
 # files are added -> tables by the name of their section
 MoreSections = Callable[
     [Sequence[Record], Sequence[Record], float, list[str]], Mapping[str, Sequence[Table]]
 ]
-
-
-def no_more_sections(*about: Any) -> Mapping[str, Sequence[Table]]:
-    """The default: a report of its records alone."""
-    return {}
-
-
-class Figure(NamedTuple):
-    """A drawing of a section: its title, and its file relative to the report."""
-
-    title: str
-    link: str
 
 
 # ------------------------------------------------------------------------------------------------
@@ -94,28 +91,44 @@ def update(
     report_dir: Path | str | None = None,
     hourly_rate: float | None = None,
     redraw: bool = False,
-    more: MoreSections = no_more_sections,
+    more: MoreSections = lambda *about: {},
+    out: Path | None = None,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records.
+    directory for the main report, else beside the records; with `out` a copy there, its figures in
+    dev/report/. Figures that it no longer shows are removed.
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. redraw: all figures,
     not only those of records that are newer. more: makes further sections of all records.
     """
-    folder = report_folder(report_dir)
-    report = report_path(report_dir)
-    write_report(folder, report, folder / "figures", hourly_rate, redraw, more)
+    from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
+
+    folder, damaged = report_folder(report_dir), []
+    report = (out or (folder if report_dir else base_dir())) / "report.md"
+    figure_folder = out / "dev" / "report" if out else folder / "figures"
+    records = read_records(folder, damaged)
+    header = read_header(folder, records, hourly_rate)
+    figures: dict[str, list[Figure]] = {}
+    stale = set(figure_folder.glob("*.svg"))
+    for record in records:
+        name = slug(record["section"])
+        written = (folder / f"{name}.json").stat().st_mtime
+        for kind, (title, draw) in drawings(record).items():
+            path = figure_folder / f"{name}-{kind}.svg"
+            if redraw or not path.exists() or path.stat().st_mtime < written:
+                write_atomic(path, draw())
+            stale.discard(path)
+            link = path.relative_to(report.parent).as_posix()
+            figures.setdefault(record["section"], []).append((title, link))
+    for path in stale:
+        path.unlink()
+    history = read_history(folder, damaged)
+    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
+    tables = more(records, history, device_rate, damaged)
+    now = time.strftime(TIME_FORMAT)
+    write_atomic(report, render(records, header, now, figures, tables, damaged))
     return report
-
-
-def export(
-    out: Path, report_dir: Path | str | None = None, more: MoreSections = no_more_sections
-) -> Path:
-    """Render the report into another folder: report.md there, its figures in dev/report/."""
-    folder = report_folder(report_dir)
-    write_report(folder, out / "report.md", out / "dev" / "report", more=more)
-    return out / "report.md"
 
 
 def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path | None:
@@ -125,95 +138,101 @@ def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None
     """
     folder = report_folder(report_dir)
     old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
-    old |= {path for path in [report_path(report_dir)] if path.exists()}
+    report = (folder if report_dir else base_dir()) / "report.md"
+    old |= {report} if report.exists() else set()
     archive = None
     if old:
         archive = Path(mkdtemp(prefix=time.strftime("archive-%Y%m%d-%H%M%S-"), dir=folder))
         archive.chmod(0o755)  # mkdtemp makes it private
         for path in old:
             shutil.move(path, archive / path.name)
-    write_json(folder / "header.json", make_header(time.strftime(TIME_FORMAT), hourly_rate))
+    read_header(folder, [], hourly_rate)
     return archive
-
-
-def report_path(report_dir: Path | str | None = None) -> Path:
-    """Where the report of a record folder goes."""
-    return (report_folder(report_dir) if report_dir else base_dir()) / "report.md"
-
-
-def write_report(
-    folder: Path,
-    report: Path,
-    figure_folder: Path,
-    hourly_rate: float | None = None,
-    redraw: bool = True,
-    more: MoreSections = no_more_sections,
-) -> None:
-    """Draw, render and write; figures that the report no longer shows are removed."""
-    from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
-
-    damaged: list[str] = []
-    records = read_records(folder, damaged)
-    header = header_of(folder, records, hourly_rate)
-    figures: dict[str, list[Figure]] = {}
-    for record in records:
-        written = (folder / f"{slug(record['section'])}.json").stat().st_mtime
-        for name, (title, draw) in drawings(record).items():
-            path = figure_folder / f"{slug(record['section'])}-{name}.svg"
-            if redraw or not path.exists() or path.stat().st_mtime < written:
-                write_atomic(path, draw())
-            link = Path(os.path.relpath(path, report.parent)).as_posix()
-            figures.setdefault(record["section"], []).append(Figure(title, link))
-    shown = {Path(figure.link).name for drawn in figures.values() for figure in drawn}
-    for stale in (path for path in figure_folder.glob("*.svg") if path.name not in shown):
-        stale.unlink()
-    history = read_history(folder, damaged)
-    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
-    tables = more(records, history, device_rate, damaged)
-    now = time.strftime(TIME_FORMAT)
-    write_atomic(report, render(records, header, now, figures, tables, damaged))
 
 
 # ------------------------------------------------------------------------------------------------
 # The header's facts
 
 
-def header_of(folder: Path, records: Sequence[Record], hourly_rate: float | None) -> Record:
-    """
-    The report's header: that of `reset`, or made when the first stage ends without one.
+GIB = 1024**3
+CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
+NOT_CODE = {"out", "target", "build", "dist", "node_modules", "__pycache__"}
 
-    It stays as it was made, wherever and whenever the report is rendered again.
+
+def read_header(
+    folder: Path, records: Sequence[Record], hourly_rate: float | None
+) -> dict[str, Any]:
+    """
+    The report's header, made when the first stage ends or by `reset`: facts about this machine and
+    this code, and when the first of the records' stages started. It stays as it was made, wherever
+    and whenever the report is rendered again.
     """
     path = folder / "header.json"
-    if path.exists() and hourly_rate is None:
-        return read_json(path)
-    if path.exists():
-        header = {**read_json(path), "hourly_rate": hourly_rate}
-    else:
-        header = make_header(first_start(records), hourly_rate)
+    header = read_json(path) if path.exists() else {}
+    if not header:
+        starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
+        started = time.localtime(min(starts, default=time.time()))
+        machine = hardware()
+        header = {
+            "run_started": time.strftime(TIME_FORMAT, started),
+            "git": git_state(),
+            "hardware": machine,
+            "software": {"python": platform.python_version(), "torch": version("torch")},
+            "bloat": bloat(),
+            "hourly_rate": default_rate(machine["gpus"]),
+        }
+    elif hourly_rate is None:
+        return header
+    if hourly_rate is not None:
+        header["hourly_rate"] = hourly_rate
     write_json(path, header)
     return header
 
 
-def make_header(run_started: str, hourly_rate: float | None) -> dict[str, Any]:
-    """Facts about this machine and this code."""
-    hardware = common.hardware()
+def hardware() -> dict[str, Any]:
+    """Operating system, processors, memory, and the GPUs that PyTorch sees."""
+    import torch  # slow to import: not for those who only want --help
+
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
-        "run_started": run_started,
-        "git": common.git_state(),
-        "hardware": hardware,
-        "software": common.software(),
-        "bloat": common.bloat(),
-        "hourly_rate": common.default_rate(hardware["gpus"])
-        if hourly_rate is None
-        else hourly_rate,
+        "platform": platform.system(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        "logical_cores": psutil.cpu_count() or 1,
+        "memory_gib": psutil.virtual_memory().total / GIB,
+        "gpus": [card.name for card in cards],
+        "gpu_memory_gib": sum(card.total_memory for card in cards) / GIB,
+        "cuda": torch.version.cuda or "unknown",
     }
 
 
-def first_start(records: Sequence[Record]) -> str:
-    """When the first of the records' stages started; now, without records."""
-    starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
-    return time.strftime(TIME_FORMAT, time.localtime(min(starts, default=time.time())))
+def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
+    """
+    The size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
+
+    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; where
+    git tracks none, those outside hidden and build folders. `lock_lines` is 0 without uv.lock.
+    """
+    tracked = git("ls-files", "-z", repository=repository)
+    names = tracked.split("\0") if tracked else list_files(repository)
+    code = [name for name in names if name.endswith(CODE_SUFFIXES)]
+    paths = [repository / name for name in code if not name.startswith(GENERATED)]
+    texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
+    characters = sum(map(len, texts))
+    lock = repository / "uv.lock"
+    return {
+        "characters": characters,
+        "lines": sum(len(text.splitlines()) for text in texts),
+        "files": len(texts),
+        "tokens": characters // 4,
+        "lock_lines": len(lock.read_text().splitlines()) if lock.exists() else 0,
+    }
+
+
+def list_files(repository: Path) -> list[str]:
+    """Relative names of all files outside hidden and build folders."""
+    paths = [path.relative_to(repository) for path in repository.rglob("*")]
+    return [str(p) for p in paths if not NOT_CODE & {*p.parts} and "/." not in f"/{p}"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -235,93 +254,79 @@ def render(
     sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
     records that were left out.
     """
-    by_name = {record["section"]: record for record in sorted(records, key=by_age)}
-    order = [name for name in SECTIONS if name in by_name]
-    order += [name for name in by_name if name not in SECTIONS]
-    ordered = [by_name[name] for name in order]
+    fixed = {name: i for i, name in enumerate(SECTIONS)}
+    places = [(fixed.get(r["section"], len(fixed)), r["timestamp"]) for r in records]
+    ordered = [records[i] for i in sorted(range(len(records)), key=places.__getitem__)]
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
     sections += [
         "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
         for name, tables in more.items()
         if tables
     ]
-    warnings = [*render_faults(ordered), *render_damage(damaged)]
-    top = "\n\n".join([render_header(header, generated), *warnings])
-    return top + "\n\n" + "\n\n\n".join([*sections, render_summary(ordered, header)]) + "\n"
-
-
-def by_age(record: Record) -> str:
-    """Sorts records from old to new."""
-    return record["timestamp"]
+    top = [render_header(header, generated)]
+    for warning, items in (
+        ("Provenance: these sections do not belong together.", find_faults(ordered)),
+        ("Damaged records, left out of this report.", damaged),
+    ):
+        if items:
+            lines = [f"> [!WARNING]\n> **{warning}**", *(f"> - {escape(item)}" for item in items)]
+            top.append("\n".join(lines))
+    sections.append(render_summary(ordered, header))
+    return "\n\n".join([*top, "\n\n\n".join(sections)]) + "\n"
 
 
 def render_header(header: Record, generated: str) -> str:
     """Everything above the first section."""
-    git, machine, software = header["git"], header["hardware"], header["software"]
+    code, machine, software = header["git"], header["hardware"], header["software"]
     gpus = machine["gpus"]
-    lines = [
-        f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment\n",
-        "### Git Information",
-        bullet("Branch", git["branch"]),
-        bullet("Commit", f"{git['commit']} ({'dirty' if git['dirty'] else 'clean'})"),
-        bullet("Message", git["message"][:80]),
-        "\n### Hardware",
-        bullet("Platform", machine["platform"]),
-        f"- CPUs: {machine['cores']} cores ({machine['logical_cores']} logical)",
-        f"- Memory: {machine['memory_gib']:.1f} GB",
-        bullet("GPUs", ", ".join(counted(gpus)) if gpus else "None"),
-        *([f"- GPU Memory: {machine['gpu_memory_gib']:.1f} GB total"] if gpus else []),
-        *([bullet("CUDA Version", machine["cuda"])] if gpus else []),
-        f"- Hourly Rate: ${header['hourly_rate']:.2f}/hour",
-        bullet("CPU Model", machine["cpu"]),
-        "\n### Software",
-        bullet("Python", software["python"]),
-        bullet("PyTorch", software["torch"]),
-        "\n\n### Bloat",
-        render_bloat(header["bloat"]),
-        f"\nRun started: {header['run_started']}\n\n---",
-    ]
-    return "\n".join(lines)
-
-
-def counted(names: Sequence[str]) -> list[str]:
-    """`8x name` for each distinct name."""
-    return [f"{names.count(name)}x {name}" for name in dict.fromkeys(names)]
+    facts = {
+        "Git Information": {
+            "Branch": code["branch"],
+            "Commit": f"{code['commit']} ({'dirty' if code['dirty'] else 'clean'})",
+            "Message": code["message"][:80],
+        },
+        "Hardware": {
+            "Platform": machine["platform"],
+            "CPUs": f"{machine['cores']} cores ({machine['logical_cores']} logical)",
+            "Memory": f"{machine['memory_gib']:.1f} GB",
+            "GPUs": ", ".join(f"{gpus.count(n)}x {n}" for n in dict.fromkeys(gpus)) or "None",
+            "GPU Memory": f"{machine['gpu_memory_gib']:.1f} GB total" if gpus else None,
+            "CUDA Version": machine["cuda"] if gpus else None,
+            "Hourly Rate": f"${header['hourly_rate']:.2f}/hour",
+            "CPU Model": machine["cpu"],
+        },
+        "Software": {"Python": software["python"], "PyTorch": software["torch"]},
+    }
+    blocks = [f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment"]
+    for title, entries in facts.items():
+        lines = [bullet(key, value) for key, value in entries.items() if value is not None]
+        blocks.append("\n".join([f"### {title}", *lines]))
+    blocks.append(f"\n### Bloat\n{render_bloat(header['bloat'])}")
+    return "\n\n".join([*blocks, f"Run started: {header['run_started']}", "---"])
 
 
 def render_bloat(bloat: Mapping[str, int]) -> str:
     """The size of the code, as it stands in the header and again in the summary."""
-    names = {
-        "characters": "Characters",
-        "lines": "Lines",
-        "files": "Files",
-        "tokens": "Tokens (approx)",
-        "lock_lines": "Dependencies (uv.lock lines)",
-    }
-    shown = {name: label for name, label in names.items() if bloat[name] or name != "lock_lines"}
-    return "\n".join(f"- {label}: {bloat[name]:,}" for name, label in shown.items())
+    names = ("characters", "lines", "files", "tokens", "lock_lines")
+    labels = ("Characters", "Lines", "Files", "Tokens (approx)", "Dependencies (uv.lock lines)")
+    shown = dict(zip(labels, names, strict=True))
+    return "\n".join(f"- {label}: {bloat[name]:,}" for label, name in shown.items())
 
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
-    fixed = fixed_keys(record)
+    fixed = SECTIONS[record["section"]].split(", ") if record["section"] in SECTIONS else None
     entries = {**record["settings"], **record["values"]}
-    ours = [bullet(key, value) for key, value in entries.items() if key not in fixed]
-    ours += [bullet("provenance", show_provenance(record))]
-    ours += [bullet("cost", show_cost(record["cost"]))]
-    own = [bullet(key, entries[key]) for key in fixed if key in entries]
+    own = [bullet(key, entries[key]) for key in fixed or entries if key in entries]
+    ours = [bullet(key, entries[key]) for key in entries if fixed and key not in fixed]
+    cost = record["cost"]
+    spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
+    ours += [bullet("provenance", show_provenance(record)), bullet("cost", spent)]
     tables = [render_table(t) for t in record["tables"]]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
-    links = "\n".join(f"![{escape(figure.title)}]({quote(figure.link)})" for figure in figures)
+    links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
     body = "\n\n".join(block for block in [*lists, links] if block)
     return f"## {escape(record['section'])}\ntimestamp: {record['timestamp']}\n\n{body}"
-
-
-def fixed_keys(record: Record) -> list[str]:
-    """The keys that open a section, in order; all it has where nothing is fixed."""
-    if record["section"] in SECTIONS:
-        return SECTIONS[record["section"]].split(", ")
-    return [*record["settings"], *record["values"]]
 
 
 def bullet(key: str, value: Any) -> str:
@@ -348,8 +353,11 @@ def show(value: Any) -> str:
     """A value as the report prints it, on one line."""
     if isinstance(value, Mapping):
         error = "" if value.get("se") is None else f" +- {show(value['se'])}"
-        count = "" if value.get("n") is None else f" (n={value['n']:,}{show_repeats(value)})"
-        return f"{show(value['value'])}{error}{count}"
+        count = "" if value.get("n") is None else f"n={value['n']:,}"
+        if (value.get("k") or 1) > 1:  # items asked several times, and the parts of the error
+            parts = f"items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
+            count += f", k={value['k']}; {parts}"
+        return f"{show(value['value'])}{error}" + (count and f" ({count})")
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -359,29 +367,16 @@ def show(value: Any) -> str:
     return one_line(str(value))
 
 
-def show_repeats(value: Mapping[str, Any]) -> str:
-    """Of items asked several times: how often, and the parts of the error."""
-    if (value.get("k") or 1) == 1:
-        return ""
-    return f", k={value['k']}; items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
-
-
 def show_provenance(record: Record) -> str:
     """Run, commit, seed, and what went in and came out, on one line."""
     origin = record["provenance"]
     dirty = " (dirty)" if origin["dirty"] else ""
-    ways = [
+    read, made = (
         ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
         for side in ("inputs", "outputs")
-    ]
-    flow = f"; {ways[0]}" if ways[0] else ""
-    flow += f" -> {ways[1]}" if ways[1] else ""
+    )
+    flow = (read and f"; {read}") + (made and f" -> {made}")
     return f"run {origin['run_id']}, commit {origin['commit']}{dirty}, seed {origin['seed']}{flow}"
-
-
-def show_cost(cost: Record) -> str:
-    """Wall clock and devices, on one line."""
-    return f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
 
 
 def render_table(table: Record) -> str:
@@ -393,21 +388,151 @@ def render_table(table: Record) -> str:
     return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)
 
 
-def render_faults(records: Sequence[Record]) -> list[str]:
-    """A warning, where the sections do not belong together; nothing where they do."""
-    faults = find_faults(records)
-    if not faults:
-        return []
-    head = "> [!WARNING]\n> **Provenance: these sections do not belong together.**"
-    return ["\n".join([head, *(f"> - {escape(fault)}" for fault in faults)])]
+# ------------------------------------------------------------------------------------------------
+# Summaries over records: metrics by stage, costs, warnings
+
+# Column of the summary -> the sections whose metrics it shows.
+COLUMNS = {
+    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
+    "MID": ("Chat evaluation mid",),
+    "SFT": ("Chat evaluation sft",),
+    "RL": ("Chat evaluation rl",),
+}
+BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
+LOWER_IS_BETTER = frozenset({"val bpb"})
+RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
+GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
 
 
-def render_damage(damaged: Sequence[str]) -> list[str]:
-    """A warning that names the damaged records, which the report leaves out."""
-    if not damaged:
-        return []
-    head = "> [!WARNING]\n> **Damaged records, left out of this report.**"
-    return ["\n".join([head, *(f"> - {escape(each)}" for each in damaged)])]
+def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for column, record in in_columns(records):
+        for key, value in record["values"].items():
+            if is_metric(record["section"], key, value):
+                found.setdefault(metric_name(key), {})[column] = value
+    return dict(sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0])))
+
+
+def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Column -> metric -> what its items scored, as the records have it."""
+    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for column, record in in_columns(records):
+        found[column] |= {metric_name(key): scores for key, scores in record["items"].items()}
+    return found
+
+
+def in_columns(records: Sequence[Record]) -> list[tuple[str, Record]]:
+    """The records that the summary's columns show, each with its column."""
+    return [(c, r) for r in records for c, names in COLUMNS.items() if r["section"] in names]
+
+
+def metric_name(key: str) -> str:
+    """What the summary calls a value of a record."""
+    return str(BASE_METRICS.get(key, key))
+
+
+def is_metric(section: str, key: str, value: Any) -> bool:
+    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
+    if not section.startswith("Chat evaluation"):
+        return key in BASE_METRICS
+    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+
+
+def differences(
+    found: Mapping[str, Mapping[str, Any]],
+    items: Mapping[str, Mapping[str, Any]] = {},
+    order: Sequence[str] = tuple(COLUMNS),
+) -> dict[str, Any]:
+    """
+    Table of what each column changed: per metric, against the one before it that has one.
+
+    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
+    elsewhere the standard error is that of a difference of independent measurements.
+    """
+    rows = []
+    for name, by in found.items():
+        columns = [column for column in order if column in by]
+        for before, after in pairwise(columns):
+            pairs, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
+            if pairs:
+                change, error = pairs.difference, pairs.se
+                counts = (
+                    f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
+                )
+            else:
+                change = float(plain_value(by[after])) - float(plain_value(by[before]))
+                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
+            noise = ["-", "noise unknown"]
+            if math.isfinite(error):
+                gain = -change if name in LOWER_IS_BETTER else change
+                noise = [f"{error:.4f}", stats.verdict(gain, error)]
+            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, counts])
+    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
+    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
+
+
+def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
+    """Compare a metric on the items of two columns; None unless both have scores of the same."""
+    weights = before.get(name, {}).get("weights", {name: 1.0})
+    if weights != after.get(name, {}).get("weights", {name: 1.0}):
+        return None
+    if any(p not in before or p not in after or before[p]["of"] != after[p]["of"] for p in weights):
+        return None
+    parts = [stats.compare(read_scores(before[p]), read_scores(after[p])) for p in weights]
+    return stats.combine(parts, list(weights.values()))
+
+
+def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+    """Table of what each stage took, in time and in money at the machine's hourly rate."""
+    costs = [(r["section"], r["cost"]) for r in records]
+    if costs:
+        total = {n: sum(cost[n] for _, cost in costs) for n in ADDED_COSTS}
+        costs.append(("Total", total))
+    rows = []
+    for name, cost in costs:
+        wall, busy = cost["wall_seconds"], cost["device_seconds"]
+        devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
+        price = f"${wall / 3600 * hourly_rate:.2f}"
+        rows.append([name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", devices, price])
+    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
+    return {"title": "Cost", "columns": columns, "rows": rows}
+
+
+def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
+    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
+    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
+    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
+    spans = {"Total wall clock time": before_rl}
+    if len(before_rl) < len(ends):
+        spans["Total wall clock time with RL"] = ends
+    started = seconds(run_started)
+    return {label: int(max(s.values()) - started) // 60 for label, s in spans.items() if s}
+
+
+def find_faults(records: Sequence[Record]) -> list[str]:
+    """
+    What breaks the chain from section to section: several runs, several versions of the code, a
+    stage that read something else than what the stage before it is recorded to have made. What
+    scores or compares models from outside the run is no part of the chain.
+    """
+    faults = []
+    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
+    for what, key in {"runs": "run_id", "commits": "commit"}.items():
+        groups: dict[str, list[str]] = {}
+        for record in records:
+            groups.setdefault(record["provenance"][key], []).append(record["section"])
+        if len(groups) > 1:
+            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
+            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
+    for record in records:
+        for name, read in record["provenance"]["inputs"].items():
+            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
+            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
+            if made and read not in made:
+                others = " and ".join(f"{section} made {each}" for each, section in made.items())
+                faults.append(f"{record['section']} read {name} {read}, but {others}.")
+    return faults
 
 
 # ------------------------------------------------------------------------------------------------
@@ -427,11 +552,11 @@ def render_summary(records: Sequence[Record], header: Record) -> str:
 def render_metrics(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of the summary, one column per stage."""
     rows = [
-        [cell(name), *(cell(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
+        [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
         for name, by in found.items()
     ]
-    lines = [["Metric", *COLUMNS], *rows]
-    cells = [[line[0].ljust(15), *(cell.ljust(8) for cell in line[1:])] for line in lines]
-    text = [f"| {' | '.join(line)} |" for line in cells]
-    rule = "|".join(["-" * 17, *["-" * 10] * len(COLUMNS)])
-    return "\n".join([text[0], f"|{rule}|", *text[1:]])
+    head, *body = [
+        [line[0].ljust(15), *(text.ljust(8) for text in line[1:])]
+        for line in [["Metric", *COLUMNS], *rows]
+    ]
+    return render_table({"columns": head, "rows": body})

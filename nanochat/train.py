@@ -766,8 +766,7 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
             "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
             **run.loader.describe(run),
             "training": f"{most}{run.num_steps:,} steps; from step {progress.step:,}",
-            "estimate": f"about {preflight.duration(seconds)} of training, "
-            + preflight.price(seconds, None, machine),
+            "estimate": preflight.cost(seconds, machine),
         },
         machine,
     )

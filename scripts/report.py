@@ -49,7 +49,7 @@ def main(cfg: Report) -> None:
         raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
     print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True, more=sections))
     if cfg.out:
-        print(report.export(Path(cfg.out), cfg.report_dir, sections))
+        print(report.update(cfg.report_dir, redraw=True, more=sections, out=Path(cfg.out)))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,10 @@ def test_a_retired_flag_is_refused_with_what_replaced_it(capsys):
     assert "--num_iterations=1" in message
 
 
+def test_a_flag_removed_from_every_script_is_refused_with_the_fix(capsys):
+    assert "WANDB_MODE=offline" in refused(capsys, "--wandb-mode=offline")
+
+
 @pytest.mark.parametrize("flag,ours", [
     ("--n_embd=64", "--d_model"), ("--sequence-length=8", "--max_seq_len"),
     ("--gradient_accumulation_steps=2", "--total_batch_size"), ("--n_layer=3", "--depth"),

@@ -2,11 +2,10 @@
 
 import re
 import shutil
-from importlib.metadata import version
 
 import pytest
 
-from nanochat import common
+from nanochat import records, report
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def repository(tmp_path):
     (folder / "report.md").write_text("generated\n" * 100)
     (folder / "uv.lock").write_text("one\ntwo\nthree\n")
     for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "First\n\nbody"]):
-        done = common.git(*author, *words, repository=folder)
+        done = records.git(*author, *words, repository=folder)
         assert done is not None, words
     return folder
 
@@ -31,7 +30,7 @@ EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_l
 
 def test_bloat_counts_the_code_git_tracks(repository):
     (repository / "untracked.py").write_text("z = 3\n")
-    assert common.bloat(repository) == EXPECTED_BLOAT
+    assert report.bloat(repository) == EXPECTED_BLOAT
 
 
 def test_bloat_without_git_leaves_out_hidden_and_build_folders(repository):
@@ -39,26 +38,25 @@ def test_bloat_without_git_leaves_out_hidden_and_build_folders(repository):
     for folder in (".venv", "out", "target"):
         (repository / folder).mkdir()
         (repository / folder / "c.py").write_text("z = 3\n")
-    assert common.bloat(repository) == EXPECTED_BLOAT
+    assert report.bloat(repository) == EXPECTED_BLOAT
 
 
 def test_the_state_of_the_code_is_told(repository):
-    state = common.git_state(repository)
+    state = records.git_state(repository)
     assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
     assert re.fullmatch("[0-9a-f]{7}", state["commit"])
     (repository / "report.md").write_text("generated again\n")
-    assert not common.git_state(repository)["dirty"], "a report is no change of the code"
+    assert not records.git_state(repository)["dirty"], "a report is no change of the code"
     (repository / "a.py").write_text("x = 2\n")
-    assert common.git_state(repository)["dirty"]
+    assert records.git_state(repository)["dirty"]
 
 
 def test_a_folder_without_git_has_no_commit(tmp_path):
-    assert common.git_state(tmp_path)["commit"] == "unknown"
+    assert records.git_state(tmp_path)["commit"] == "unknown"
 
 
 def test_this_very_machine_can_be_described():
-    found = common.hardware()
+    found = report.hardware()
     assert found["logical_cores"] >= found["cores"] >= 1
     assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]
     assert isinstance(found["gpus"], list)
-    assert common.software()["torch"] == version("torch")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from nanochat import distributed
 from nanochat.common import HUNG
-from nanochat.distributed import Watch, name_attempt
+from nanochat.distributed import RankHeartbeat, name_attempt
 
 
 class Ended(BaseException):
@@ -38,10 +38,10 @@ def quick(monkeypatch):
 
 
 def test_R16_a_rank_that_fell_silent_is_told_from_one_that_is_at_work(store, quick, capsys):
-    watches = [Watch(store, rank, 3, timeout_seconds=1.0) for rank in range(3)]
+    watches = [RankHeartbeat(store, rank, 3, timeout_seconds=1.0) for rank in range(3)]
     time.sleep(0.1)
     watches[1].close()  # its process is stopped
-    with watches[0].waiting("the sum of gradients"):
+    with watches[0].doing("waiting", "the sum of gradients"):
         assert quick.wait(5)
     watches[2].close()
     text = capsys.readouterr().out
@@ -52,9 +52,9 @@ def test_R16_a_rank_that_fell_silent_is_told_from_one_that_is_at_work(store, qui
 
 
 def test_R16_waiting_less_than_the_timeout_is_nothing(store, quick):
-    watches = [Watch(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
+    watches = [RankHeartbeat(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
     for _ in range(4):
-        with watches[0].waiting("a barrier"):
+        with watches[0].doing("waiting", "a barrier"):
             time.sleep(0.3)
     for each in watches:
         each.close()
@@ -62,7 +62,7 @@ def test_R16_waiting_less_than_the_timeout_is_nothing(store, quick):
 
 
 def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, quick):
-    watches = [Watch(store, rank, 2, timeout_seconds=0.6) for rank in range(2)]
+    watches = [RankHeartbeat(store, rank, 2, timeout_seconds=0.6) for rank in range(2)]
     plain, stopped = watches[0].closed.wait, threading.Event()
 
     def sleep(seconds):
@@ -71,7 +71,7 @@ def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, q
             time.sleep(1.0)  # as SIGSTOP and SIGCONT would
         return plain(seconds)
 
-    with watches[0].waiting("a barrier"):
+    with watches[0].doing("waiting", "a barrier"):
         watches[0].closed.wait = sleep
         assert stopped.wait(5)
         time.sleep(1.3)
@@ -81,9 +81,9 @@ def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, q
 
 
 def test_R31_named_work_is_waited_for_until_it_ends(store, quick):
-    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
-    with watches[0].waiting("a barrier"), watches[1].waiting("a barrier"):
-        with watches[2].working("packing rows"):
+    watches = [RankHeartbeat(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with watches[0].doing("waiting", "a barrier"), watches[1].doing("waiting", "a barrier"):
+        with watches[2].doing("working", "packing rows"):
             assert not quick.wait(2)
         assert quick.wait(5)  # it went on with what it does not name
     for each in watches:
@@ -91,8 +91,8 @@ def test_R31_named_work_is_waited_for_until_it_ends(store, quick):
 
 
 def test_R31_of_two_ranks_that_are_waited_for_both_must_name_work(store, quick, capsys):
-    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
-    with watches[0].waiting("a barrier"), watches[2].working("packing rows"):
+    watches = [RankHeartbeat(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with watches[0].doing("waiting", "a barrier"), watches[2].doing("working", "packing rows"):
         assert quick.wait(5)
     for each in watches:
         each.close()
@@ -101,8 +101,12 @@ def test_R31_of_two_ranks_that_are_waited_for_both_must_name_work(store, quick, 
 
 
 def test_R31_a_rank_whose_beats_stop_in_named_work_is_not_waited_for(store, quick, capsys):
-    watches = [Watch(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
-    with watches[0].waiting("a sum"), watches[1].working("a"), watches[2].working("b"):
+    watches = [RankHeartbeat(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
+    with (
+        watches[0].doing("waiting", "a sum"),
+        watches[1].doing("working", "a"),
+        watches[2].doing("working", "b"),
+    ):
         time.sleep(0.1)
         watches[2].close()  # its process is stopped
         assert quick.wait(5)
@@ -111,8 +115,8 @@ def test_R31_a_rank_whose_beats_stop_in_named_work_is_not_waited_for(store, quic
 
 
 def test_R31_ranks_that_all_wait_for_each_other_end(store, quick):
-    watches = [Watch(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
-    with watches[0].waiting("a barrier"), watches[1].waiting("a sum"):
+    watches = [RankHeartbeat(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
+    with watches[0].doing("waiting", "a barrier"), watches[1].doing("waiting", "a sum"):
         assert quick.wait(5)
     for each in watches:
         each.close()
@@ -123,7 +127,7 @@ def test_R16_a_launcher_that_is_gone_is_said(quick, capsys):
         def set(self, key, value):
             raise ConnectionError("reset by peer")
 
-    with Watch(Gone(), 0, 2, timeout_seconds=0.3).waiting("a barrier"):
+    with RankHeartbeat(Gone(), 0, 2, timeout_seconds=0.3).doing("waiting", "a barrier"):
         assert quick.wait(5)
     assert "the launcher does not answer: ConnectionError" in capsys.readouterr().out
 

@@ -212,7 +212,7 @@ def test_R35_a_refusal_is_one_sentence_with_the_fix(served, pauses, base, kind, 
     served.faults[kind], served.forever = [fault], True
     with pytest.raises(Refused, match=f"(?s){message}") as refusal:
         read_shard()
-    why, fix = refusal.value.parts
+    why, fix = refusal.value.args
     assert "\n" not in why + fix and fix
     assert not pauses, "none of these is worth another attempt"
     check_nothing_is_pinned(base)

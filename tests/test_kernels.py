@@ -95,19 +95,13 @@ def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch):
 
 def test_where_masked_attention_fails_no_mode_of_the_kernel_is_used(machine, monkeypatch, capsys):
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["ignores masks"])
-    assert choose_attention(KernelConfig(), TINY, machine) == "plain"
+    assert choose_attention(TINY, machine) == "plain"
     assert "under a mask of segments" in capsys.readouterr().out
 
 
-def test_B13_a_kernel_asked_for_by_name_is_refused_with_the_reason(machine, monkeypatch):
-    monkeypatch.setattr(attention, "attend_sdpa", BROKEN["raises"])
-    with pytest.raises(ValueError, match="no kernel image"):
-        choose_attention(KernelConfig(attention="sdpa"), TINY, machine)
-
-
 def test_a_compiled_model_attends_in_blocks_on_a_cpu(machine):
-    assert choose_attention(KernelConfig(), TINY, machine, compiled=True) == "blocks"
-    assert choose_attention(KernelConfig(), TINY, machine) == "sdpa"
+    assert choose_attention(TINY, machine, compiled=True) == "blocks"
+    assert choose_attention(TINY, machine) == "sdpa"
 
 
 def test_blocks_change_nothing_but_rounding_and_leave_the_engine_its_kernel(machine):
@@ -181,5 +175,5 @@ def test_B13_where_no_fast_kernel_works_the_plain_one_does_and_that_is_said(
     machine, monkeypatch, capsys
 ):
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["wrong"])
-    assert choose_attention(KernelConfig(), TINY, machine) == "plain"
+    assert choose_attention(TINY, machine) == "plain"
     assert "sdpa left out: differs from the definition" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """Figures: the same numbers give the same bytes, and what is drawn is what was measured."""
 
-import json
 import math
 import re
 import subprocess
@@ -10,16 +9,27 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from nanochat import plots
+from nanochat.plots import Panel
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
+METRICS = [
+    {"step": step, "loss": y, "lr": 1 - step / 200, "grad_norm": y, "tokens_per_second": 1e6 + y}
+    for step, y in LOSS
+]
+METRICS += [{"step": 200, "val_bpb": 1.2, "norm_spike": 3.0, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2}]
+POLICY = [{"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1}, {"step": 1, "reward": 0.2}]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
 FIGURES = {
-    "loss": lambda **form: plots.loss_figure(LOSS, [(0, 3.0), (200, 1.2)], **form),
-    "lr": lambda **form: plots.lr_figure([(0, 1.0), (100, 0.0)], **form),
-    "throughput": lambda **form: plots.throughput_figure([(0, 1e6), (10, 1.2e6)], **form),
-    "reward": lambda **form: plots.reward_figure(LOSS, [(0, 0.1), (60, 0.3)], **form),
-    "core": lambda **form: plots.core_figure(SCORES, {"copa": 0.05}, **form),
+    **{name: draw for name, (_, draw) in plots.run_figures(METRICS).items()},
+    "reward": plots.run_figures(POLICY)["reward"][1],
+    "bars": lambda: plots.bar_figure("Scores", SCORES, {"copa": 0.05}),
+    "search": lambda: plots.line_figure([Panel("loss", {"lr": [(0.01, 1.0)]}, log_x=True)]),
 }
+
+
+def test_a_run_has_a_figure_for_each_curve_of_its_metrics():
+    assert list(plots.run_figures(METRICS)) == ["loss", "gradient", "loops", "lr", "throughput"]
+    assert list(plots.run_figures(POLICY)) == ["reward"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -30,22 +40,19 @@ def test_a_figure_is_the_same_bytes_every_time(name):
     assert not re.search(rb"20\d\d-\d\d-\d\d", image), "a date would change with every rendering"
 
 
+def rates(last):
+    """A figure of two learning rates."""
+    return plots.line_figure([Panel("Learning rate", {"lr": [(0, 1.0), (100, last)]})])
+
+
 def test_a_figure_is_the_same_bytes_in_another_process():
-    code = (
-        "import sys; from nanochat import plots;"
-        "sys.stdout.buffer.write(plots.lr_figure([(0, 1.0), (100, 0.0)]))"
-    )
+    code = "import sys; from tests.test_plots import rates; sys.stdout.buffer.write(rates(0.0))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert other == FIGURES["lr"]()
+    assert other == rates(0.0)
 
 
 def test_other_numbers_are_another_figure():
-    assert plots.lr_figure([(0, 1.0), (100, 0.5)]) != FIGURES["lr"]()
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_can_be_looked_at_as_png(name):
-    assert FIGURES[name](form="png").startswith(b"\x89PNG")
+    assert rates(0.5) != rates(0.0)
 
 
 def test_the_running_mean_is_debiased_and_leaves_out_what_is_not_finite():
@@ -56,36 +63,33 @@ def test_the_running_mean_is_debiased_and_leaves_out_what_is_not_finite():
 
 
 def test_a_long_curve_is_thinned_and_keeps_both_ends():
-    xs, ys = plots.columns([(x, float(x)) for x in range(100_001)])
-    assert len(xs) <= plots.MOST_POINTS + 1
+    xs, ys = plots.thin([(x, float(x)) for x in range(100_001)])
+    assert len(xs) <= plots.MAX_POINTS + 1
     assert (xs[0], xs[-1], ys[-1]) == (0, 100_000, 100_000.0)
-    assert plots.columns([(0, 1.0), (1, 2.0)]) == ([0, 1], [1.0, 2.0])
+    assert plots.thin([(0, 1.0), (1, 2.0)]) == ([0, 1], [1.0, 2.0])
 
 
-def test_gaps_and_single_points_are_drawn_without_complaint():
-    plots.loss_figure([(0, math.nan), (1, 2.0), (2, math.inf)])
-    plots.loss_figure([(0, math.nan)])
-    plots.lr_figure([(0, 1.0)])
-    plots.core_figure({"a": math.nan, "b": 0.1})
+@pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf], [math.nan], [1.0]])
+def test_gaps_and_single_points_are_drawn_without_complaint(losses):
+    figures = plots.run_figures([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
+    assert all(draw() for _, draw in figures.values())
+    plots.bar_figure("Scores", {"a": math.nan, "b": 0.1}, {})
 
 
 def test_the_largest_figures_stay_small_enough_for_a_repository():
-    long = [(x, 3 + math.sin(x)) for x in range(50_000)]
-    assert len(plots.loss_figure(long, long)) < 120_000
+    long = [{"step": x, "loss": 3 + math.sin(x), "val_bpb": math.sin(x)} for x in range(50_000)]
+    assert len(plots.run_figures(long)["loss"][1]()) < 120_000
 
 
-def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own(tmp_path):
+def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own():
     lines = [{"step": s, "loss": 3.0, "grad_norm": 1.0} for s in range(5)]
     lines.append({"step": 5, "loss": 2.0, "loss_seen_0": 3.0, "loss_seen_1": 1.0, "grad_norm": 1.0})
     lines += [{"step": s, "loss": 1.0, "loss_seen_1": 1.0, "grad_norm": 1.0} for s in range(6, 9)]
-    curves = plots.by_times_seen(lines)
+    curves = plots.loss_by_epoch(lines)
     assert {name: [step for step, _ in points] for name, points in curves.items()} == {
-        "never": [0, 1, 2, 3, 4, 5],
-        "once": [5, 6, 7, 8],
+        "epoch 1": [0, 1, 2, 3, 4, 5],
+        "epoch 2": [5, 6, 7, 8],
     }
-    assert [y for _, y in curves["never"]] == pytest.approx([3.0] * 6)
-    assert [y for _, y in curves["once"]] == pytest.approx([1.0] * 4)
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, draw = plots.of_run(file)["gradient"]
-    assert b"came before" in draw()
+    assert [y for _, y in curves["epoch 1"]] == pytest.approx([3.0] * 6)
+    assert [y for _, y in curves["epoch 2"]] == pytest.approx([1.0] * 4)
+    assert b"Loss by epoch" in plots.run_figures(lines)["gradient"][1]()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat import preflight
+from nanochat import hardware, preflight
 from nanochat.common import REPOSITORY, Refused, read_json
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT
@@ -145,9 +145,9 @@ def test_R37_ranks_rehearse_under_the_same_memory_limit(
         limits.append(max_bytes)
         return nullcontext()
 
-    monkeypatch.setattr(preflight, "limit_memory", record)
-    monkeypatch.setattr(preflight, "used_memory_bytes", lambda device: 4 << 30)
-    monkeypatch.setattr(preflight, "free_memory_bytes", lambda device: 60 << 30)
+    monkeypatch.setattr(hardware, "limit_memory", record)
+    monkeypatch.setattr(hardware, "used_memory_bytes", lambda device: 4 << 30)
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: 60 << 30)
     second = SecondRank(0, 0, 1, machine.device, machine.dtype)
     prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, second, 128, 1000, asked)
     assert limits == [(40 << 30) - reserve]
@@ -185,7 +185,7 @@ def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine,
         with torch.device("meta"):
             return GPT(cfg)
 
-    monkeypatch.setattr(preflight, "free_memory_bytes", lambda device: 64e9)
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: 64e9)
     huge = replace(TINY, vocab_size=32768, n_layer=64, d_model=8192, head_dim=2048)
     with pytest.raises(Refused, match=r"parameters.* GB, but cpu has 64.00 GB free.*\n.*--depth"):
         require_memory(meta(huge), machine)

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 
-from nanochat import common, report
 from nanochat import records as records_module
+from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog, RunLogConfig
 from nanochat.records import (
@@ -344,7 +344,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
         values={"document bpb": estimate(1.5, 12000, 0.01), "val bpb": 1.3, "train bpb": 1.29},
         provenance=origin,
     )
-    figures = {"Base model loss": [report.Figure("Loss", "dev/report/loss.svg")]}
+    figures = {"Base model loss": [("Loss", "dev/report/loss.svg")]}
     text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
@@ -444,7 +444,7 @@ def reader_of(text: str):
     git = {"branch": text, "commit": text, "dirty": False, "message": text}
     header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
     header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
-    figures = {text: [report.Figure(text, "report of (me)/a.svg")]}
+    figures = {text: [(text, "report of (me)/a.svg")]}
     written = report.render([record_of(text), before, evaluated], header, "now", figures)
     tokens = RENDERER.parse(written)
     return written, [*tokens, *(child for token in tokens for child in token.children or [])]
@@ -529,7 +529,7 @@ def test_a_difference_is_told_with_its_noise():
         record("Chat evaluation rl", values={"AQUA": estimate(0.2717, 254, 0.0279)}),
         record("Base model evaluation", values={"CORE metric": 0.1}),
     ]
-    table = records_module.differences(records_module.metrics(records))
+    table = report.differences(report.metrics(records))
     assert table["rows"] == [
         ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise", "-"],
         ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "better", "-"],
@@ -541,14 +541,14 @@ def test_a_difference_is_told_with_its_noise():
 
 def test_a_difference_without_errors_claims_nothing():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert records_module.differences(found)["rows"] == [
+    assert report.differences(found)["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
 def test_fewer_bits_are_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    assert records_module.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+    assert report.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
 def test_every_metric_of_two_stages_in_succession_has_its_difference():
@@ -558,7 +558,7 @@ def test_every_metric_of_two_stages_in_succession_has_its_difference():
         record(f"Chat evaluation {stage}", values=v)
         for stage, v in zip(stages, values, strict=True)
     ]
-    rows = records_module.differences(records_module.metrics(records))["rows"]
+    rows = report.differences(report.metrics(records))["rows"]
     assert [row[:3] for row in rows] == [
         ["AQUA", "MID to SFT", "+0.2000"],
         ["AQUA", "SFT to RL", "+0.1000"],
@@ -607,8 +607,8 @@ def test_stages_that_answered_other_items_are_compared_as_independent():
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
     ]
-    found = records_module.metrics(records), records_module.scores_by_item(records)
-    rows = records_module.differences(*found)["rows"]
+    found = report.metrics(records), report.scores_by_item(records)
+    rows = report.differences(*found)["rows"]
     assert rows[0] == ["ARC-Easy", "MID to SFT", "+0.5000", "0.0707", "better", "-"]
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
@@ -616,7 +616,7 @@ def test_stages_that_answered_other_items_are_compared_as_independent():
 def test_the_ledger_adds_up_time_and_money():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]
-    rows = records_module.ledger(records, 24.0)["rows"]
+    rows = report.ledger(records, 24.0)["rows"]
     assert rows == [
         ["Base model training", "60.00m", "480.00m", "8x H100", "$24.00"],
         ["Chat SFT", "1.50m", "12.00m", "8x H100", "$0.60"],
@@ -640,7 +640,7 @@ def test_the_wall_clock_ends_before_rl_and_again_after_it():
     [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
 )
 def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
-    assert common.default_rate(gpus) == pytest.approx(dollars)
+    assert records_module.default_rate(gpus) == pytest.approx(dollars)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -662,7 +662,7 @@ def chain(**changes):
 def test_a_report_of_one_run_has_no_warning():
     text = report.render(chain(), HEADER, "now")
     assert "WARNING" not in text
-    assert records_module.find_faults(chain()) == []
+    assert report.find_faults(chain()) == []
 
 
 def test_a_retrained_tokenizer_is_told_plainly():
@@ -678,7 +678,7 @@ def test_a_retrained_tokenizer_is_told_plainly():
 
 def test_sections_of_several_runs_or_commits_are_told_plainly():
     records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
-    faults = records_module.find_faults(records)
+    faults = report.find_faults(records)
     assert faults == [
         "They come from 2 runs: run-1 (Tokenizer training, Base model training); "
         "run-2 (Midtraining).",
@@ -690,7 +690,7 @@ def test_sections_of_several_runs_or_commits_are_told_plainly():
 def test_guests_from_other_runs_break_no_chain():
     guest = {**chain()[0], "section": "Evaluation of gpt2"}
     guest["provenance"] = {**guest["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
-    assert records_module.find_faults([*chain(), guest]) == []
+    assert report.find_faults([*chain(), guest]) == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -700,8 +700,8 @@ def test_guests_from_other_runs_break_no_chain():
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
     """A machine and a size of the code that are known, and found at once."""
-    monkeypatch.setattr(common, "hardware", lambda: HEADER["hardware"])
-    monkeypatch.setattr(common, "bloat", lambda: HEADER["bloat"])
+    monkeypatch.setattr(report, "hardware", lambda: HEADER["hardware"])
+    monkeypatch.setattr(report, "bloat", lambda: HEADER["bloat"])
 
 
 def finish_base_stage(base, report_dir=None):
@@ -768,7 +768,7 @@ def test_only_figures_of_newer_records_are_drawn_but_all_where_asked_for(base):
 def test_the_header_stays_that_of_the_machine_that_ran(base, monkeypatch):
     finish_base_stage(base)
     elsewhere = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
-    monkeypatch.setattr(common, "hardware", lambda: elsewhere)
+    monkeypatch.setattr(report, "hardware", lambda: elsewhere)
     text = report.update().read_text()
     assert "8x NVIDIA H100 80GB HBM3" in text and "A laptop" not in text
 

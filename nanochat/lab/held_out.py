@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from nanochat.common import (
     Refused,
     base_dir,
+    locked,
     read_sealed,
     sealed,
     write_json,
 )
 from nanochat.records import (
     append_line,
-    locked,
     one_line,
     read_sealed_lines,
 )
@@ -103,7 +103,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     folder = base_dir()
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
-        with locked(folder):
+        with locked(folder / ".lock", "the ledger"):
             append_line(folder / LEDGER, one_line(sealed(plain_json(entry))))
 
 

@@ -36,6 +36,7 @@ from nanochat.common import (
     StopRequest,
     base_dir,
     fingerprint,
+    locked,
     printable,
     read_json,
     sha256_file,
@@ -44,7 +45,6 @@ from nanochat.common import (
 from nanochat.lab.significance import Scores
 from nanochat.records import (
     append_line,
-    locked,
     plain_value,
     read_lines,
     read_records,
@@ -295,7 +295,7 @@ class Sweep:
             "status": process.returncode,
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with locked(self.folder):
+        with locked(self.folder / ".lock", "the ledger"):
             append_line(self.folder / LEDGER, json.dumps(entry))
         return process.returncode
 

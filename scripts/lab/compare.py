@@ -55,7 +55,7 @@ def main(cfg: Compare) -> None:
             f"{cfg.before} has {', '.join(sides[0].values)}, {cfg.after} has "
             f"{', '.join(sides[1].values)}: score both on the same tasks"
         )
-    table = records.differences(
+    table = report.differences(
         metrics, {side.name: side.items for side in sides}, [side.name for side in sides]
     )
     for row in [table["columns"], *table["rows"]]:
@@ -104,11 +104,11 @@ def find(name: str, report_dir: str | None) -> Scored:
             mine = read.get(stage) == print_
         if mine and is_evaluation(record):
             values |= {k: v for k, v in record["values"].items() if is_score(k, v, record)}
-            items |= {records.metric_name(k): v for k, v in record["items"].items()}
+            items |= {report.metric_name(k): v for k, v in record["items"].items()}
             run_id = record["provenance"]["run_id"]
     if not values:
         raise MissingInput(f"nothing is recorded of how {name} scores", maker)
-    named = {records.metric_name(key): value for key, value in values.items()}
+    named = {report.metric_name(key): value for key, value in values.items()}
     return Scored(name, print_ or "", named, items, run_id)
 
 
@@ -119,7 +119,7 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
 
 def is_score(key: str, value: Any, record: Mapping[str, Any]) -> bool:
     """Whether a value of a record is a metric: an estimate, or bits per byte."""
-    return isinstance(value, Mapping) or records.is_metric(record["section"], key, value)
+    return isinstance(value, Mapping) or report.is_metric(record["section"], key, value)
 
 
 if __name__ == "__main__":

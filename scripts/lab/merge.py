@@ -47,12 +47,13 @@ from nanochat.lab.soup import (
 )
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts, read_buckets
-from nanochat.records import ancestors
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import buckets
 from tasks.builtin import ensure_written
 
 SECTION = "Merge"
+
+NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,26 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
             f"nothing says that these models come from {origin}: the mean of others is noise",
             "--unrelated merges them all the same",
         )
+
+
+def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) -> set[str]:
+    """
+    A checkpoint and all the checkpoints it comes from, by fingerprint, as far as they are recorded.
+
+    inputs: what its own stage has read; text, rows and tokenizers are no ancestors.
+    """
+    made = {
+        output: record["provenance"]["inputs"]
+        for record in records.read_history(report_dir)
+        for output in record["provenance"]["outputs"].values()
+    }
+    found, waiting = {print_}, [inputs]
+    while waiting:
+        for name, parent in waiting.pop().items():
+            if name not in NO_PARENTS and parent not in found:
+                found.add(parent)
+                waiting.append(made.get(parent, {}))
+    return found
 
 
 def save(

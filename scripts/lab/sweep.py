@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import default_rate, fingerprint, hardware, write_atomic
+from nanochat.common import fingerprint, write_atomic
 from nanochat.config import settings, start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
@@ -101,7 +101,9 @@ def main(cfg: SweepScript) -> None:
             values, tables, series = seek(cfg, cfg.searching.search, study, sweep)
         else:
             values, tables, series = compare(cfg, study, sweep)
-    rate = default_rate(hardware()["gpus"]) if cfg.hourly_rate is None else cfg.hourly_rate
+    rate = cfg.hourly_rate
+    if rate is None:
+        rate = records.default_rate(report.hardware()["gpus"])
     tables.append(ledger_table(sweep.ledger(), rate))
     for table in tables:
         print(report.render_table(table), flush=True)
