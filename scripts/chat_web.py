@@ -24,12 +24,7 @@ from nanochat.engine import Sampling
 from nanochat.preflight import choose_fused_engine
 from nanochat.serve.handler import Desk
 from nanochat.serve.models import ModelLibrary
-from nanochat.serve.server import (
-    Server,
-    ServerConfig,
-    listen,
-    url_of,
-)
+from nanochat.serve.server import Server, ServerConfig, listen, url_of
 from nanochat.tools import BackgroundTools, Tools
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 

@@ -23,12 +23,7 @@ from nanochat.common import BROKEN, Refused
 from nanochat.distributed import Machine
 from nanochat.finetune import FineTuning
 from nanochat.gpt import GPT
-from nanochat.lab.canary_suite import (
-    Asked,
-    Suite,
-    Taught,
-    pretraining_text,
-)
+from nanochat.lab.canary_suite import Asked, Suite, Taught, pretraining_text
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, Progress, Run, Step
 

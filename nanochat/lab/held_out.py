@@ -16,19 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import (
-    Refused,
-    base_dir,
-    read_sealed,
-    sealed,
-    write_json,
-)
-from nanochat.records import (
-    append_line,
-    locked,
-    one_line,
-    read_sealed_lines,
-)
+from nanochat.common import Refused, base_dir, read_sealed, sealed, write_json
+from nanochat.records import append_line, locked, one_line, read_sealed_lines
 from nanochat.records import plain as plain_json
 
 if TYPE_CHECKING:

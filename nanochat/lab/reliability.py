@@ -103,9 +103,4 @@ def by_purpose(costs: Any) -> dict[str, float]:
 def cells(final: float, whole: float, hourly_rate: float) -> list[str]:
     """As the table shows two times."""
     ratio = f"{whole / final:.1f}" if final else "-"
-    return [
-        f"{final / 60:.2f}m",
-        f"{whole / 60:.2f}m",
-        ratio,
-        f"${whole / 3600 * hourly_rate:.2f}",
-    ]
+    return [f"{final / 60:.2f}m", f"{whole / 60:.2f}m", ratio, f"${whole / 3600 * hourly_rate:.2f}"]

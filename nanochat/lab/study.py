@@ -18,19 +18,8 @@ from nanochat import records
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
 from nanochat.common import Refused
 from nanochat.lab.ablation import arm_counts, parse_arm
-from nanochat.lab.significance import (
-    Contrast,
-    Scores,
-    adjusted,
-    contrasts,
-    table,
-)
-from nanochat.lab.sweep import (
-    Done,
-    Job,
-    gathered,
-    tag_of,
-)
+from nanochat.lab.significance import Contrast, Scores, adjusted, contrasts, table
+from nanochat.lab.sweep import Done, Job, gathered, tag_of
 from nanochat.mixture import (
     MixConfig,
     Part,

@@ -42,14 +42,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.lab.significance import Scores
-from nanochat.records import (
-    append_line,
-    locked,
-    plain_value,
-    read_lines,
-    read_records,
-    read_scores,
-)
+from nanochat.records import append_line, locked, plain_value, read_lines, read_records, read_scores
 
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2

@@ -16,20 +16,9 @@ from nanochat.chat_format import render_fitting, render_prompt
 from nanochat.common import printable
 from nanochat.engine import Sampling
 from nanochat.serve.metrics import Metrics
-from nanochat.serve.models import (
-    ModelLibrary,
-    NoRoom,
-    ServedModel,
-    UnknownModel,
-)
+from nanochat.serve.models import ModelLibrary, NoRoom, ServedModel, UnknownModel
 from nanochat.serve.openai_api import ApiError, ChatRequest, TextRequest
-from nanochat.serve.scheduler import (
-    Ask,
-    Busy,
-    Closing,
-    Reply,
-    Worker,
-)
+from nanochat.serve.scheduler import Ask, Busy, Closing, Reply, Worker
 
 TEXT_TOKENS = 16  # of a text completion, where the request does not say
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.checkpoint import (
-    FOLDERS,
-    Checkpoint,
-    load_model,
-    referred,
-    stage_folder,
-)
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, referred, stage_folder
 from nanochat.distributed import Machine
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.gpt import GPT, for_inference

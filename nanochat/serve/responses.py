@@ -18,20 +18,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import TokenLogprob
-from nanochat.serve.openai_api import (
-    ApiError,
-    ChatRequest,
-    TextRequest,
-    Writer,
-    usage,
-)
-from nanochat.serve.scheduler import (
-    Closing,
-    Failed,
-    Piece,
-    Reply,
-    Said,
-)
+from nanochat.serve.openai_api import ApiError, ChatRequest, TextRequest, Writer, usage
+from nanochat.serve.scheduler import Closing, Failed, Piece, Reply, Said
 
 HEARTBEAT_SECONDS = 15.0  # a stream without news says so, or what stands between would close it
 CLIENT_LEFT = 499  # a status nobody sees

@@ -19,12 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import records, report
-from nanochat.common import (
-    fingerprint,
-    printable,
-    sha256_file,
-    write_atomic,
-)
+from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import settings, start
 from nanochat.mixture import parse_mixture, read_buckets
 from nanochat.text_files import json_lines

@@ -22,13 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import (
-    Refused,
-    fingerprint,
-    printable,
-    read_json,
-    write_json,
-)
+from nanochat.common import Refused, fingerprint, printable, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.records import append_line, read_lines
 from nanochat.text_files import json_lines

@@ -22,13 +22,7 @@ from nanochat.mixture import MixConfig, read_buckets
 from tasks.base import Task
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import Overlap, overlaps
-from tasks.registry import (
-    TASKS,
-    every_benchmark,
-    exam,
-    key_of,
-    same_questions,
-)
+from tasks.registry import TASKS, every_benchmark, exam, key_of, same_questions
 
 SECTION = "Overlap"
 

@@ -37,14 +37,7 @@ from nanochat.eval_bpb import ByRow, bits_by_row
 from nanochat.finetune import Apart, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
-from nanochat.lab.soup import (
-    bump,
-    greedy,
-    mean_of,
-    paths,
-    put,
-    warnings,
-)
+from nanochat.lab.soup import bump, greedy, mean_of, paths, put, warnings
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts, read_buckets
 from nanochat.records import ancestors

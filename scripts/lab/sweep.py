@@ -40,12 +40,7 @@ from nanochat.lab.study import (
     of_grid,
     split_arms,
 )
-from nanochat.lab.sweep import (
-    Done,
-    Sweep,
-    SweepConfig,
-    ledger_table,
-)
+from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_buckets
 from nanochat.records import over_seeds
 from tasks.buckets import buckets
