@@ -261,10 +261,10 @@ def is_evaluation(values: Mapping[str, Any]) -> bool:
 def parts(values: Mapping[str, Any]) -> list[str]:
     """
     The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
-    those of a recursive model's states and of the sentinels.
+    those of a recursive model's states and of the canaries.
     """
     known = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    ours = ("state_", "sentinel_")
+    ours = ("state_", "canary_")
     others = [name for name in values if name not in SHOWN and not name.startswith(ours)]
     rest = others if is_evaluation(values) else []
     return known + [f"{name} {number(values[name])}" for name in rest]

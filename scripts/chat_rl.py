@@ -33,9 +33,10 @@ from nanochat.eval_chat import by_writing
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT, for_inference, refresh
 from nanochat.lab.canaries import (
-    SentinelConfig,
-    Watch,
-    open_watch,
+    RETIRED_FLAGS,
+    CanaryConfig,
+    CanaryMonitor,
+    open_monitor,
     stop_if_broken,
 )
 from nanochat.lab.held_out import require_access, require_other_families
@@ -126,7 +127,7 @@ class ChatRL:
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(eval_every=60, save_every=60))
     machine: MachineConfig = field(default_factory=MachineConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
-    watch: SentinelConfig = field(default_factory=SentinelConfig)
+    watch: CanaryConfig = field(default_factory=CanaryConfig)
 
     @property
     def sampling(self) -> Sampling:
@@ -215,7 +216,7 @@ def practise(
     # Practise
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
     chats = {task.name: task for task in held_out.tasks}
-    watch = open_watch(cfg.watch, parent, model, chats, num_steps, machine)
+    watch = open_monitor(cfg.watch, parent, model, chats, num_steps, machine)
     run, progress, log = open_run(
         cfg, asked, parent, model, practice, exam, checkpoints, num_steps, run_id, watch
     )
@@ -256,14 +257,14 @@ def practise(
 
 
 def watched(
-    watch: Watch | None, log: RunLog, model: GPT, done: int, figures: Mapping[str, float]
+    watch: CanaryMonitor | None, log: RunLog, model: GPT, done: int, figures: Mapping[str, float]
 ) -> None:
-    """Let the sentinels look at the model after a step. Raises Broken where they call it so."""
+    """Check the canaries after a step. Raises Broken where one calls the run broken."""
     if watch is None or not watch.cfg.due(done, watch.num_steps):
         return
-    findings = watch.practised(done, figures["without_signal"])
-    findings += watch.look(done, model, math.nan)
-    log.log(done, {f"sentinel_{name}": value for name, value in watch.measured.items()})
+    findings = watch.check_rewards(done, figures["without_signal"])
+    findings += watch.check(done, model, math.nan)
+    log.log(done, {f"canary_{name}": value for name, value in watch.measured.items()})
     stop_if_broken(findings, watch.cfg)
 
 
@@ -312,7 +313,7 @@ def open_run(
     checkpoints: Checkpoints,
     num_steps: int,
     run_id: str,
-    watch: Watch | None,
+    watch: CanaryMonitor | None,
 ) -> tuple[PolicyRun, Progress, RunLog]:
     """The run that continues `parent`, from the beginning or from where it was interrupted."""
     machine, inputs = exam.machine, parent_inputs(parent)
@@ -380,4 +381,4 @@ def unsolved(cfg: ChatRL, task: Task, engine: Engine, machine: Machine) -> list[
 
 
 if __name__ == "__main__":
-    start(main, ChatRL(), __doc__)
+    start(main, ChatRL(), __doc__, RETIRED_FLAGS)

@@ -21,7 +21,7 @@ from nanochat.finetune import (
     Talk,
     fine_tune,
 )
-from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
+from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import require_fair
 from nanochat.mixture import MixConfig, Resolution, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
@@ -61,7 +61,7 @@ class ChatSft:
     waive_families: str = ""
     """Data sets, with commas between them, that may be trained on although a final benchmark was
     made of them too (scripts.lab.hold_out)."""
-    canaries: SentinelConfig = field(default_factory=SentinelConfig)
+    canaries: CanaryConfig = field(default_factory=CanaryConfig)
     stage: StageConfig = field(default_factory=stage_config)
 
 
@@ -78,7 +78,7 @@ def main(cfg: ChatSft) -> None:
         talk,
         figures,
         check=lambda talk: require_fair(talk.learned, talk.measured, cfg.waive_families),
-        callbacks=partial(watch_fine_tuning, cfg.canaries),
+        callbacks=partial(monitor_finetuning, cfg.canaries),
     )
     fine_tune(lesson, cfg.plan, cfg.stage, settings(cfg))
 
@@ -98,4 +98,4 @@ def figures(outcome: Outcome, answers: AnswerLoss, mixed: Resolution) -> dict[st
 
 
 if __name__ == "__main__":
-    start(main, ChatSft(), __doc__, RETIRED)
+    start(main, ChatSft(), __doc__, RETIRED | RETIRED_FLAGS)

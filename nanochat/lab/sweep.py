@@ -96,7 +96,7 @@ class Done:
     job: Job
     folder: Path
     is_broken: bool = False
-    """Its sentinels stopped it: it scored nothing."""
+    """Its canaries stopped it: it scored nothing."""
 
     @property
     def tag(self) -> str:

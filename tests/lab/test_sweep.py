@@ -129,7 +129,7 @@ def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
     assert table["rows"][2][1] == f"{lost / 3600:.3f}"
 
 
-def test_a_run_that_its_sentinels_broke_is_an_outcome_and_scores_nothing():
+def test_a_run_that_its_canaries_broke_is_an_outcome_and_scores_nothing():
     broken = Job("x", [["tests.fake_run", "--status=78"], ["tests.fake_run", "--score=1"]])
     with Sweep(SweepConfig(), "one") as runner:
         done = runner.run_all([broken])["x"]
