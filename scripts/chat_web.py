@@ -22,7 +22,7 @@ from nanochat.config import refuse, short, start
 from nanochat.distributed import MachineConfig, init_machine
 from nanochat.engine import Sampling
 from nanochat.preflight import choose_fused_engine
-from nanochat.serve.handler import Desk
+from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.server import Server, ServerConfig, listen, url_of
 from nanochat.tools import BackgroundTools, Tools
@@ -70,17 +70,16 @@ def main(cfg: ChatWeb) -> None:
     tools = BackgroundTools(Tools(cfg.python, unsafe=cfg.unsafe_exec))
     fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
     library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, fused)
-    model = library.load(name)
-    library.loaded[name] = model
+    engine = library.loaded[name] = library.load(name)
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
-    desk = Desk(library, defaults, cfg.server.max_waiting)
-    server = Server(desk, cfg.server, suggestions(checkpoint))
+    handler = RequestHandler(library, defaults, cfg.server.max_waiting)
+    server = Server(handler, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
         print("note   whoever reaches this machine can use it; --api_key_file asks for a key")
     print(
-        f"model  {name}, step {checkpoint.step}: context of {model.context} tokens, "
-        f"{model.engine.slots} answers at once, {machine.device_name}\n"
+        f"model  {name}, step {checkpoint.step}: context of {engine.cache.capacity} tokens, "
+        f"{engine.slots} answers at once, {machine.device_name}\n"
         f"page   {url_of(bound)}\n"
         f"API    {url_of(bound)}/v1",
         flush=True,

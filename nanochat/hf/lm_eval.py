@@ -32,7 +32,7 @@ from nanochat.eval_core import (
 )
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
-from nanochat.serve.scheduler import Answer, Ask
+from nanochat.serve.scheduler import Answer, GenerationRequest
 from nanochat.tokenizer import Tokenizer
 
 MAX_GEN_TOKS = 256  # of an answer, where the task does not say
@@ -134,20 +134,19 @@ class NanochatLM(LM):
         fused = choose_fused_engine(None, self.machine, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, compiled=fused)
         answers, texts = {}, [""] * len(requests)
-        for number, request in enumerate(requests):
-            context, wanted = request.args
+        for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []
-            stops = (until,) if isinstance(until, str) else tuple(until)
+            stop = (until,) if isinstance(until, str) else tuple(until)
             settings = sampling(wanted)
             room = engine.cache.capacity - min(settings.max_new_tokens, engine.cache.capacity // 2)
-            ask = Ask(fit(self.encode(context), room), settings, stop=stops, parts=False)
-            (completion,) = engine.submit(ask.prompt, settings)
-            answers[completion] = Answer(completion, self.own_tokenizer, ask, number)
+            prompt = fit(self.encode(context), room)
+            generation = GenerationRequest(prompt, settings, stop=stop, parts=False)
+            (completion,) = engine.submit(prompt, settings)
+            answers[completion] = Answer(completion, self.own_tokenizer, generation, number)
         while engine.busy:
             for completion in engine.step():
                 answer = answers[completion]
-                for piece in answer.advance():
-                    texts[piece.index] += piece.text
+                texts[answer.index] += "".join(delta.text for delta in answer.advance())
                 if answer.finish:
                     engine.cancel(completion)
         return texts
