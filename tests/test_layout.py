@@ -30,7 +30,7 @@ OWNERS = {
     "pooch": {"nanochat/eval_core.py"},
     "fastapi": {f"nanochat/serve/{name}.py" for name in ("server", "responses", "security")},
     "uvicorn": {"nanochat/serve/server.py", "nanochat/serve/security.py"},
-    "pydantic": {"nanochat/serve/openai_api.py", "nanochat/records.py"},
+    "pydantic": {f"nanochat/{name}.py" for name in ("serve/openai_api", "bench/table", "records")},
     "prometheus_client": {"nanochat/serve/handler.py", "nanochat/serve/server.py"},
     "torch.distributed": {"nanochat/distributed.py", "nanochat/optim.py"},
 }
