@@ -30,7 +30,10 @@ OWNERS = {
     "pooch": {"nanochat/eval_core.py"},
     "fastapi": {f"nanochat/serve/{name}.py" for name in ("server", "responses", "security")},
     "uvicorn": {"nanochat/serve/server.py", "nanochat/serve/security.py"},
-    "pydantic": {f"nanochat/{name}.py" for name in ("serve/openai_api", "bench/table", "records")},
+    "pydantic": {
+        f"nanochat/{name}.py"
+        for name in ("serve/openai_api", "bench/table", "lab/variance", "records")
+    },
     "prometheus_client": {"nanochat/serve/handler.py", "nanochat/serve/server.py"},
     "torch.distributed": {"nanochat/distributed.py", "nanochat/optim.py"},
 }

@@ -69,7 +69,7 @@ def test_a_task_belongs_to_the_class_of_its_spread(std, label):
 def test_repeats_keep_the_error_of_sampling_under_half_of_that_of_the_items(std, item_se, repeats):
     found = Variance("t", 100, 3, (std,), item_se)
     assert found.repeats == repeats
-    if item_se and repeats < variance.MOST_REPEATS:
+    if item_se and repeats < variance.MAX_REPEATS:
         assert std / math.sqrt(repeats) <= item_se / 2 + 1e-12
 
 
