@@ -296,11 +296,6 @@ def measured_on_rows(metric: str) -> bool:
     return "validation" in metric.lower() or metric.startswith("val_bpb:")
 
 
-def bars(found: Sequence[Contrast], metric: str) -> dict[str, list[list[float]]]:
-    """The bars of a figure of one metric: difference and noise of every arm."""
-    return {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in found if c.metric == metric}
-
-
 def as_csv(found: Mapping[str, Any]) -> str:
     """A table of a record as CSV."""
     text = io.StringIO()

@@ -153,7 +153,7 @@ def test_eval_variance_stores_what_chat_eval_then_uses(base, tokenizer, capsys):
 
 def test_what_varies_not_cannot_be_measured():
     for settings in ({"runs": 1}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="nothing that varies"):
+        with pytest.raises(ValueError, match="otherwise nothing varies"):
             eval_variance.EvalVariance(**settings)
     with pytest.raises(MissingInput):
         eval_variance.main(eval_variance.EvalVariance(machine=CPU))
