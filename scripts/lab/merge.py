@@ -128,7 +128,7 @@ def main(cfg: MergeScript) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
-    if not names or (len(names) < 2 and cfg.merging.method not in NEEDS_BASE):
+    if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
     parents = [referred(name, machine.print0) for name in names]
     base = referred(cfg.base, machine.print0) if cfg.base else None
@@ -155,7 +155,7 @@ def main(cfg: MergeScript) -> None:
     judge.model.load_state_dict(merged)
     inputs = {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)}
     inputs |= {"merge base": base.fingerprint} if base else {}
-    checkpoint = save(cfg, parents, base, shares, judge, inputs)
+    checkpoint = save(cfg, parents, shares, judge, inputs)
     machine.print0(f"wrote {checkpoint.folder}")
     write_section(cfg, scores, found, lines, checkpoint, inputs, started)
     machine.close()
@@ -166,40 +166,35 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
     Raise Refused for models of another shape or tokenizer, without a common ancestor, or that do
     not come from the base.
     """
-    first, *others = [*parents, *([base] if base else [])]
-    for other in others:
-        for what, part in (
-            ("model", lambda checkpoint: checkpoint.state["model"]),
-            ("tokenizer", lambda checkpoint: checkpoint.state["files"]["tokenizer.json"]["sha256"]),
-        ):
-            if part(first) != part(other):
-                raise Refused(
-                    f"{other.folder} has another {what} than {first.folder}",
-                    "merge models of one shape and tokenizer",
-                )
+    models = [*parents, *([base] if base else [])]
+    for what, values in (
+        ("model", [c.state["model"] for c in models]),
+        ("tokenizer", [c.state["files"]["tokenizer.json"]["sha256"] for c in models]),
+    ):
+        for other, value in zip(models, values, strict=True):
+            if value != values[0]:
+                message = f"{other.folder} has another {what} than {models[0].folder}"
+                raise Refused(message, "merge models of one shape and tokenizer")
     lines = [
         ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
     ]
     common = set.intersection(*lines)
     if not (base.fingerprint in common if base else common) and not cfg.unrelated:
         origin = base.folder if base else "one checkpoint"
-        raise Refused(
-            f"nothing says that these models come from {origin}: the mean of others is noise",
-            "--unrelated merges them all the same",
-        )
+        message = f"nothing says that these models come from {origin}: other means are noise"
+        raise Refused(message, "--unrelated merges them all the same")
 
 
 def save(
     cfg: MergeScript,
     parents: Sequence[Checkpoint],
-    base: Checkpoint | None,
     shares: Sequence[float],
     judge: Judge,
     inputs: Mapping[str, str],
 ) -> Checkpoint:
-    """The merged model as an ordinary checkpoint, without an optimizer state."""
-    first, names = parents[0], cfg.models.split("|")
-    origin = first.state["provenance"]
+    """The model of the judge as an ordinary checkpoint, without an optimizer state."""
+    first, origin = parents[0], parents[0].state["provenance"]
+    named = zip(cfg.models.split("|"), parents, shares, strict=True)
     state = {
         **carried(first.state),
         "stage": first.state["stage"],
@@ -208,10 +203,10 @@ def save(
         "merge": {
             **settings(cfg.merging),
             "method": "greedy soup" if cfg.greedy else cfg.merging.method,
-            "base": base.fingerprint if base else None,
+            "base": inputs.get("merge base"),
             "parents": [
                 {"name": name, "fingerprint": parent.fingerprint, "weight": share}
-                for name, parent, share in zip(names, parents, shares, strict=True)
+                for name, parent, share in named
             ],
         },
     }
@@ -250,17 +245,10 @@ def write_section(
     }
     outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
     run_id = checkpoint.state["provenance"]["run_id"]
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(run_id, 0, inputs, outputs),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=[table],
-        series=lines,
-        files=[checkpoint.folder],
-    )
+    provenance = records.Provenance(run_id, 0, inputs, outputs)
+    cost = records.Cost(time.perf_counter() - started)
+    shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
+    records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, **shown)
     report.update(cfg.report_dir)
 
 
