@@ -117,7 +117,7 @@ def bench_model(cfg: Bench, found: Findings) -> None:
         theirs = peers and peers.training
         bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
     elif cfg.what == "engine":
-        bench_engine(shape, machine, cfg.repeats, found, peers and peers.generation(machine))
+        bench_engine(shape, machine, cfg.repeats, found, peers and peers.generation)
     else:
         bench_evaluation(shape, machine, cfg.repeats, found, peers and peers.scoring)
     machine.close()

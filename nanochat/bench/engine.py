@@ -48,7 +48,7 @@ def bench_engine(
     machine: Machine,
     repeats: int,
     found: Findings,
-    peer: Callable[[GPT, Tokenizer], Generate] | None = None,
+    peer: Callable[[GPT, Tokenizer, Machine], Generate] | None = None,
 ) -> None:
     """
     Prefill and decode by batch, ragged prompts, and many users. `peer` returns another library's
@@ -57,7 +57,7 @@ def bench_engine(
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     model = for_inference(plain)
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
-    theirs = peer(plain, tokenizer) if peer else None
+    theirs = peer(plain, tokenizer, machine) if peer else None
     read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
     read_rate = read_bandwidth(machine)
     found.note(
