@@ -41,37 +41,44 @@ class StepTimes(NamedTuple):
     update: float
 
 
-class Work(NamedTuple):
-    """A model, random rows, and the two calls of a training step around the backward pass."""
+class Work:
+    """A model with its optimizer, kernels and random rows: the parts of a training step."""
 
-    model: GPT
-    tokens: Tensor
-    targets: Tensor
-    forward: Callable[[], Tensor]
-    update: Callable[[], None]
-    compiled: bool
+    def __init__(self, cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig):
+        self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
+        table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
+        named = dict(self.model.named_parameters())
+        self.optimizer = MuonAdamW(named, self.model.param_roles(), table, machine)
+        self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
+        self.ids = ids.to(machine.device)
+        self.tokens, self.targets = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
+        self.machine = machine
 
+    def forward(self) -> Tensor:
+        """The mean loss of the rows."""
+        return self.model.loss(self.tokens, self.targets) / self.tokens.numel()
 
-def prepared(cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig) -> Work:
-    """A model of this shape with its optimizer and kernels."""
-    model = build_model(cfg, machine.device, machine.dtype, seed=0)
-    table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-    named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
-    compiled = set_kernels(kernels, model, machine, float("inf"), optimizer)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
-    ids = ids.to(machine.device)
-    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def update(self) -> None:
+        """The optimizer step."""
+        self.optimizer.reduce_gradients()
+        self.optimizer.step(1.0)
 
-    def forward() -> Tensor:
-        return model.loss(tokens, targets) / tokens.numel()
-
-    def update() -> None:
-        optimizer.reduce_gradients()
-        optimizer.step(1.0)
-
-    return Work(model, tokens, targets, forward, update, compiled)
+    def time_steps(self, steps: int) -> list[StepTimes]:
+        """The seconds of each of `steps` training steps, by part."""
+        gc.freeze()  # as the training loop does: nothing here is garbage
+        times = []
+        for _ in range(steps):
+            started = clock(self.machine)
+            loss = self.forward()
+            forward = clock(self.machine)
+            loss.backward()
+            backward = clock(self.machine)
+            self.update()
+            ended = clock(self.machine)
+            times.append(StepTimes(forward - started, backward - forward, ended - backward))
+        return times
 
 
 def bench_training(
@@ -88,10 +95,11 @@ def bench_training(
     out the update of all hash bigrams at every 16th step.
     """
     bandwidth = read_bandwidth(machine)
-    model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
+    work = Work(cfg, rows, machine, kernels)
+    model, tokens = work.model, work.tokens
     products = [products_seconds(model, rows, machine)]
-    first = sum(time_steps(forward, update, machine, WARMUP_STEPS)[0])  # it compiles
-    times = time_steps(forward, update, machine, steps * repeats)
+    first = sum(work.time_steps(WARMUP_STEPS)[0])  # it compiles
+    times = work.time_steps(steps * repeats)
     products.append(products_seconds(model, rows, machine))  # again: machines are noisy
     if not machine.is_main:
         return
@@ -103,9 +111,10 @@ def bench_training(
     flops = model.flops_per_token() * tokens.numel() / step
     peak = known_peak(machine.device)
     memory = peak_memory_bytes(machine.device) / 2**20
+    mode = "compiled" if work.compiled else "eager"
     print(
         f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
-        f"attention {model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}\n"
+        f"attention {model.blocks[0].attention.backend}, {mode}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
         f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"
         f"reached     {flops / 1e12:.3f} TFLOP/s"
@@ -180,37 +189,18 @@ def bench_against(
     peer: Callable[[GPT, Tokenizer, Machine, bool], Callable[[Tensor], float]] | None,
 ) -> None:
     """A step alongside that of `peer`, which returns the seconds for ids (B, T + 1)."""
-    work = prepared(cfg, rows, machine, kernels)
+    work = Work(cfg, rows, machine, kernels)
     tokenizer = Tokenizer.train(["noise"], 265)
     theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
-    ids = torch.cat((work.tokens, work.targets[:, -1:]), dim=1)
     seconds = in_turn(
         repeats,
-        lambda: sum(time_steps(work.forward, work.update, machine, 1)[0]),
-        theirs and (lambda: theirs(ids)),
+        lambda: sum(work.time_steps(1)[0]),
+        theirs and (lambda: theirs(work.ids)),
         num_warmup=WARMUP_STEPS,
     )
     ours, others = ([work.tokens.numel() / x for x in each] for each in seconds)
     label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
     found.line(Line(PATH, label, "tokens/s", ours, "transformers", others))
-
-
-def time_steps(
-    forward: Callable[[], Tensor], update: Callable[[], None], machine: Machine, steps: int
-) -> list[StepTimes]:
-    """The seconds of each of `steps` training steps, by part."""
-    gc.freeze()  # as the training loop does: nothing here is garbage
-    times = []
-    for _ in range(steps):
-        started = clock(machine)
-        loss = forward()
-        forwarded = clock(machine)
-        loss.backward()
-        reversed_ = clock(machine)
-        update()
-        ended = clock(machine)
-        times.append(StepTimes(forwarded - started, reversed_ - forwarded, ended - reversed_))
-    return times
 
 
 def clock(machine: Machine) -> float:

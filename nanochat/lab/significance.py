@@ -141,9 +141,7 @@ def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
 
 
 def table(
-    found: Sequence[Contrast],
-    controls: Mapping[tuple[str, str], Scores],
-    million_tokens: float,
+    found: Sequence[Contrast], controls: Mapping[tuple[str, str], Scores], million_tokens: float
 ) -> dict[str, Any]:
     """
     One row for each base, metric and arm, the largest gain first; a control's is its own.

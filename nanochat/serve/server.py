@@ -128,13 +128,9 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         data = [model_entry(name, created) for name, created in handler.library.listed().items()]
-        settings = handler.defaults
-        defaults = {
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k or 0,
-            "max_tokens": settings.max_new_tokens,
-        }
+        given = handler.defaults
+        defaults = {"temperature": given.temperature, "top_p": given.top_p}
+        defaults |= {"top_k": given.top_k or 0, "max_tokens": given.max_new_tokens}
         ours = {"defaults": defaults, "suggestions": list(suggestions)}
         return {"object": "list", "data": data, **ours}
 
@@ -163,8 +159,7 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
 
     @app.get("/health")
     def health() -> JSONResponse:
-        running, waiting = handler.worker.counts()
-        status = handler.worker.status()
+        status, (running, waiting) = handler.worker.status(), handler.worker.counts()
         content = {"status": status, "running": running, "waiting": waiting}
         return JSONResponse(content, 200 if status == "ok" else 503)
 
