@@ -48,10 +48,8 @@ class MergeConfig:
     """With a base: how far to go from it; 1 = as far as the models went."""
     density: float = 0.5
     """ties: share of each task vector that is kept, the largest. dare: chance to be kept."""
-    rescale: Literal["density", "norm"] = "density"
-    """dare: what is kept is divided by the density, or enlarged to the sum of magnitudes it had."""
     merge_seed: int = 0
-    """dare: of what is kept."""
+    """dare: seed of the entries that are kept."""
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -71,11 +69,9 @@ class MergeConfig:
             found = [float(words) for words in self.weights.split(",")]
         except ValueError:
             found = []
-        if len(found) != count or any(w < 0 for w in found) or not sum(found):
-            raise ValueError(
-                f"--weights={self.weights}: {count} models have {count} weights, none below 0 and "
-                "not all 0"
-            )
+        if len(found) != count or min(found) < 0 or not sum(found):
+            needed = f"{count} models have {count} weights, none below 0 and not all 0"
+            raise ValueError(f"--weights={self.weights}: {needed}")
         return [weight / sum(found) for weight in found]
 
 
@@ -147,7 +143,7 @@ def combine(
     if cfg.method == "ties":
         moved = [largest(x, cfg.density) for x in moved]
     elif cfg.method in ("dare", "dare_ties"):
-        moved = [drop(x, cfg, generator) for x in moved]
+        moved = [drop(x, cfg.density, generator) for x in moved]
     return elect_signs(moved, shares) if "ties" in cfg.method else mean(moved, shares)
 
 
@@ -159,13 +155,9 @@ def largest(x: Tensor, density: float) -> Tensor:
     return torch.zeros_like(flat).scatter(0, keep, flat[keep]).view_as(x)
 
 
-def drop(x: Tensor, cfg: MergeConfig, generator: torch.Generator) -> Tensor:
-    """`x` with each entry kept with chance `density`, enlarged so that it goes as far as before."""
-    kept = x * (torch.rand(x.shape, generator=generator) < cfg.density)
-    if cfg.rescale == "density":
-        return kept / cfg.density
-    rest = kept.abs().sum()
-    return kept * (x.abs().sum() / rest) if rest else kept
+def drop(x: Tensor, density: float, generator: torch.Generator) -> Tensor:
+    """`x` with each entry kept with chance `density` and divided by it."""
+    return x * (torch.rand(x.shape, generator=generator) < density) / density
 
 
 def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
