@@ -1,5 +1,5 @@
 """
-Do sentinels call broken what was broken on purpose, early, and nothing else?
+Do canaries call broken what was broken on purpose, early, and nothing else?
 
     python -m dev.breakages --base=d4
 
@@ -49,7 +49,7 @@ HEALTHY = {
     "practice": ("sft", ""),
     "practice, another seed": ("sft", "--seed=1"),
 }
-LINE = re.compile(r"sentinel (\w+) at step (\d+): .* \((\w+) ")
+LINE = re.compile(r"canary (\w+) at step (\d+): .* \((\w+) ")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def jobs(base: str) -> dict[str, tuple[str, Job]]:
 
 
 def findings(run: Done) -> list[tuple[str, int, str]]:
-    """(level, step, sentinel) of everything that was told of in its log."""
+    """(level, step, canary) of everything that was told of in its log."""
     lines = LINE.findall((run.folder / "log.txt").read_text())
     return [(level, int(step), name) for level, step, name in lines]
 
@@ -97,9 +97,9 @@ def main(cfg: Breakages) -> None:
     rows, wrong = [], []
     for name, (source, _) in todo.items():
         told = findings(done[name])
-        broken = [(step, sentinel) for level, step, sentinel in told if level == "broken"]
+        broken = [(step, canary) for level, step, canary in told if level == "broken"]
         step = min((step for step, _ in broken), default=0)
-        by = ", ".join(dict.fromkeys(sentinel for _, sentinel in broken))
+        by = ", ".join(dict.fromkeys(canary for _, canary in broken))
         warned = ", ".join(dict.fromkeys(name for level, _, name in told if level == "warn"))
         rows.append([name, f"{step} of {STEPS[source]}" if step else "-", by, warned])
         if done[name].is_broken == (name in HEALTHY) or step > STEPS[source] / 10:

@@ -302,7 +302,7 @@ def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = ""
 
 PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
 UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
-BROKEN = 78  # of a run that its sentinels called broken
+BROKEN = 78  # of a run that its canaries called broken
 HUNG = 77  # of a rank that waited too long for another one
 
 

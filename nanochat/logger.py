@@ -223,12 +223,12 @@ def is_evaluation(values: Mapping[str, Any]) -> bool:
 def format_values(values: Mapping[str, Any]) -> list[str]:
     """
     The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
-    those of a recursive model's states and of the sentinels.
+    those of a recursive model's states and of the canaries.
     """
     shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
     if is_evaluation(values):
         for name, value in values.items():
-            if name not in SHOWN and not name.startswith(("state_", "sentinel_")):
+            if name not in SHOWN and not name.startswith(("state_", "canary_", "sentinel_")):
                 shown.append(
                     f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 )

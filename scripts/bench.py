@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -95,69 +94,48 @@ class Bench:
 def main(cfg: Bench) -> None:
     if cfg.what == "all":
         return everything(cfg)
-    benches: dict[str, Callable[[Bench, Findings], None]] = {
-        "train": train,
-        "peer": peer,
-        "engine": engine,
-        "evaluation": evaluation,
-        "tokenizer": tokenizer,
-        "start": lambda cfg, found: bench_start(cfg.repeats, found),
-    }
     found = Findings()
-    benches[cfg.what](cfg, found)
+    if cfg.what == "start":
+        bench_start(cfg.repeats, found)
+    elif cfg.what == "tokenizer":
+        tokenizer(cfg, found)
+    else:
+        bench_model(cfg, found)
     if cfg.findings and found.lines:
         found.write(cfg.findings)
 
 
-def train(cfg: Bench, found: Findings) -> None:
-    """Steps of one model, on noise."""
+def bench_model(cfg: Bench, found: Findings) -> None:
+    """Training, generation or evaluation by an untrained model."""
     machine = init_machine(cfg.machine)
-    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len)
-    bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)
+    arch = "default" if cfg.what == "train" else "classic"  # which transformers has too
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch)
+    peers = None if cfg.what == "train" else find_peers()
+    if cfg.what == "train":
+        bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)
+    elif cfg.what == "peer":
+        theirs = peers and peers.training
+        bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
+    elif cfg.what == "engine":
+        bench_engine(shape, machine, cfg.repeats, found, peers and peers.generation)
+    else:
+        bench_evaluation(shape, machine, cfg.repeats, found, peers and peers.scoring)
     machine.close()
 
 
-def peer(cfg: Bench, found: Findings) -> None:
-    """Steps of the plain architecture, ours and transformers' in turn."""
-    machine = init_machine(cfg.machine)
-    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
-    theirs = peers().training if peers_are_here() else None
-    bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
-
-
-def engine(cfg: Bench, found: Findings) -> None:
-    """Generation by an untrained model, in the architecture that transformers has too."""
-    machine = init_machine(cfg.machine)
-    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
-    theirs = peers().generation(machine) if peers_are_here() else None
-    bench_engine(shape, machine, cfg.repeats, found, theirs)
-
-
-def evaluation(cfg: Bench, found: Findings) -> None:
-    """Few-shot scoring by an untrained model."""
-    machine = init_machine(cfg.machine)
-    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, "classic")
-    theirs = peers().scoring if peers_are_here() else None
-    bench_evaluation(shape, machine, cfg.repeats, found, theirs)
-
-
-def peers() -> Any:
-    """What needs the packages of the group `interop`."""
+def find_peers() -> Any:
+    """The module of peers; None, printed, where transformers or lm-eval are not installed."""
+    missing = [name for name in ("transformers", "lm_eval") if not importlib.util.find_spec(name)]
+    if missing:
+        print(f"{', '.join(missing)} missing, so there is no comparison; {HINT}", flush=True)
+        return None
     from nanochat.bench import peers
 
     return peers
 
 
-def peers_are_here() -> bool:
-    """Whether transformers and lm-eval are installed; says so where they are not."""
-    missing = [name for name in ("transformers", "lm_eval") if not importlib.util.find_spec(name)]
-    if missing:
-        print(f"{', '.join(missing)} missing, so nobody to compare with; {HINT}", flush=True)
-    return not missing
-
-
 def tokenizer(cfg: Bench, found: Findings) -> None:
-    """Training and encoding on the first documents of the source, by default the embedded world."""
+    """Training and encoding on the first documents of the source, by default the built-in one."""
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None and data.data_dir is None:
         data = replace(data, dataset="embedded")
@@ -167,7 +145,7 @@ def tokenizer(cfg: Bench, found: Findings) -> None:
 
 
 def read_texts(source: Source, max_megabytes: float) -> list[str]:
-    """About so many megabytes of text."""
+    """The first `max_megabytes` of text, in whole batches of documents."""
     texts: list[str] = []
     left = max_megabytes * 1e6
     for shard in source.train_shards:
@@ -184,48 +162,45 @@ def read_texts(source: Source, max_megabytes: float) -> list[str]:
 
 
 def everything(cfg: Bench) -> None:
-    """Each benchmark in a process of its own, so that none finds the memory of another in use."""
+    """Each benchmark in a process of its own, so that none uses memory during another."""
     began, machine = time.perf_counter(), init_machine(cfg.machine)
-    kind, name = machine.device.type, machine.device_name
-    given = sys.argv[1:]  # what a job adds comes after it, and of two equal flags the last counts
+    kind, given = machine.device.type, sys.argv[1:]
     found = Findings()
-    for job in jobs(kind):
-        print(f"\n--- {' '.join(job)}", flush=True)
-        found.add(run(job, given))
+    for num_processes, flags in jobs(kind):
+        print(f"\n--- {num_processes or ''} {' '.join(flags)}", flush=True)
+        found.add(run(num_processes, [*given, *flags]))  # of two equal flags the last counts
     if not found.lines:
         raise SystemExit("error: nothing could be measured, see above")
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
     command = " ".join(("python -m scripts.bench", *given))
-    write_atomic(page, render(found, command, name, minutes))
+    write_atomic(page, render(found, command, machine.device_name, minutes))
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 
-def jobs(kind: str) -> list[list[str]]:
-    """The flags of each benchmark; the first word may be a number of processes of one thread."""
-    training = [["--what=train", f"--depth={depth}"] for depth in DEPTHS.get(kind, (4,))]
-    # one process too, launched as two are, so that they can be compared
+def jobs(kind: str) -> list[tuple[int, list[str]]]:
+    """The processes of one thread (0: one process, not launched) and the flags of benchmarks."""
+    training = [(0, ["--what=train", f"--depth={depth}"]) for depth in DEPTHS.get(kind, (4,))]
+    # a launched single process too, to compare several with
     most = 2 if kind == "cpu" else torch.cuda.device_count() if kind == "cuda" else 1
-    ranks = [[str(n), "--what=train"] for n in (1, 2, 4, 8) if n <= most and most > 1]
+    ranks = [(n, ["--what=train"]) for n in (1, 2, 4, 8) if n <= most and most > 1]
     others = ("peer", "engine", "evaluation", "tokenizer", "start")
-    return [*training, *ranks, *(["--what=" + what] for what in others)]
+    return [*training, *ranks, *((0, [f"--what={what}"]) for what in others)]
 
 
-def run(job: Sequence[str], given: Sequence[str]) -> Findings:
-    """One benchmark: what it found, nothing where it failed, which is said."""
+def run(num_processes: int, flags: list[str]) -> Findings:
+    """The findings of one benchmark; a note where it failed."""
     command, environment = [sys.executable, "-m", "scripts.bench"], dict(os.environ)
-    if job[0].isdigit():
+    if num_processes:
         environment["OMP_NUM_THREADS"] = "1"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job[0]}"]
-        command = [sys.executable, *launcher, "-m", "scripts.bench"]
-        job = job[1:]
+        launcher = f"torch.distributed.run --standalone --nproc_per_node={num_processes} -m"
+        command[2:2] = launcher.split()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "findings.json"
-        ended = subprocess.run(
-            [*command, *given, *job, f"--findings={path}"], cwd=REPOSITORY, env=environment
-        )
+        command += [*flags, f"--findings={path}"]
+        ended = subprocess.run(command, cwd=REPOSITORY, env=environment)
         if ended.returncode or not path.exists():
-            return Findings(notes=[f"Failed: {' '.join(job)}, exit code {ended.returncode}"])
+            return Findings(notes=[f"Failed: {flags[-1]}, exit code {ended.returncode}"])
         return Findings.read(path)
 
 

@@ -18,7 +18,7 @@ from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, for_inference, refresh
-from nanochat.lab.canaries import SentinelConfig, open_watch
+from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
 from nanochat.lab.held_out import require_access, require_other_families
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
@@ -43,6 +43,7 @@ TASK = "gsm8k"
 BUILTIN_TASKS = {"embedded": "world_facts"}  # by the data set that the base model was trained on
 SLOTS = 64  # answers generated at a time on one device
 RETIRED = {
+    **RETIRED_FLAGS,
     "once": "it is now --skip_if_done",
     "hourly_rate": "it is a flag of scripts.report",
     **dict.fromkeys(("from_tag", "from_step"), "--source=sft:d4:400 names tag and step"),
@@ -87,7 +88,7 @@ class ChatRL:
     save_optimizer: bool = False
     """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
     rl: RLConfig = field(default_factory=RLConfig)
-    canaries: SentinelConfig = field(default_factory=SentinelConfig)
+    canaries: CanaryConfig = field(default_factory=CanaryConfig)
     train: TrainConfig = field(
         default_factory=lambda: TrainConfig(
             device_batch_size=8,
@@ -139,7 +140,7 @@ def main(cfg: ChatRL) -> None:
         rollouts, held_out, cfg.eval_samples, cfg.sampling, every, cfg.eval_examples, num_steps
     )
     chats = {task.name: task for task in held_out.tasks}
-    watch = open_watch(cfg.canaries, parent, model, chats, num_steps, machine)
+    watch = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
     answers = cfg.rl.examples_per_step * cfg.rl.num_samples

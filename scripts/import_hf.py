@@ -52,18 +52,12 @@ def main(cfg: ImportHF) -> None:
 
 
 def unknown(found: Imported) -> Mapping[str, Any]:
-    """What stands for the history of a model that others wrote."""
-    return {
-        "stage": "base",
-        "step": 0,
-        "source": {},
-        "identity": {"batch_tokens": BATCH_TOKENS},
-        "provenance": {
-            "run_id": new_run_id(),
-            "seed": 0,
-            "inputs": {"tokenizer": found.tokenizer.fingerprint},
-        },
-    }
+    """The state of a checkpoint of a model that other software trained."""
+    inputs = {"tokenizer": found.tokenizer.fingerprint}
+    provenance = {"run_id": new_run_id(), "seed": 0, "inputs": inputs}
+    identity = {"batch_tokens": BATCH_TOKENS}
+    started = {"stage": "base", "step": 0, "source": {}, "identity": identity}
+    return {**started, "provenance": provenance}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from nanochat.finetune import (
     open_parent,
     parent_inputs,
 )
-from nanochat.lab.canaries import SentinelConfig, watch_fine_tuning
+from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import require_fair
 from nanochat.mixture import MIXTURE_FILE, MOVED_FLAGS, MixConfig, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
@@ -43,6 +43,7 @@ BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
 RETIRED = {
+    **RETIRED_FLAGS,
     **MOVED_FLAGS,
     **MOVED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
@@ -64,14 +65,14 @@ class MidTrain:
     waive_families: str = ""
     """Data sets, separated by commas, that may be trained on although a final benchmark was made
     from them too (scripts.lab.hold_out)."""
-    canaries: SentinelConfig = field(default_factory=SentinelConfig)
+    canaries: CanaryConfig = field(default_factory=CanaryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 DEFAULTS = MidTrain(
     # learning rates stay at their peak for half of the run, then fall to 0
     tuning=FinetuneConfig(schedule=ScheduleConfig(0, warmdown_ratio=0.5, final_lr_frac=0.0)),
-    canaries=SentinelConfig(sentinel_every=0),
+    canaries=CanaryConfig(canary_every=0),
     train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
 )
 
@@ -113,7 +114,7 @@ def fine_tune(
 
     # Model, optimizer, rows and validation loss; then the canaries
     tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, asked, inputs, machine)
-    tuning.run.callbacks = [tuning.answers, *watch_fine_tuning(cfg.canaries, tuning)]
+    tuning.run.callbacks = [tuning.answers, *monitor_finetuning(cfg.canaries, tuning)]
 
     result = train(tuning.run)
     if result.checkpoint:

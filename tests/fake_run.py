@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanochat import records
 
-flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+flags = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv[1:])
 folder = Path(flags["report_dir"])
 folder.mkdir(parents=True, exist_ok=True)
 with (folder / "calls.txt").open("a") as calls:

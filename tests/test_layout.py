@@ -28,10 +28,13 @@ OWNERS = {
     },
     "lm_eval": {"nanochat/hf/lm_eval.py", "nanochat/bench/peers.py", "scripts/lm_eval.py"},
     "pooch": {"nanochat/eval_core.py"},
-    "fastapi": {"nanochat/serve/server.py", "nanochat/serve/responses.py"},
+    "fastapi": {f"nanochat/serve/{name}.py" for name in ("server", "responses", "security")},
     "uvicorn": {"nanochat/serve/server.py", "nanochat/serve/security.py"},
-    "pydantic": {"nanochat/serve/openai_api.py", "nanochat/records.py"},
-    "prometheus_client": {"nanochat/serve/metrics.py"},
+    "pydantic": {
+        f"nanochat/{name}.py"
+        for name in ("serve/openai_api", "bench/table", "lab/variance", "records")
+    },
+    "prometheus_client": {"nanochat/serve/handler.py", "nanochat/serve/server.py"},
     "torch.distributed": {"nanochat/distributed.py", "nanochat/optim.py"},
 }
 NO_TORCH = (

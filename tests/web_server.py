@@ -18,9 +18,9 @@ from nanochat.distributed import Machine
 from nanochat.engine import Sampling
 from nanochat.engine import sample as plain
 from nanochat.gpt import GPTConfig
-from nanochat.serve.handler import Desk
+from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
-from nanochat.serve.security import GateConfig
+from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import (
     Server,
     ServerConfig,
@@ -45,13 +45,13 @@ class Site:
 
     @property
     def worker(self):
-        return self.server.desk.worker
+        return self.server.handler.worker
 
     @property
     def engine(self):
         """The engine of the default model."""
-        library = self.server.desk.library
-        return library.loaded[library.default].engine
+        library = self.server.handler.library
+        return library.loaded[library.default]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -121,20 +121,20 @@ def write_checkpoint(name: str, cfg: GPTConfig, tokenizer: Tokenizer) -> None:
 @contextmanager
 def serving(
     name: str = "sft:tiny",
-    gate: GateConfig | None = None,
+    security: SecurityConfig | None = None,
     tools: Tools | None = None,
     endless: bool = True,
     port: int = 0,
     **settings: Any,
 ) -> Iterator[Site]:
     """Serve a checkpoint that was written; `endless`: its answers end only at their limit."""
-    cfg = ServerConfig(port=port, gate=gate or GateConfig(), **settings)
+    cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
     tool = tools or Tools()
     library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
     library.loaded[name] = library.load(name)
     if endless:
-        library.loaded[name].engine.ends = set()
-    server = Server(Desk(library, Sampling(1000, temperature=1.0), cfg.max_waiting), cfg)
+        library.loaded[name].ends = set()
+    server = Server(RequestHandler(library, Sampling(1000, temperature=1.0), cfg.max_waiting), cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

@@ -1,20 +1,21 @@
 """
-The speed of generation: how fast prompts are read and answers written.
+The speed of generation: tokens per second of prefill and of decoding.
 
-    shape -> untrained model -> prompts of noise -> tokens/s of prefill and decode, by batch size
+    shape -> untrained model -> random prompts -> tokens/s of prefill and decode, by batch size
 
-Beside it, transformers generates with the same weights, exported, in turn with us. What tokens are
-makes no difference to the time, so this needs neither data nor a trained model.
+transformers generates with the same weights, exported, in turn with us. The time does not depend on
+which tokens are generated, so this needs neither data nor a trained model.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from nanochat.bench.table import Findings, Rate
+from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
@@ -28,15 +29,15 @@ PEER = "transformers"
 PROMPT_TOKENS = 128
 NEW_TOKENS = 128
 BATCHES = (1, 8, 64)
-USERS = (16, 64, 256)  # asking at once, of 64 slots
+USERS = (16, 64, 256)  # requests at once, to 64 slots
 TOP_K = 50
 
-# Ids of prompts, tokens of each answer -> seconds: what a peer's generation is to us
+# Ids of prompts, tokens of each answer -> seconds of a peer's generation
 Generate = Callable[[Sequence[Sequence[int]], int], float]
 
 
 class EngineTimes(NamedTuple):
-    """Seconds until all prompts were read and had their first token, and for the tokens after."""
+    """Seconds until all prompts have their first token, and for the tokens after."""
 
     first: float
     rest: float
@@ -47,16 +48,16 @@ def bench_engine(
     machine: Machine,
     repeats: int,
     found: Findings,
-    peer: Callable[[GPT, Tokenizer], Generate] | None = None,
+    peer: Callable[[GPT, Tokenizer, Machine], Generate] | None = None,
 ) -> None:
     """
-    Prefill and decode by batch, ragged prompts, and many users; `peer` makes another's generation
-    out of the same weights.
+    Prefill and decode by batch, ragged prompts, and many users. `peer` returns another library's
+    generation with the same weights.
     """
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     model = for_inference(plain)
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
-    theirs = peer(plain, tokenizer) if peer else None
+    theirs = peer(plain, tokenizer, machine) if peer else None
     read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
     read_rate = read_bandwidth(machine)
     found.note(
@@ -74,55 +75,59 @@ def bench_engine(
         engine.ends = set()  # every answer has its full length
         return engine
 
+    def time_peer(generate: Generate, prompts: list[list[int]], new_tokens: int) -> EngineTimes:
+        first = generate(prompts, 1)
+        return EngineTimes(first, generate(prompts, new_tokens) - first)
+
     for batch in BATCHES:
-        engine, prompts = engine_of(batch), noise([PROMPT_TOKENS] * batch)
-        unfused, lengths = engine_of(batch, compiled=False), [NEW_TOKENS] * batch
-        times, eager, others = [], [], []
-        for _ in range(repeats + 1):  # the first warms up
-            times.append(time_answers(engine, prompts, lengths))
-            eager.append(time_answers(unfused, prompts, lengths))
-            if theirs:
-                others.append(EngineTimes(theirs(prompts, 1), theirs(prompts, NEW_TOKENS)))
-        times, eager, others = times[1:], eager[1:], others[1:]
+        engine, eager = engine_of(batch), engine_of(batch, compiled=False)
+        prompts, lengths = random_prompts([PROMPT_TOKENS] * batch), [NEW_TOKENS] * batch
+        times, eager_times, others = in_turn(
+            repeats,
+            partial(time_answers, engine, prompts, lengths),
+            partial(time_answers, eager, prompts, lengths),
+            theirs and partial(time_peer, theirs, prompts, NEW_TOKENS),
+        )
         tokens = batch * (NEW_TOKENS - 1)
-        decode = Rate.of(tokens / t.rest for t in times)
-        other = Rate.of(tokens / (t.rest - t.first) for t in others) if others else None
+        decode, simple, other = (
+            [tokens / t.rest for t in each] for each in (times, eager_times, others)
+        )
         stored = engine.cache.nbytes * (PROMPT_TOKENS + NEW_TOKENS / 2) / engine.cache.room
-        share = decode.median / batch * (read + stored) / read_rate
-        found.line(PATH, f"written, batch {batch}", "tokens/s", decode, PEER, other, share)
-        simple = Rate.of(tokens / t.rest for t in eager)
-        found.line(PATH, f"written, batch {batch}, eager", "tokens/s", simple, PEER, other)
-        first = Rate.of(batch * PROMPT_TOKENS / t.first for t in times)
-        other = Rate.of(batch * PROMPT_TOKENS / t.first for t in others) if others else None
-        found.line(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other)
+        share = statistics.median(decode) / batch * (read + stored) / read_rate
+        label = f"written, batch {batch}"
+        found.line(Line(PATH, label, "tokens/s", decode, PEER, other, share))
+        found.line(Line(PATH, f"{label}, eager", "tokens/s", simple, PEER, other))
+        first, other = ([batch * PROMPT_TOKENS / t.first for t in each] for each in (times, others))
+        found.line(Line(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other))
         if batch == 1:
             milliseconds = 1e3 * statistics.median(t.first for t in times)
             found.note(f"Generation: first token after {milliseconds:.1f} ms at batch 1")
         step = statistics.median(t.rest for t in times) / (NEW_TOKENS - 1)
-        found.point("sequences: a step of generation", batch, step, engine.cache.nbytes / 2**20)
+        axis, megabytes = "sequences: a step of generation", engine.cache.nbytes / 2**20
+        found.points.append(Point(axis, batch, step, megabytes))
 
-    # 64 requests of all lengths, answers too: a batch that is padded waits for the longest
-    prompts = noise([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
+    # 64 prompts and answers of different lengths: a padded batch waits for the longest
+    prompts = random_prompts([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
     lengths = [16 + 37 * n % (NEW_TOKENS - 16) for n in range(64)]
-    engine, ours, others = engine_of(64), [], []
-    for _ in range(repeats + 1):
-        ours.append(sum(lengths) / sum(time_answers(engine, prompts, lengths)))
-        if theirs:
-            others.append(sum(lengths) / theirs(prompts, max(lengths)))
-    ragged = "64 prompts and answers of all lengths"
-    other = Rate.of(others[1:]) if others else None
-    found.line(PATH, ragged, "tokens/s", Rate.of(ours[1:]), PEER, other)
+    engine = engine_of(64)
+    ours, others = in_turn(
+        repeats,
+        lambda: sum(time_answers(engine, prompts, lengths)),
+        theirs and (lambda: theirs(prompts, max(lengths))),
+    )
+    ours, others = ([sum(lengths) / seconds for seconds in each] for each in (ours, others))
+    label = "64 prompts and answers of all lengths"
+    found.line(Line(PATH, label, "tokens/s", ours, PEER, others))
 
     for users in USERS:
-        prompts, lengths = noise([32] * users), [64] * users
+        prompts, lengths = random_prompts([32] * users), [64] * users
         seconds = [sum(time_answers(engine, prompts, lengths)) for _ in range(repeats)]
-        found.point(
-            "users asking at once, 64 slots: all answers", users, statistics.median(seconds)
-        )
+        axis = "users asking at once, 64 slots: all answers"
+        found.points.append(Point(axis, users, statistics.median(seconds)))
     print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB at its peak")
 
 
-def noise(lengths: Sequence[int]) -> list[list[int]]:
+def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
     """Prompts of these lengths, all different."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(250, (n,), generator=generator).tolist() for n in lengths]
@@ -131,7 +136,7 @@ def noise(lengths: Sequence[int]) -> list[list[int]]:
 def time_answers(
     engine: Engine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> EngineTimes:
-    """Answer the prompts together, each with so many tokens."""
+    """Answer all prompts together, each with its number of tokens."""
     for prompt, length in zip(prompts, lengths, strict=True):
         engine.submit(prompt, Sampling(length, top_k=TOP_K))
     started = time.perf_counter()

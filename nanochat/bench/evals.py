@@ -1,16 +1,16 @@
 """
 The speed of few-shot evaluation: items scored per second.
 
-    shape -> untrained model, items of the embedded suite -> the same ids to us and to a peer
+    shape -> untrained model, items of the built-in suite -> the same ids for us and a peer
 
-What a model knows makes no difference to the time, so this needs no checkpoint.
+The time does not depend on what a model knows, so this needs no checkpoint.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from nanochat.bench.table import Findings, Rate
+from nanochat.bench.table import Findings, Line, in_turn
 from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.eval_core import (
@@ -28,7 +28,7 @@ from tasks.world.suite import suite
 
 PATH = "Few-shot evaluation"
 ITEMS = 200
-BATCH = 32  # options that the peer reads together: its best of 16 to 128
+BATCH = 32  # options per batch of the peer: its best of 16 to 128
 
 # Questions -> seconds, and the nats of every option
 Score = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
@@ -41,7 +41,7 @@ def bench_evaluation(
     found: Findings,
     peer: Callable[[GPT, Tokenizer, Machine, int], Score] | None = None,
 ) -> None:
-    """Score the largest task of each kind of item; `peer` makes another's scorer."""
+    """Score the largest task of each kind of item; `peer` returns another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
@@ -51,18 +51,22 @@ def bench_evaluation(
     for task in {task.kind: task for task in tasks}.values():
         task = task.drawn(ITEMS)
         questions = [ask(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
-        ours, others = [], []
-        for _ in range(repeats + 1):  # the first warms up
+
+        def score(questions: Sequence[Question] = questions) -> float:
             started = time.perf_counter()
             for batch in batches(questions, subject.pass_tokens):
                 read_safely(subject, batch, machine.device)
-            ours.append(len(questions) / (time.perf_counter() - started))
-            if theirs:
-                others.append(len(questions) / theirs(questions)[0])
+            return time.perf_counter() - started
+
+        def score_peer(questions: Sequence[Question] = questions) -> float:
+            assert theirs is not None
+            return theirs(questions)[0]
+
+        seconds = in_turn(repeats, score, score_peer if theirs else None)
+        ours, others = ([len(questions) / x for x in each] for each in seconds)
         tokens = sum(len(ids) for q in questions for ids in q.options)
         label = (
             f"{task.kind}, {task.num_fewshot} shots, {len(questions[0].options)} options, "
             f"{tokens / len(questions):,.0f} tokens an item"
         )
-        other = Rate.of(others[1:]) if others else None
-        found.line(PATH, label, "items/s", Rate.of(ours[1:]), "lm-eval", other)
+        found.line(Line(PATH, label, "items/s", ours, "lm-eval", others))

@@ -1,5 +1,5 @@
 """
-What we are compared with from the package index: transformers and EleutherAI's harness.
+Peers from the package index: transformers and EleutherAI's harness.
 
     GPT, Tokenizer -> exported -> their model -> their training step, generation, scoring
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from nanochat.bench.engine import TOP_K, Generate
+from nanochat.bench.evals import Score
 from nanochat.distributed import Machine
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
@@ -35,31 +36,25 @@ def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
         return loader.from_pretrained(folder, dtype=dtype).to(model.device)
 
 
-def generation(machine: Machine) -> Callable[[GPT, Tokenizer], Generate]:
-    """For `bench_engine`: transformers' generate, prompts padded on the left."""
+def generation(model: GPT, tokenizer: Tokenizer, machine: Machine) -> Generate:
+    """For `bench_engine`: transformers' generate, with prompts padded on the left."""
+    theirs = exported(model, tokenizer, machine.dtype).eval()
+    theirs.generation_config.eos_token_id = None
+    options = {"do_sample": True, "top_k": TOP_K, "pad_token_id": 0}
 
-    def peer(model: GPT, tokenizer: Tokenizer) -> Generate:
-        theirs = exported(model, tokenizer, machine.dtype).eval()
-        theirs.generation_config.eos_token_id = None
+    @torch.inference_mode()
+    def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        T = max(map(len, prompts))
+        ids = torch.tensor([[*[0] * (T - len(p)), *p] for p in prompts])
+        mask = torch.tensor([[*[0] * (T - len(p)), *[1] * len(p)] for p in prompts])
+        ids, mask = ids.to(machine.device), mask.to(machine.device)
+        started = time.perf_counter()
+        found = theirs.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **options)
+        machine.synchronize()
+        assert found.shape == (len(prompts), T + new_tokens)
+        return time.perf_counter() - started
 
-        @torch.inference_mode()
-        def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-            T = max(map(len, prompts))
-            ids = torch.tensor([[*[0] * (T - len(p)), *p] for p in prompts])
-            real = torch.tensor([[*[0] * (T - len(p)), *[1] * len(p)] for p in prompts])
-            ids, real = ids.to(machine.device), real.to(machine.device)
-            started = time.perf_counter()
-            written = theirs.generate(
-                ids, attention_mask=real, do_sample=True, top_k=TOP_K,
-                max_new_tokens=new_tokens, pad_token_id=0,
-            )  # fmt: skip
-            machine.synchronize()
-            assert written.shape == (len(prompts), T + new_tokens)
-            return time.perf_counter() - started
-
-        return generate
-
-    return peer
+    return generate
 
 
 def training(
@@ -89,13 +84,8 @@ def training(
     return step
 
 
-def scoring(
-    model: GPT, tokenizer: Tokenizer, machine: Machine, batch_size: int
-) -> Callable[[Sequence[Question]], tuple[float, list[list[float]]]]:
-    """
-    Questions -> seconds and nats of every option, by the harness's own class for transformers: it
-    gets the same ids, so that both read the same.
-    """
+def scoring(model: GPT, tokenizer: Tokenizer, machine: Machine, batch_size: int) -> Score:
+    """For `bench_evaluation`: the harness's own class for transformers, on the same ids."""
     from lm_eval.models.huggingface import HFLM
 
     with tempfile.TemporaryDirectory() as folder:

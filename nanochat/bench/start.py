@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from nanochat.bench.table import Findings, Rate
+from nanochat.bench.table import Findings, Line
 from nanochat.common import REPOSITORY
 
 LIGHT = ("nanochat", "tasks", "nanochat.config", "nanochat.dataset", "nanochat.dataloader")
@@ -21,14 +21,9 @@ def bench_start(repeats: int, found: Findings) -> None:
         seconds = []
         for _ in range(repeats + 1):
             started = time.perf_counter()
-            ended = subprocess.run(
-                [sys.executable, "-c", code],
-                cwd=REPOSITORY,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
+            command = [sys.executable, "-c", code]
+            loads = subprocess.check_output(command, cwd=REPOSITORY, text=True).split() != ["False"]
             seconds.append(time.perf_counter() - started)
-            if name in LIGHT and ended.stdout.split() != ["False"]:
+            if name in LIGHT and loads:
                 raise RuntimeError(f"import {name} loads torch")
-        found.line("Start", f"import {name}", "per second", Rate.of(1 / s for s in seconds[1:]))
+        found.line(Line("Start", f"import {name}", "per second", [1 / s for s in seconds[1:]]))

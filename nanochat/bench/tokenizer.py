@@ -1,11 +1,11 @@
 """
-The speed of our tokenizer beside that of others, on the same text and machine.
+The speed of our tokenizer alongside that of others, on the same text and machine.
 
     texts -> one process per measurement, libraries in turn -> rate, range and ratio of each
 
 Each library runs in a process of its own (dev/tokenizer_peer.py), the peers in environments that
-`uv` makes for them: the PyPI package rustbpe shares its import name with our crate. A peer that
-cannot be installed is said to be missing.
+`uv` makes for them: the published package rustbpe shares its import name with our crate. A peer
+that cannot be installed is listed as missing.
 """
 
 import base64
@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from nanochat.bench.table import Findings, Rate
+from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.common import REPOSITORY
 from nanochat.packing import Packer, pack
 from nanochat.tokenizer import PATTERN, Tokenizer
@@ -39,15 +40,6 @@ PATH = "Tokenizer"
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
 
 
-class Bench(NamedTuple):
-    """A folder with the texts, their size, how often to measure, and each library's Python."""
-
-    folder: Path
-    megabytes: float
-    repeats: int
-    pythons: dict[str, list[str] | None]
-
-
 def bench_tokenizer(
     texts: list[str],
     vocab_sizes: Sequence[int],
@@ -59,74 +51,99 @@ def bench_tokenizer(
     Training to each of `vocab_sizes` with the last number of `threads`; encoding with the last
     vocabulary and each number of threads, first pass over the texts; packing; growth.
     """
-    megabytes = sum(len(text.encode()) for text in texts) / 1e6
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pythons: dict[str, list[str] | None] = dict.fromkeys(("ours", "tiktoken"), [sys.executable])
-        pythons |= {library: peer_python(library, folder) for library in PEER_PACKAGES}
-        bench = Bench(folder, megabytes, repeats, pythons)
-        (folder / "texts.json").write_text(json.dumps(texts))
+    training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}
+    encoding = {"what": "encode", "pattern": GPT4_PATTERN, "threads": threads[-1]}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), texts, tokenizer, repeats, found)
+        found.note(f"Tokenizer: {bench.megabytes:.1f} MB of text, {len(texts):,} documents")
+        for size in vocab_sizes:
+            label = f"trained, {size:,} ids, {threads[-1]} threads"
+            bench.compare(label, training | {"vocab_size": size}, ["rustbpe", "tokenizers"])
+        for num in threads:
+            label = f"encoded, {vocab_sizes[-1]:,} ids, {num} threads"
+            bench.compare(label, encoding | {"threads": num}, ["gigatoken", "tiktoken"])
+
+        # Time and memory of our own library against vocabulary, threads and text
+        training["vocab_size"] = vocab_sizes[0]
+        for size in (vocab_sizes[0] * n for n in (1, 2, 4)):
+            job = training | {"vocab_size": size}
+            bench.grow("ids: training the tokenizer", size, job, memory=False)
+        for num in threads:
+            job = training | {"threads": num}
+            bench.grow("threads: training the tokenizer", num, job, memory=False)
+        for what, job in (("training the tokenizer", training), ("encoding", encoding)):
+            for part in (8, 4, 2, 1):
+                bench.write_texts(texts[: len(texts) // part])
+                bench.grow(f"MB of text: {what}", bench.megabytes / part, job)
+    rates = [pack_rate(texts, tokenizer, bench.megabytes) for _ in range(repeats)]
+    found.line(Line(PATH, "packed into rows of 513 tokens", "MB/s", rates))
+
+
+class Bench:
+    """A folder with the texts and the vocabulary, and the command of each library's Python."""
+
+    def __init__(
+        self, folder: Path, texts: list[str], tokenizer: Tokenizer, repeats: int, found: Findings
+    ):
+        self.folder, self.repeats, self.found = folder, repeats, found
+        self.megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        self.pythons = {library: peer_python(library, folder) for library in PEER_PACKAGES}
+        self.pythons |= dict.fromkeys(("ours", "tiktoken"), [sys.executable])
+        self.write_texts(texts)
         write_ranks(tokenizer, folder / "ranks.tiktoken")
 
-        found.note(f"Tokenizer: {megabytes:.1f} MB of text, {len(texts):,} documents")
-        for size in vocab_sizes:
-            job = {"what": "train", "pattern": PATTERN, "vocab_size": size, "threads": threads[-1]}
-            label = f"trained, {size:,} ids, {threads[-1]} threads"
-            compare(bench, label, job, ["ours", "rustbpe", "tokenizers"], found)
-        for num in threads:
-            job = {"what": "encode", "pattern": GPT4_PATTERN, "threads": num}
-            label = f"encoded, {vocab_sizes[-1]:,} ids, {num} threads"
-            compare(bench, label, job, ["ours", "gigatoken", "tiktoken"], found)
-        grow(bench, texts, vocab_sizes, threads, found)
-    rates = [pack_rate(texts, tokenizer) for _ in range(repeats)]
-    found.line(PATH, "packed into rows of 513 tokens", "MB/s", Rate.of(rates))
+    def write_texts(self, texts: list[str]) -> None:
+        """Replace the texts that are measured."""
+        (self.folder / "texts.json").write_text(json.dumps(texts))
+
+    def measure(self, library: str, job: dict[str, Any]) -> dict[str, Any]:
+        """One measurement: what dev/tokenizer_peer.py prints. Raises RuntimeError when it fails."""
+        command = self.pythons[library]
+        assert command is not None, f"{library} is missing"
+        paths = {"texts": "texts.json", "ranks": "ranks.tiktoken"}
+        (self.folder / "job.json").write_text(json.dumps(job | paths | {"library": library}))
+        ended = run([*command, str(PEER), "job.json"], self.folder)
+        if ended.returncode:
+            raise RuntimeError(f"measuring {library} failed:\n{ended.stderr}")
+        return json.loads(ended.stdout)
+
+    def compare(self, label: str, job: dict[str, Any], peers: Sequence[str]) -> None:
+        """Measure ours and the installed peers in turn: a line for each peer."""
+        present = ["ours", *(peer for peer in peers if self.pythons[peer])]
+        works = (partial(self.measure, library, job) for library in present)
+        results = dict(zip(present, in_turn(self.repeats, *works, num_warmup=0), strict=True))
+        rates = {
+            library: [self.megabytes / result["seconds"] for result in measured]
+            for library, measured in results.items()
+        }
+        for peer in peers:
+            agreement = ""
+            if peer in results:
+                digests = {result["digest"] for result in results["ours"] + results[peer]}
+                same = " (same)" if len(digests) == 1 else " (DIFFERS)"
+                agreement = "" if None in digests else same
+            theirs = rates.get(peer, ())
+            self.found.line(Line(PATH, label, "MB/s", rates["ours"], peer + agreement, theirs))
+
+    def grow(self, axis: str, size: float, job: dict[str, Any], memory: bool = True) -> None:
+        """Add a point: the median time, and memory, of ours."""
+        measured = [self.measure("ours", job) for _ in range(self.repeats)]
+        seconds, megabytes = (
+            statistics.median(result[name] for result in measured)
+            for name in ("seconds", "megabytes")
+        )
+        self.found.points.append(Point(axis, size, seconds, megabytes if memory else None))
 
 
-def grow(
-    bench: Bench,
-    texts: list[str],
-    vocab_sizes: Sequence[int],
-    threads: Sequence[int],
-    found: Findings,
-) -> None:
-    """Time and memory of our training against the text, the vocabulary and the threads."""
-    job = {
-        "what": "train",
-        "pattern": PATTERN,
-        "vocab_size": vocab_sizes[0],
-        "threads": threads[-1],
-    }
-
-    def median(job: dict[str, Any]) -> tuple[float, float]:
-        measured = [measure(bench, "ours", job) for _ in range(bench.repeats)]
-        seconds = statistics.median(result["seconds"] for result in measured)
-        return seconds, statistics.median(result["megabytes"] for result in measured)
-
-    for vocab_size in (vocab_sizes[0], *vocab_sizes[0] * np.array([2, 4])):
-        seconds, _ = median(job | {"vocab_size": int(vocab_size)})
-        found.point("ids: training the tokenizer", int(vocab_size), seconds)
-    for num in threads:
-        found.point("threads: training the tokenizer", num, median(job | {"threads": num})[0])
-    for part in (8, 4, 2, 1):
-        (bench.folder / "texts.json").write_text(json.dumps(texts[: len(texts) // part]))
-        size = bench.megabytes / part
-        found.point("MB of text: training the tokenizer", size, *median(job))
-    encoding = {"what": "encode", "pattern": GPT4_PATTERN, "threads": threads[-1]}
-    for part in (8, 4, 2, 1):
-        (bench.folder / "texts.json").write_text(json.dumps(texts[: len(texts) // part]))
-        found.point("MB of text: encoding", bench.megabytes / part, *median(encoding))
-
-
-def pack_rate(texts: list[str], tokenizer: Tokenizer) -> float:
-    """MB of text a second that are packed once they are encoded."""
+def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float:
+    """MB of text a second that are packed, once they are encoded."""
     batches = [texts[i : i + 1024] for i in range(0, len(texts), 1024)]
     encoded = [tokenizer.encode_flat(batch) for batch in batches]
     started = time.perf_counter()
     for _ in pack(iter(encoded), Packer(513, tokenizer.bos_id, np.uint16)):
         pass
-    seconds = time.perf_counter() - started
-    return sum(len(text.encode()) for text in texts) / 1e6 / seconds
+    return megabytes / (time.perf_counter() - started)
 
 
 def write_ranks(tokenizer: Tokenizer, path: Path) -> None:
@@ -137,19 +154,17 @@ def write_ranks(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def peer_python(library: str, folder: Path) -> list[str] | None:
-    """The command of a Python that has the library and not our crate; None, said, without one."""
-    uv = shutil.which("uv")
-    if uv is None:
-        print(f"{library} is missing: uv is not installed", flush=True)
-        return None
-    command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
-    command += ["--with", PEER_PACKAGES[library], "python"]
-    probe = run([*command, "-c", f"import {library}"], folder)
-    if probe.returncode:
+    """The command of a Python with the library and without our crate; None, printed, without."""
+    uv, reason = shutil.which("uv"), "uv is not installed"
+    if uv is not None:
+        command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
+        command += ["--with", PEER_PACKAGES[library], "python"]
+        probe = run([*command, "-c", f"import {library}"], folder)
+        if not probe.returncode:
+            return command
         reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        print(f"{library} is missing: {reason}", flush=True)
-        return None
-    return command
+    print(f"{library} is missing: {reason}", flush=True)
+    return None
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -157,38 +172,3 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     ours = ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def measure(bench: Bench, library: str, job: dict[str, Any]) -> dict[str, Any]:
-    """One measurement: what dev/tokenizer_peer.py prints. Raises RuntimeError when it fails."""
-    command = bench.pythons[library]
-    assert command is not None, f"{library} is missing"
-    paths = {"texts": "texts.json", "ranks": "ranks.tiktoken"}
-    (bench.folder / "job.json").write_text(json.dumps(job | paths | {"library": library}))
-    ended = run([*command, str(PEER), "job.json"], bench.folder)
-    if ended.returncode:
-        raise RuntimeError(f"measuring {library} failed:\n{ended.stderr}")
-    return json.loads(ended.stdout)
-
-
-def compare(
-    bench: Bench, label: str, job: dict[str, Any], libraries: Sequence[str], found: Findings
-) -> None:
-    """Measure those of the libraries that are there in turn: a line for each peer."""
-    present = [library for library in libraries if bench.pythons[library] is not None]
-    results: dict[str, list[dict[str, Any]]] = {library: [] for library in present}
-    for _ in range(bench.repeats):
-        for library in present:
-            results[library].append(measure(bench, library, job))
-    rates = {
-        library: Rate.of(bench.megabytes / result["seconds"] for result in measured)
-        for library, measured in results.items()
-    }
-    for library in libraries:
-        if library == "ours":
-            continue
-        agreement = ""
-        if library in results:
-            digests = {result["digest"] for result in (*results["ours"], *results[library])}
-            agreement = "" if None in digests else " (same)" if len(digests) == 1 else " (DIFFERS)"
-        found.line(PATH, label, "MB/s", rates["ours"], library + agreement, rates.get(library))

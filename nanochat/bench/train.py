@@ -1,10 +1,10 @@
 """
 The speed of a training step, and how far it is from what the device can do.
 
-    shape, rows of noise -> steps -> seconds of forward, backward and update; share of the ceiling
+    shape, random rows -> steps -> seconds of forward, backward and update; share of the ceiling
 
-The ceiling is measured in the same run: the time that the matrix products of a step take alone.
-Noise costs as much as text, so this needs neither data nor tokenizer.
+The ceiling is measured in the same run: the time that the matmuls of a step take alone. The time
+does not depend on what the tokens are, so this needs neither data nor tokenizer.
 """
 
 import gc
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat.bench.table import Findings, Rate
+from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.checkpoint import build_model
 from nanochat.distributed import Machine
 from nanochat.gpt import GPT, GPTConfig
@@ -41,37 +41,44 @@ class StepTimes(NamedTuple):
     update: float
 
 
-class Work(NamedTuple):
-    """A model with rows of noise, and the two calls of a training step around the backward pass."""
+class Work:
+    """A model with its optimizer, kernels and random rows: the parts of a training step."""
 
-    model: GPT
-    tokens: Tensor
-    targets: Tensor
-    forward: Callable[[], Tensor]
-    update: Callable[[], None]
-    compiled: bool
+    def __init__(self, cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig):
+        self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
+        table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
+        named = dict(self.model.named_parameters())
+        self.optimizer = MuonAdamW(named, self.model.param_roles(), table, machine)
+        self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
+        self.ids = ids.to(machine.device)
+        self.tokens, self.targets = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
+        self.machine = machine
 
+    def forward(self) -> Tensor:
+        """The mean loss of the rows."""
+        return self.model.loss(self.tokens, self.targets) / self.tokens.numel()
 
-def prepared(cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig) -> Work:
-    """A model of this shape with its optimizer and kernels."""
-    model = build_model(cfg, machine.device, machine.dtype, seed=0)
-    table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-    named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
-    compiled = set_kernels(kernels, model, machine, float("inf"), optimizer)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
-    ids = ids.to(machine.device)
-    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def update(self) -> None:
+        """The optimizer step."""
+        self.optimizer.reduce_gradients()
+        self.optimizer.step(1.0)
 
-    def forward() -> Tensor:
-        return model.loss(tokens, targets) / tokens.numel()
-
-    def update() -> None:
-        optimizer.reduce_gradients()
-        optimizer.step(1.0)
-
-    return Work(model, tokens, targets, forward, update, compiled)
+    def time_steps(self, steps: int) -> list[StepTimes]:
+        """The seconds of each of `steps` training steps, by part."""
+        gc.freeze()  # as the training loop does: nothing here is garbage
+        times = []
+        for _ in range(steps):
+            started = clock(self.machine)
+            loss = self.forward()
+            forward = clock(self.machine)
+            loss.backward()
+            backward = clock(self.machine)
+            self.update()
+            ended = clock(self.machine)
+            times.append(StepTimes(forward - started, backward - forward, ended - backward))
+        return times
 
 
 def bench_training(
@@ -84,40 +91,42 @@ def bench_training(
     found: Findings,
 ) -> None:
     """
-    Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 tells of it. The pass
-    over all bigrams of every 16th step is not in the medians.
+    Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 reports. Medians leave
+    out the update of all hash bigrams at every 16th step.
     """
-    bandwidth = copy_bandwidth(machine)
-    model, tokens, _, forward, update, compiled = prepared(cfg, rows, machine, kernels)
+    bandwidth = read_bandwidth(machine)
+    work = Work(cfg, rows, machine, kernels)
+    model, tokens = work.model, work.tokens
     products = [products_seconds(model, rows, machine)]
-    first = sum(time_steps(forward, update, machine, WARMUP_STEPS)[0])  # it compiles
-    times = time_steps(forward, update, machine, steps * repeats)
+    first = sum(work.time_steps(WARMUP_STEPS)[0])  # it compiles
+    times = work.time_steps(steps * repeats)
     products.append(products_seconds(model, rows, machine))  # again: machines are noisy
     if not machine.is_main:
         return
     medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
     all_tokens = tokens.numel() * machine.world_size
     groups = [times[i * steps : (i + 1) * steps] for i in range(repeats)]
-    rate = Rate.of(all_tokens / statistics.median(map(sum, group)) for group in groups)
+    rates = [all_tokens / statistics.median(map(sum, group)) for group in groups]
     step, least = sum(medians), statistics.mean(products)
     flops = model.flops_per_token() * tokens.numel() / step
     peak = known_peak(machine.device)
     memory = peak_memory_bytes(machine.device) / 2**20
+    mode = "compiled" if work.compiled else "eager"
     print(
         f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
-        f"attention {model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}\n"
+        f"attention {model.blocks[0].attention.backend}, {mode}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
         f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"
         f"reached     {flops / 1e12:.3f} TFLOP/s"
         + (f", {flops / peak.flops:.1%} of the data sheet" if peak else "")
-        + f"; copies run at {bandwidth / 1e9:.1f} GB/s"
+        + f"; reads run at {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"
     if machine.launch:  # by torchrun: one of a series of more and more processes
         label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
         threads = torch.get_num_threads()
         label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
-    found.line(PATH, label, "tokens/s", rate, ceiling=least / step)
+    found.line(Line(PATH, label, "tokens/s", rates, ceiling=least / step))
     found.note(
         f"Training, {label}: {step * 1e3:,.0f} ms a step of {all_tokens:,} tokens: forward and "
         f"loss {medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
@@ -126,16 +135,17 @@ def bench_training(
     )
     if machine.launch:
         axis = "processes: seconds per million tokens"
-        found.point(axis, machine.world_size, 1e6 / rate.median)
+        point = Point(axis, machine.world_size, 1e6 / statistics.median(rates))
     else:
-        found.point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+        point = Point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+    found.points.append(point)
 
 
 def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
     """
-    How long the matrix products of a training step take alone: of every matrix, forward and both
-    backward; of attention, the half that a causal mask leaves; and Muon's, where each rank has its
-    share of the matrices of a shape.
+    How long the matmuls of a training step take alone: of every matrix, forward and both backward;
+    of attention, the half that a causal mask leaves; and Muon's, where each rank has its share of
+    the matrices of a shape.
     """
     cfg, M = model.cfg, rows * model.cfg.max_seq_len
 
@@ -143,12 +153,7 @@ def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
         return torch.randn(shape, device=machine.device).to(machine.dtype)
 
     def seconds(product: Callable[[], Tensor]) -> float:
-        times = []
-        for _ in range(7):
-            started = clock(machine)
-            product()
-            times.append(clock(machine) - started)
-        return statistics.median(times)
+        return statistics.median(time_calls(product, machine, 7))
 
     matrices = [p for name, p in model.named_parameters() if model.param_roles()[name] == "matrix"]
     shapes = Counter(tuple(p.shape) for p in matrices)
@@ -183,63 +188,38 @@ def bench_against(
     found: Findings,
     peer: Callable[[GPT, Tokenizer, Machine, bool], Callable[[Tensor], float]] | None,
 ) -> None:
-    """A step of the same model beside that of `peer`: of ids (B, T + 1) it tells the seconds."""
-    work = prepared(cfg, rows, machine, kernels)
+    """A step alongside that of `peer`, which returns the seconds for ids (B, T + 1)."""
+    work = Work(cfg, rows, machine, kernels)
     tokenizer = Tokenizer.train(["noise"], 265)
     theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
-    ids = torch.cat((work.tokens, work.targets[:, -1:]), dim=1)
-    ours, others = [], []
-    for _ in range(repeats + WARMUP_STEPS):
-        ours.append(work.tokens.numel() / sum(time_steps(work.forward, work.update, machine, 1)[0]))
-        if theirs:
-            others.append(work.tokens.numel() / theirs(ids))
-    other = Rate.of(others[WARMUP_STEPS:]) if others else None
+    seconds = in_turn(
+        repeats,
+        lambda: sum(work.time_steps(1)[0]),
+        theirs and (lambda: theirs(work.ids)),
+        num_warmup=WARMUP_STEPS,
+    )
+    ours, others = ([work.tokens.numel() / x for x in each] for each in seconds)
     label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
-    found.line(PATH, label, "tokens/s", Rate.of(ours[WARMUP_STEPS:]), "transformers", other)
-
-
-def time_steps(
-    forward: Callable[[], Tensor], update: Callable[[], None], machine: Machine, steps: int
-) -> list[StepTimes]:
-    """The seconds of so many training steps, by part."""
-    gc.freeze()  # as the training loop does: nothing here is garbage
-    times: list[StepTimes] = []
-    for _ in range(steps):
-        marks = [clock(machine)]
-        loss = forward()
-        marks.append(clock(machine))
-        loss.backward()
-        marks.append(clock(machine))
-        update()
-        marks.append(clock(machine))
-        times.append(StepTimes(marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
-    return times
+    found.line(Line(PATH, label, "tokens/s", ours, "transformers", others))
 
 
 def clock(machine: Machine) -> float:
-    """The time when the device has done what was asked of it."""
+    """The time when the device has finished its queued work."""
     machine.synchronize()
     return time.perf_counter()
 
 
-def copy_bandwidth(machine: Machine) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
-    target = torch.empty_like(source)
-    return 2 * LARGE_BYTES / least_seconds(lambda: target.copy_(source), machine)
-
-
 def read_bandwidth(machine: Machine) -> float:
-    """Bytes read per second by a large sum."""
+    """Bytes read per second by a large sum: the best of nine."""
     source = torch.ones(LARGE_BYTES // 4, device=machine.device)
-    return LARGE_BYTES / least_seconds(source.sum, machine)
+    return LARGE_BYTES / min(time_calls(source.sum, machine, 9))
 
 
-def least_seconds(work: Callable[[], Tensor], machine: Machine, repeats: int = 9) -> float:
-    """How long it takes when nothing disturbs it: the least of `repeats`."""
+def time_calls(work: Callable[[], Tensor], machine: Machine, repeats: int) -> list[float]:
+    """The seconds of each call."""
     times = []
     for _ in range(repeats):
         started = clock(machine)
         work()
         times.append(clock(machine) - started)
-    return min(times)
+    return times

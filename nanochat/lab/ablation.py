@@ -1,5 +1,5 @@
 """
-Arms of a data ablation: the same number of tokens in other proportions.
+Ablation arms ("arms") of a data mixture: the same number of tokens in other proportions.
 
     "drop:gsm8k" -> parse_arm -> counts of each bucket in the control -> counts in the arm
 
@@ -50,7 +50,7 @@ def parse_arm(
     arm: str, tags: Mapping[str, Tags], floor: Mapping[str, float]
 ) -> Callable[[Counts], dict[str, float]] | None:
     """
-    What an arm makes of the counts of the control; None for a copy.
+    The function from the counts of the control to those of the arm; None for a copy.
 
     Raises ValueError for an unknown form, bucket or tag, and for a factor that is not positive.
     """

@@ -1,13 +1,13 @@
 """
-Benchmarks that are looked at once: declared, refused without a word, and every access written down.
+Final benchmarks: declared once, rejected by default, and every access logged.
 
     held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
 
-Both files carry digests of what they say, as records do.
+Both files carry digests of their contents, as records do.
 
-A benchmark is `dev`, for choosing, unless it was declared `final`, for telling. Whoever looks at a
-final one often chooses by it. Held out by file is not held out by origin: a bucket made of the same
-data set as a final benchmark is of its family, and not trained on. Knows no task, only names.
+A benchmark is for development unless it was declared `final`. Choosing by a final one defeats its
+purpose. Held out by file is not held out by origin: a bucket made of the same data set as a final
+benchmark is of its family, and not trained on.
 """
 
 import re
@@ -16,19 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import (
-    Refused,
-    base_dir,
-    locked,
-    read_sealed,
-    sealed,
-    write_json,
-)
-from nanochat.records import (
-    append_line,
-    one_line,
-    read_sealed_lines,
-)
+from nanochat.common import Refused, base_dir, locked, read_sealed, sealed, write_json
+from nanochat.records import append_line, one_line, read_sealed_lines
 from nanochat.records import plain as plain_json
 
 if TYPE_CHECKING:
@@ -68,7 +57,7 @@ def declare(final: Mapping[str, str]) -> Path:
 
 
 def plain(name: str) -> str:
-    """A benchmark's name without what is written now so, now so."""
+    """The name of a benchmark without case, spaces and punctuation."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
@@ -80,7 +69,7 @@ def is_final(name: str) -> bool:
 def admitted(
     named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
 ) -> list[str]:
-    """Tasks that were named, with | between them, else those of `default` that may be looked at."""
+    """Tasks that were named, with | between them, else those of `default` that may be scored."""
     if named:
         return named.split("|")
     left_out = [name for name in default if is_final(name) and not final]
@@ -108,7 +97,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
 
 def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
-    """Every access to a final benchmark, in order; damaged lines are named in `damaged`."""
+    """Every access to a final benchmark, in order; damaged lines are listed in `damaged`."""
     return read_sealed_lines(base_dir() / LEDGER, damaged)
 
 

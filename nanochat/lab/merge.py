@@ -1,35 +1,45 @@
 """
-Several models of one shape into one, weight by weight.
+Merge models of one shape weight by weight, and measure the straight line between the parents.
 
     tensors of each model, of their common base where there is one -> merged tensors, float32
+    tensors, a scorer -> shares of a greedy soup; bits per byte between two models
 
-Task vectors are what a model moved from the base. Matrices of blocks are merged by the method;
-embeddings, head and scalars always linearly. Pure functions of tensors; knows no checkpoints.
+A task vector is the difference of a model to the base. Matrices of blocks are merged by the method;
+embeddings, head and scalars always linearly. Two models whose straight line rises lie in different
+basins of the loss: their mean lies in none.
 
 Sources: model soups, Wortsman et al., arXiv:2203.05482; SLERP, Shoemake, "Animating Rotation with
 Quaternion Curves", 1985; task arithmetic, Ilharco et al., arXiv:2212.04089; TIES, Yadav et al.,
 arXiv:2306.01708; DARE, Yu et al., arXiv:2311.03099.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nanochat.lab.row_bpb import ByRow
+from nanochat.stats import NOISE
+
 Tensors = Mapping[str, Tensor]
+Score = Callable[[Tensors], ByRow]
+Line = list[list[float]]
+"""Positions between two models and bits per byte."""
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
 NEEDS_BASE = ("task_arithmetic", "ties", "dare", "dare_ties")
-PARALLEL = 0.9995  # cosine from which on two tensors point the same way
+PARALLEL = 0.9995  # cosine above which slerp is linear
+PATH = (0.25, 0.5, 0.75)  # positions between two parents
+MAX_RISE = 0.01  # of the bits per byte: a larger rise is not noise
 
 
 @dataclass(frozen=True)
 class MergeConfig:
     method: Method = "linear"
     """linear: weighted mean (a soup). slerp: along the arc between two. task_arithmetic: the base
-    and the mean of what each moved from it. ties: of that the largest, where most agree on the
-    sign. dare: a random part of it, enlarged; dare_ties: with the signs of ties."""
+    plus the mean task vector. ties: the largest entries of task vectors, where most agree on the
+    sign. dare: a random part of them, rescaled; dare_ties: with the signs of ties."""
     weights: str = ""
     """Of each model, with commas between them; only their proportions count. Default: all alike."""
     t: float = 0.5
@@ -38,10 +48,8 @@ class MergeConfig:
     """With a base: how far to go from it; 1 = as far as the models went."""
     density: float = 0.5
     """ties: share of each task vector that is kept, the largest. dare: chance to be kept."""
-    rescale: Literal["density", "norm"] = "density"
-    """dare: what is kept is divided by the density, or enlarged to the sum of magnitudes it had."""
     merge_seed: int = 0
-    """dare: of what is kept."""
+    """dare: seed of the entries that are kept."""
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -61,11 +69,9 @@ class MergeConfig:
             found = [float(words) for words in self.weights.split(",")]
         except ValueError:
             found = []
-        if len(found) != count or any(w < 0 for w in found) or not sum(found):
-            raise ValueError(
-                f"--weights={self.weights}: {count} models have {count} weights, none below 0 and "
-                "not all 0"
-            )
+        if len(found) != count or min(found) < 0 or not sum(found):
+            needed = f"{count} models have {count} weights, none below 0 and not all 0"
+            raise ValueError(f"--weights={self.weights}: {needed}")
         return [weight / sum(found) for weight in found]
 
 
@@ -82,49 +88,38 @@ def merge(
     Raises ValueError for a number of models that the method does not take, a base that is missing,
     or tensors that differ in name or shape.
     """
-    require_alike(models if base is None else [*models, base])
-    if cfg.method == "slerp" and len(models) != 2:
-        raise ValueError(f"slerp merges two models, got {len(models)}")
+    every = models if base is None else [*models, base]
+    for other in every[1:]:
+        for name in sorted(models[0].keys() | other.keys()):
+            a, b = (tuple(m[name].shape) if name in m else None for m in (models[0], other))
+            if a != b:
+                raise ValueError(f"{name} is {a} in one model and {b} in another")
     if cfg.method in NEEDS_BASE and base is None:
-        raise ValueError(f"{cfg.method} goes by what the models moved from a base: name it")
+        raise ValueError(f"{cfg.method} adds task vectors to a base: name it")
     shares = cfg.shares(len(models))
     generator = torch.Generator().manual_seed(cfg.merge_seed)
     found = {}
     for name in models[0]:
         tensors = [model[name].float() for model in models]
-        whole = name in matrices
-        if cfg.method == "slerp" and whole:
+        by_method = name in matrices
+        if cfg.method == "slerp" and by_method:
             found[name] = slerp(tensors[0], tensors[1], cfg.t)
-        elif cfg.method == "slerp":
-            found[name] = mean(tensors, [1 - cfg.t, cfg.t])
-        elif base is None or cfg.method == "linear":
+        elif base is None or cfg.method in ("linear", "slerp"):
             found[name] = mean(tensors, shares)
         else:
             origin = base[name].float()
             moved = [tensor - origin for tensor in tensors]
-            step = joined(moved, shares, cfg, generator) if whole else mean(moved, shares)
+            step = combine(moved, shares, cfg, generator) if by_method else mean(moved, shares)
             found[name] = origin + cfg.scale * step
     return found
 
 
-def require_alike(models: Sequence[Tensors]) -> None:
-    """Raise ValueError naming the first tensor that not all models have in the same shape."""
-    for other in models[1:]:
-        for name in sorted(models[0].keys() | other.keys()):
-            shapes = [tuple(m[name].shape) if name in m else None for m in (models[0], other)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"{name} is {shapes[0]} in one model and {shapes[1]} in another")
-
-
 def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The weighted mean; a weight of 1 gives its tensor back bit for bit."""
-    for tensor, share in zip(tensors, shares, strict=True):
-        if share == 1:
-            return tensor.clone()
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, share in zip(tensors, shares, strict=True):
-        total += share * tensor.double()
-    return total.float()
+    if 1 in shares:
+        return tensors[list(shares).index(1)].clone()
+    total = sum(share * x.double() for share, x in zip(shares, tensors, strict=True))
+    return torch.as_tensor(total).float()
 
 
 def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
@@ -141,16 +136,15 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     return mixed.view_as(a).float()
 
 
-def joined(
+def combine(
     moved: Sequence[Tensor], shares: Sequence[float], cfg: MergeConfig, generator: torch.Generator
 ) -> Tensor:
-    """What several task vectors of a matrix come to."""
-    if cfg.method == "task_arithmetic":
-        return mean(moved, shares)
+    """Task vectors of a matrix as one."""
     if cfg.method == "ties":
-        return agreed([largest(x, cfg.density) for x in moved], shares)
-    kept = [dropped(x, cfg, generator) for x in moved]
-    return agreed(kept, shares) if cfg.method == "dare_ties" else mean(kept, shares)
+        moved = [largest(x, cfg.density) for x in moved]
+    elif cfg.method in ("dare", "dare_ties"):
+        moved = [drop(x, cfg.density, generator) for x in moved]
+    return elect_signs(moved, shares) if "ties" in cfg.method else mean(moved, shares)
 
 
 def largest(x: Tensor, density: float) -> Tensor:
@@ -161,17 +155,13 @@ def largest(x: Tensor, density: float) -> Tensor:
     return torch.zeros_like(flat).scatter(0, keep, flat[keep]).view_as(x)
 
 
-def dropped(x: Tensor, cfg: MergeConfig, generator: torch.Generator) -> Tensor:
-    """`x` with each entry kept with chance `density`, enlarged so that it goes as far as before."""
-    kept = x * (torch.rand(x.shape, generator=generator) < cfg.density)
-    if cfg.rescale == "density":
-        return kept / cfg.density
-    rest = kept.abs().sum()
-    return kept * (x.abs().sum() / rest) if rest else kept
+def drop(x: Tensor, density: float, generator: torch.Generator) -> Tensor:
+    """`x` with each entry kept with chance `density` and divided by it."""
+    return x * (torch.rand(x.shape, generator=generator) < density) / density
 
 
-def agreed(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Entry by entry the weighted mean of those that have the sign of the weighted sum."""
+def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Per entry, the weighted mean of the values with the sign of the weighted sum."""
     total = sum(share * x.double() for share, x in zip(shares, moved, strict=True))
     sign = torch.sign(torch.as_tensor(total))
     values, weights = torch.zeros_like(sign), torch.zeros_like(sign)
@@ -180,3 +170,53 @@ def agreed(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
         values += share * x.double() * agrees
         weights += share * agrees
     return torch.where(weights > 0, values / weights.clamp(min=1e-12), 0.0).float()
+
+
+# ---- what a merge is worth -----------------------------------------------------------------------
+
+
+def mean_of(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted mean of models."""
+    return {name: mean([model[name].float() for model in models], shares) for name in models[0]}
+
+
+def greedy(models: Sequence[Tensors], scores: Sequence[ByRow], score: Score) -> list[float]:
+    """
+    Shares of a soup: the models, best first, that improve the mean by more than noise.
+    """
+    first, *others = sorted(range(len(scores)), key=lambda i: scores[i].value)
+    chosen, best = [first], scores[first]
+    for i in others:
+        more = [*chosen, i]
+        tried = score(mean_of([models[j] for j in more], [1 / len(more)] * len(more)))
+        change = tried.against(best)
+        if change.difference < -NOISE * change.se:  # fewer bits
+            chosen, best = more, tried
+    return [1 / len(chosen) if i in chosen else 0.0 for i in range(len(scores))]
+
+
+def paths(
+    names: Sequence[str], models: Sequence[Tensors], scores: Sequence[ByRow], score: Score
+) -> dict[str, Line]:
+    """From the first model to each other one, on the straight line."""
+    found = {}
+    for name, other, end in zip(names[1:], models[1:], scores[1:], strict=True):
+        inner = [[t, score(mean_of([models[0], other], [1 - t, t])).value] for t in PATH]
+        found[f"{names[0]} to {name}"] = [[0.0, scores[0].value], *inner, [1.0, end.value]]
+    return found
+
+
+def rise(line: Line) -> float:
+    """How far a line rises above the straight one between its ends; negative where it falls."""
+    (_, first), *inner, (_, last) = line
+    return max(y - ((1 - t) * first + t * last) for t, y in inner)
+
+
+def warnings(lines: Mapping[str, Line]) -> list[str]:
+    """A sentence for every line that rises."""
+    return [
+        f"warning: the line from {name} rises {rise(line):.4f} above its ends: the models lie in "
+        "different basins, and their mean in none"
+        for name, line in lines.items()
+        if rise(line) > MAX_RISE * line[0][1]
+    ]

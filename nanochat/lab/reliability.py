@@ -4,25 +4,20 @@ The section "Reliability" of the report: seeds, measured noise, and what all run
     records, their history, ledgers of sweeps -> sections -> tables
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanochat.common import base_dir
 from nanochat.lab import held_out
-from nanochat.lab.sweep import purpose
+from nanochat.lab.sweep import LEDGER, purpose, sweep_folder
 from nanochat.records import read_lines
 
 Record = Mapping[str, Any]
 Table = Mapping[str, Any]
 
-MADE_BY = {  # beginning of a section -> what its device time was for
-    "Tokenizer training": "Training",
-    "Base model training": "Training",
-    "Midtraining": "Training",
-    "Chat SFT": "Training",
-    "Chat RL": "Training",
-    "Generation": "Generation",
-}
+TRAINING = ("Tokenizer training", "Base model training", "Midtraining", "Chat SFT", "Chat RL")
+MADE_BY = {**dict.fromkeys(TRAINING, "Training"), "Generation": "Generation"}
+"""Beginning of a section -> purpose of its device time."""
 
 
 def sections(
@@ -35,27 +30,26 @@ def sections(
     history: every record ever written there, those of repeated stages too. hourly_rate: of one
     device. Damaged files are added to `damaged`.
     """
-    paths = sorted((base_dir() / "sweeps").glob("*/ledger.jsonl"))
+    paths = sorted(sweep_folder().glob(f"*/{LEDGER}"))
     ledgers = [entry for path in paths for entry in read_lines(path)]
     tables: list[Table] = []
     if held_out.accesses(damaged):
         tables.append(held_out.access_table())
     final = sum(r["cost"]["device_seconds"] for r in records)
     whole = sum(own_seconds(r["cost"]) for r in history)
-    if ledgers or whole > final * (1 + 1e-6):  # more was run than the report is of
+    if ledgers or whole > final * (1 + 1e-6):  # more runs than the report covers
         tables.append(recipe(records, history, ledgers, hourly_rate))
     found = [seeds(records), *tables] if tables or measured(records) else []
     return {"Reliability": found}
 
 
 def seeds(records: Sequence[Record]) -> Table:
-    """Which seeds are behind the figures, and what says how much others would change."""
-    rows = []
-    for seed in dict.fromkeys(record["provenance"]["seed"] for record in records):
-        mine = [r["section"] for r in records if r["provenance"]["seed"] == seed]
-        rows.append([str(seed), ", ".join(mine)])
-    many = ", ".join(measured(records))
-    rows.append(["several", many or "none: by how much other seeds would differ is unknown"])
+    """The seeds of the sections, and the sections that measure the noise between seeds."""
+    by_seed: dict[str, list[str]] = {}
+    for record in records:
+        by_seed.setdefault(str(record["provenance"]["seed"]), []).append(record["section"])
+    by_seed["several"] = measured(records) or ["none: the noise between seeds is unknown"]
+    rows = [[seed, ", ".join(names)] for seed, names in by_seed.items()]
     return {"title": "Seeds", "columns": ["Seed", "Sections"], "rows": rows}
 
 
@@ -71,41 +65,31 @@ def recipe(
     ledgers: Sequence[Mapping[str, Any]],
     hourly_rate: float,
 ) -> Table:
-    """What the final run took, and all that was run to find it: repeats, sweeps, failures."""
-    final = by_purpose((r["section"], r["cost"]["device_seconds"]) for r in records)
-    whole = by_purpose((r["section"], own_seconds(r["cost"])) for r in history)
+    """Device time of the final run, and of all runs that led to it: repeats, sweeps, failures."""
+    final, whole = (defaultdict[str, float](float) for _ in range(2))  # seconds by purpose
+    for record in records:
+        final[purpose_of(record)] += record["cost"]["device_seconds"]
+    for record in history:
+        whole[purpose_of(record)] += own_seconds(record["cost"])
     for entry in ledgers:
-        whole[purpose(entry)] = whole.get(purpose(entry), 0.0) + entry["seconds"]
+        whole[purpose(entry)] += entry["seconds"]
     kinds = [k for k in ("Training", "Evaluation", "Generation", "Lost to failures") if k in whole]
-    rows = [
-        [kind, *cells(final.get(kind, 0.0), whole[kind], hourly_rate)]
-        for kind in kinds
-    ] + [["All", *cells(sum(final.values()), sum(whole.values()), hourly_rate)]]  # fmt: skip
+    final["All"], whole["All"] = sum(final.values()), sum(whole.values())
+    rows = []
+    for kind in (*kinds, "All"):
+        ratio = f"{whole[kind] / final[kind]:.1f}" if final[kind] else "-"
+        cost = f"${whole[kind] / 3600 * hourly_rate:.2f}"
+        rows.append([kind, f"{final[kind] / 60:.2f}m", f"{whole[kind] / 60:.2f}m", ratio, cost])
     columns = ["Device time", "Final run", "Recipe", "Ratio", "Cost of the recipe"]
     return {"title": "Final run against recipe", "columns": columns, "rows": rows}
 
 
 def own_seconds(cost: Mapping[str, Any]) -> float:
-    """Device time of one call, of a section that several calls fill."""
+    """Device time of one call, where several calls extend a section."""
     own = cost.get("own_device_seconds")
     return cost["device_seconds"] if own is None else own
 
 
-def by_purpose(costs: Any) -> dict[str, float]:
-    """Purpose -> device seconds."""
-    found: dict[str, float] = {}
-    for section, spent in costs:
-        kind = next((k for s, k in MADE_BY.items() if section.startswith(s)), "Evaluation")
-        found[kind] = found.get(kind, 0.0) + spent
-    return found
-
-
-def cells(final: float, whole: float, hourly_rate: float) -> list[str]:
-    """As the table shows two times."""
-    ratio = f"{whole / final:.1f}" if final else "-"
-    return [
-        f"{final / 60:.2f}m",
-        f"{whole / 60:.2f}m",
-        ratio,
-        f"${whole / 3600 * hourly_rate:.2f}",
-    ]
+def purpose_of(record: Record) -> str:
+    """The row of `recipe` that a record belongs to."""
+    return next((k for s, k in MADE_BY.items() if record["section"].startswith(s)), "Evaluation")

@@ -1,11 +1,10 @@
 """
-Looking for the best value of one setting: wide, then tight, then with several seeds.
+Search for the best value of one setting: a wide grid, a tight grid, then several seeds.
 
     low..high -> wide grid -> bracket of the best -> tight grid -> best few x seeds -> Found
 
-An optimum at the edge of the wide grid is no optimum: it is refused. What is chosen for being best
-of several seems better than it is; by how much is expected is told beside it. Knows nothing of what
-is tried: that is a function of value and seed.
+An optimum at the edge of the wide grid is rejected. The best of several looks better than it is;
+the expected excess is reported with it. The trials are a function of values and seeds.
 """
 
 import math
@@ -17,26 +16,26 @@ from typing import Any
 from nanochat.common import Refused
 from nanochat.lab.significance import expected_maximum
 
-DIGITS = 4  # of a value that is tried
-ALIKE = 0.01  # values nearer than this, as a share, are one
+DIGITS = 4  # significant, of a value that is tried
+SAME = 0.01  # values closer than this share are tried once
 
 
 @dataclass(frozen=True)
 class SearchConfig:
     search: str | None = None
-    """Flag whose best value is sought: wide, then tight, then with several seeds."""
+    """Flag whose best value is searched: wide, then tight, then with several seeds."""
     low: float = 0.01
     """Smallest value of the wide grid."""
     high: float = 3.0
-    """Its largest value."""
+    """Largest value of the wide grid."""
     wide: int = 10
     """Values of the wide grid, evenly on a logarithmic scale."""
     tight: int = 5
-    """Values between the neighbours of the best, that one often among them."""
+    """Values between the neighbors of the best."""
     unit: int | None = None
-    """Values are multiples of this, as of --total_batch_size."""
+    """Round values to multiples of this, as for --total_batch_size."""
     finalists: int = 2
-    """Values that are tried with several seeds, none of which chose them."""
+    """Values that are tried with several new seeds."""
 
 
 Try = Callable[[Sequence[float], Sequence[int]], dict[float, list[float]]]
@@ -45,31 +44,30 @@ Try = Callable[[Sequence[float], Sequence[int]], dict[float, list[float]]]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to. Scores are by value."""
+    """The result of a search. Scores are by value."""
 
     cfg: SearchConfig
     lower_is_better: bool
     wide: dict[float, float]
     tight: dict[float, float]
     finals: dict[float, list[float]]
-    """Of every seed; seed 0 chose the finalists and is none of them."""
+    """Of every seed; seed 0 chose the finalists and is not among them."""
 
     @property
     def chosen(self) -> float:
         """The finalist with the best mean."""
-        return best_of(
-            {x: fmean(scores) for x, scores in self.finals.items()}, self.lower_is_better
-        )
+        means = {value: fmean(scores) for value, scores in self.finals.items()}
+        return rank(means, self.lower_is_better)[0]
 
     @property
     def lucky(self) -> int:
-        """Which of the chosen value's seeds is the best."""
+        """Index of the best seed of the chosen value."""
         scores = self.finals[self.chosen]
         return scores.index(min(scores) if self.lower_is_better else max(scores))
 
     @property
     def inflation(self) -> float:
-        """How much too good the best of the seeds is expected to look."""
+        """The expected excess of the best seed over the mean."""
         scores = self.finals[self.chosen]
         return expected_maximum(len(scores)) * stdev(scores)
 
@@ -78,22 +76,20 @@ class Found:
         rows = []
         for value in sorted({**self.wide, **self.tight}):
             final = self.finals.get(value, [])
-            cells = ["", "", ""]
+            cells, note = ["", "", ""], "chosen" if value == self.chosen else ""
             if broke := sum(map(math.isnan, final)):
                 note = f"{broke} of {len(final)} broke"
-            else:
-                note = "chosen" if value == self.chosen else ""
-                if final:
-                    best = min(final) if self.lower_is_better else max(final)
-                    cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
-            once = (self.wide, self.tight)
-            tried = [told(scores[value]) if value in scores else "" for scores in once]
+            elif final:
+                best = min(final) if self.lower_is_better else max(final)
+                cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
+            once = [scores.get(value) for scores in (self.wide, self.tight)]
+            tried = ["" if x is None else f"{x:.4f}".replace("nan", "broke") for x in once]
             rows.append([shown(value), *tried, *cells, note])
         columns = [self.cfg.search, "Wide", "Tight", "Mean of seeds", "Std", "Best seed", ""]
         return {"title": "Search", "columns": columns, "rows": rows}
 
     def series(self) -> dict[str, list[list[float]]]:
-        """As a figure shows it."""
+        """The curves of a figure."""
         means = {value: fmean(scores) for value, scores in self.finals.items()}
         curves = {"wide": self.wide, "tight": self.tight, "mean of seeds": means}
         return {
@@ -103,26 +99,32 @@ class Found:
 
 
 def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -> Found:
-    """Search. Raises Refused for an optimum at the edge, ValueError for a grid that is none."""
-    assert cfg.search is not None, "what is sought is named"
+    """Search. Raises Refused for an optimum at the edge, ValueError for an impossible grid."""
 
     def once(values: Sequence[float]) -> dict[float, float]:
         return {value: scores[0] for value, scores in tried(values, [0]).items()}
 
     wide = once(spaced(cfg.low, cfg.high, cfg.wide, cfg.unit))
-    ends = bracket(wide, lower_is_better, cfg.search)
-    between = inside(ends, cfg.tight, cfg.unit)
-    tight = once([x for x in between if not any(alike(x, known) for known in wide)])
-    best = ranked({**wide, **tight}, lower_is_better)[: cfg.finalists]
-    finals = tried(best, range(1, 1 + num_seeds))
-    return Found(cfg, lower_is_better, wide, tight, finals)
+    values = sorted(wide)
+    i = values.index(rank(wide, lower_is_better)[0])
+    if i in (0, len(values) - 1):
+        side, flag = ("smallest", "--low") if i == 0 else ("largest", "--high")
+        raise Refused(
+            f"the best {cfg.search} of the wide grid is the {side} that was tried, "
+            f"{shown(values[i])}: the optimum may lie beyond",
+            f"extend the grid by {flag} and start again; finished runs are kept",
+        )
+    between = inside(values[i - 1], values[i + 1], cfg.tight, cfg.unit)
+    tight = once([x for x in between if not any(math.isclose(x, y, rel_tol=SAME) for y in wide)])
+    best = rank({**wide, **tight}, lower_is_better)[: cfg.finalists]
+    return Found(cfg, lower_is_better, wide, tight, tried(best, range(1, 1 + num_seeds)))
 
 
 def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
     """
     `n` values from low to high, evenly on a logarithmic scale; multiples of `unit` where given.
 
-    Raises ValueError for a range that is none, or too narrow for so many.
+    Raises ValueError for an empty range, or one too narrow for `n` values.
     """
     if not 0 < low < high or n < 3:
         raise ValueError(f"no grid of {n} values goes from {low:g} to {high:g}: take 3 or more")
@@ -132,19 +134,10 @@ def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[flo
     return found
 
 
-def alike(one: float, other: float) -> bool:
-    """Whether two values are so near that one run does for both."""
-    return abs(one - other) <= ALIKE * max(abs(one), abs(other))
-
-
-def told(score: float) -> str:
-    """A score as the table has it."""
-    return "broke" if math.isnan(score) else f"{score:.4f}"
-
-
-def shown(value: float) -> str:
-    """A value as a flag has it."""
-    return f"{value:.12g}"
+def inside(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
+    """As `spaced`, without the ends; fewer where several round to one value."""
+    values = [low * (high / low) ** (i / (n + 1)) for i in range(1, n + 1)]
+    return sorted({rounded(value, unit) for value in values} - {low, high})
 
 
 def rounded(value: float, unit: int | None) -> float:
@@ -154,38 +147,14 @@ def rounded(value: float, unit: int | None) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def best_of(scores: Mapping[float, float], lower_is_better: bool) -> float:
-    """The value with the best score."""
-    return ranked(scores, lower_is_better)[0]
+def shown(value: float) -> str:
+    """A value as a flag takes it."""
+    return f"{value:.12g}"
 
 
-def ranked(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
-    """Values from the best to the worst; those that are not finite are none. Raises ValueError."""
+def rank(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
+    """Values from the best to the worst, without broken runs. Raises ValueError for none."""
     finite = [value for value in scores if math.isfinite(scores[value])]
     if not finite:
         raise ValueError(f"every run broke: {', '.join(map(shown, scores))}")
     return sorted(finite, key=lambda value: scores[value], reverse=not lower_is_better)
-
-
-def bracket(scores: Mapping[float, float], lower_is_better: bool, flag: str) -> tuple[float, float]:
-    """
-    The neighbours of the best value. Raises Refused where it lies at an edge: what is best then
-    lies beyond what was tried.
-    """
-    values = sorted(scores)
-    place = values.index(best_of(scores, lower_is_better))
-    if place in (0, len(values) - 1):
-        side, way = ("smallest", "--low") if place == 0 else ("largest", "--high")
-        raise Refused(
-            f"the best {flag} of the wide grid is the {side} that was tried, "
-            f"{shown(values[place])}: the optimum may lie beyond",
-            f"extend the grid by {way} and start again; what was run is kept",
-        )
-    return values[place - 1], values[place + 1]
-
-
-def inside(ends: tuple[float, float], n: int, unit: int | None = None) -> list[float]:
-    """`n` values between two, evenly on a logarithmic scale, without the ends."""
-    low, high = ends
-    values = [low * (high / low) ** (i / (n + 1)) for i in range(1, n + 1)]
-    return sorted({rounded(value, unit) for value in values} - {low, high})

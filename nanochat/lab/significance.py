@@ -1,12 +1,12 @@
 """
-What an arm of a study changed against its control, and whether that is more than noise.
+The differences of ablation arms ("arms") to their control, and whether they exceed the noise.
 
     scores of every seed of every arm -> Contrast per base, arm and metric -> tables
 
-The noise of training is pooled over the arms of a base, because three seeds of one say little of a
-spread: the bar is Student's t at the degrees of freedom that there are, which for few seeds is far
-above two standard errors. Where items are known, they are compared in pairs, and their noise is
-added. Pure functions of numbers; knows nothing of runs, files or mixtures.
+The variance of training is pooled over the arms of a base, as three seeds alone say little about
+it. The noise bar is Student's t at the available degrees of freedom, which for few seeds is far
+above two standard errors. Where scores are known by item, items are compared in pairs, and their
+variance is added.
 """
 
 import math
@@ -24,7 +24,7 @@ LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # in the name of a metric
 
 
 class Scores(NamedTuple):
-    """A metric of one arm: its value by seed, and by seed what each item scored, where known."""
+    """A metric of one arm: its value by seed, and the scores of the items by seed, where known."""
 
     values: Sequence[float]
     items: Sequence[Sequence[float]] = ()
@@ -96,21 +96,21 @@ def contrasts(
     middle = sum(against.values) / len(against.values)
     found = []
     for name, scores in arms.items():
-        value, n = sum(scores.values) / len(scores.values), len(scores.values)
         if name == control:
             continue
+        n = len(scores.values)
+        value = sum(scores.values) / n
         parts = [(variance * (1 / n + 1 / len(against.values)), df)]
         if scores.items and against.items:
             pairs = stats.compare(against.item_means(), scores.item_means())
             parts.append((pairs.se**2, pairs.n - 1))
-        difference = value - middle
-        bar, p = judged(difference, parts)
-        found.append(Contrast(base, name, metric, value, n, difference, bar, p))
+        bar, p = noise_bar(value - middle, parts)
+        found.append(Contrast(base, name, metric, value, n, value - middle, bar, p))
     return found
 
 
-def judged(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The bar, and the chance of such a difference, for variances with degrees of freedom."""
+def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The noise bar and the p value of a difference, for (variance, degrees of freedom) parts."""
     total = math.fsum(variance for variance, _ in parts)
     if math.isnan(total):
         return math.nan, math.nan
@@ -130,51 +130,41 @@ def adjusted(found: Sequence[Contrast]) -> list[Contrast]:
 
 
 def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
-    """What the bases say together: an effect is believed where all of them show it."""
+    """The verdicts of all bases on an arm: an effect is believed where all of them show it."""
     verdicts = {c.base: c.verdict for c in found if (c.arm, c.metric) == (arm, metric)}
     kinds = set(verdicts.values())
     if len(verdicts) == 1:
         return "one base"
     if len(kinds) == 1:
-        return f"all {next(iter(kinds))}"
+        return f"all {kinds.pop()}"
     if {"better", "worse"} <= kinds:
         return "the bases contradict"
     return "only " + ", ".join(f"{base} {v}" for base, v in verdicts.items() if v != "within noise")
 
 
 def table(
-    found: Sequence[Contrast],
-    controls: Mapping[tuple[str, str], Scores],
-    million_tokens: float,
-    title: str = "Arms",
+    found: Sequence[Contrast], controls: Mapping[tuple[str, str], Scores], million_tokens: float
 ) -> dict[str, Any]:
     """
     One row for each base, metric and arm, the largest gain first; a control's is its own.
 
     controls: (base, metric) -> its scores. million_tokens: what every run was trained on.
     """
-    columns = (
-        "Metric, Base, Arm, Mean, Seeds, Difference, Noise bar, Verdict, Holm, Bases, Per Mtok"
-    )
     rows = []
     for (base, metric), scores in controls.items():
         mean = stats.mean(scores.values)
-        spread_ = "" if math.isnan(mean.se) else f"std {mean.se * math.sqrt(mean.n):.4f}"
-        rows.append(
-            [metric, base, "control", f"{mean.value:.4f}", str(mean.n), "", spread_] + [""] * 4
-        )
+        std = "" if math.isnan(mean.se) else f"std {mean.se * math.sqrt(mean.n):.4f}"
+        head = [metric, base, "control", f"{mean.value:.4f}", str(mean.n), "", std]
+        rows.append(head + [""] * 4)
         sign = -1 if lower_is_better(metric) else 1
         mine = [c for c in found if (c.base, c.metric) == (base, metric)]
         for c in sorted(mine, key=lambda c: -sign * c.difference):
-            rows.append(
-                [
-                    *(metric, base, c.arm, f"{c.value:.4f}", str(c.num_seeds)),
-                    *(f"{c.difference:+.4f}", "-" if math.isnan(c.bar) else f"{c.bar:.4f}"),
-                    *(c.verdict, "yes" if c.stands else "no", agreement(found, c.arm, metric)),
-                    f"{c.difference / million_tokens:+.4f}",
-                ]
-            )
-    return {"title": title, "columns": columns.split(", "), "rows": rows}
+            bar = "-" if math.isnan(c.bar) else f"{c.bar:.4f}"
+            row = [metric, base, c.arm, f"{c.value:.4f}", str(c.num_seeds), f"{c.difference:+.4f}"]
+            row += [bar, c.verdict, "yes" if c.stands else "no", agreement(found, c.arm, metric)]
+            rows.append([*row, f"{c.difference / million_tokens:+.4f}"])
+    columns = "Metric|Base|Arm|Mean|Seeds|Difference|Noise bar|Verdict|Holm|Bases|Per Mtok"
+    return {"title": "Arms", "columns": columns.split("|"), "rows": rows}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """
-A study: bases x arms x seeds as jobs, and what their scores say.
+A study: bases x ablation arms x seeds as jobs, and the comparison of their scores.
 
     StudyConfig, arms -> Study.jobs -> Sweep.run_all -> judge -> contrasts, a table, bars
 
-Every run of a study has as many steps of as many tokens. Seeds are never shared between arms: the
-same rows in the same order would make two arms look more alike than two runs are.
+An ablation arm, "arm" for short, is one variant of a training. All runs of a study have the same
+number of tokens. Arms never share seeds: the same rows in the same order would make two arms look
+more alike than two runs are.
 """
 
 import csv
@@ -18,19 +19,8 @@ from nanochat import records
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
 from nanochat.common import Refused
 from nanochat.lab.ablation import arm_counts, parse_arm
-from nanochat.lab.significance import (
-    Contrast,
-    Scores,
-    adjusted,
-    contrasts,
-    table,
-)
-from nanochat.lab.sweep import (
-    Done,
-    Job,
-    gathered,
-    tag_of,
-)
+from nanochat.lab.significance import Contrast, Scores, adjusted, contrasts, table
+from nanochat.lab.sweep import Done, Job, gathered
 from nanochat.mixture import (
     MixConfig,
     Part,
@@ -108,35 +98,27 @@ def of_grid(spec: str) -> list[Arm]:
 
 
 class Study:
-    """Makes the jobs of a study. Raises MissingInput where a base is not there."""
+    """Makes the jobs of a study. Raises MissingInput where a base does not exist."""
 
     def __init__(self, cfg: StudyConfig, mix: MixConfig, data: str = ""):
-        """data: a fingerprint of what is learned and measured, where the flags do not tell."""
+        """data: a fingerprint of training and validation data, where flags do not identify it."""
         self.cfg, self.mix = cfg, mix
         self.bases = cfg.bases.split("|")
         self.parents: dict[str, Checkpoint] = {}
         self.starts: dict[str, dict[str, str]] = {}
+        source = "base" if cfg.stage == "mid" else cfg.source
         for base in self.bases:
             if cfg.stage == "base":
                 if not (base.startswith("d") and base[1:].isdigit()):
                     raise ValueError(f"--bases={cfg.bases}: a depth is written as d4, not {base!r}")
                 self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
             else:
-                self.parents[base] = find_checkpoint(self.source, base)
-                self.starts[base] = {self.source: self.parents[base].fingerprint}
-            self.starts[base] |= {"data": data} if data else {}
-        self.inputs = {n: value for n, value in self.starts[self.bases[0]].items() if n != "data"}
+                self.parents[base] = find_checkpoint(source, base)
+                self.starts[base] = {source: self.parents[base].fingerprint}
+        self.inputs = dict(self.starts[self.bases[0]])
         self.run_id = records.inherited_run_id(self.inputs)
-
-    @property
-    def source(self) -> str:
-        """The stage whose checkpoints are continued."""
-        return "base" if self.cfg.stage == "mid" else self.cfg.source
-
-    @property
-    def million_tokens(self) -> float:
-        """What every run is trained on."""
-        return self.cfg.num_iterations * self.cfg.total_batch_size / 1e6
+        for start in self.starts.values() if data else ():
+            start["data"] = data
 
     def jobs(
         self, arms: Mapping[str, Sequence[Arm]], seeds: int, arm_seeds: int
@@ -155,32 +137,27 @@ class Study:
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
         """
-        One run: training, and the evaluation on tasks. An arm with another batch has as many tokens
-        in other steps. Raises ValueError for one with another number of steps.
+        One run: training, and the evaluation on tasks. With another batch, an arm takes other steps
+        for the same tokens. Raises ValueError for an arm that sets the number of steps.
         """
         cfg, mix = self.cfg, self.mix
         own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
         if "num_iterations" in own:
             raise ValueError(f"{arm.name}: runs of a study are of one length, --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))
+        steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
+        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--from_tag={base}"
         words = [
-            SCRIPTS[cfg.stage],
-            f"--num_iterations={max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))}",
+            *(SCRIPTS[cfg.stage], f"--num_iterations={steps}"),
             f"--total_batch_size={cfg.total_batch_size}",
             *"--eval_every=0 --log_every=50 --keep=1 --resume=auto --once".split(),
-            "--model_tag={tag}",
-            f"--seed={seed}",
-            f"--depth={base[1:]}" if cfg.stage == "base" else f"--from_tag={base}",
+            *("--model_tag={tag}", f"--seed={seed}", start),
             *([f"--source={cfg.source}"] if cfg.stage == "sft" else []),
-            *(
-                f"--{name}={value}"
-                for name, value in vars(mix).items()
-                if name not in own and value != getattr(MixConfig(), name)
-            ),
-            *cfg.flags.split(),
-            *arm.flags,
         ]
-        commands = [words]
+        for name, value in vars(mix).items():
+            if name not in own and value != getattr(MixConfig(), name):
+                words.append(f"--{name}={value}")
+        commands = [[*words, *cfg.flags.split(), *arm.flags]]
         if cfg.tasks:
             scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}", "--once"]
             commands.append([*scored, f"--task_name={cfg.tasks}", *cfg.eval_flags.split()])
@@ -194,15 +171,13 @@ class Study:
 
         Raises ValueError where a base model has a single text.
         """
-        declared = read_buckets(self.mix.buckets)
+        declared, spec = read_buckets(self.mix.buckets), self.mix.mixture
         if self.cfg.stage == "base":
-            if not self.mix.mixture:
+            if not spec:
                 raise ValueError("--arms changes the proportions of a mixture: give --mixture")
-            parts = parse_mixture(self.mix.mixture)
+            parts = parse_mixture(spec)
             return {part.label: (part, tags_of(declared.get(part.name, {}))) for part in parts}
-        spec = self.mix.mixture
-        if not spec:
-            spec = getattr(defaults(self.parents[base].state["source"]), self.cfg.stage)
+        spec = spec or getattr(defaults(self.parents[base].state["source"]), self.cfg.stage)
         parts = known_parts(spec, declared)
         return {part.label: (part, tags_of_part(part, declared)) for part in parts}
 
@@ -229,7 +204,7 @@ class Study:
         """
         The control of a base and the arms of a data ablation, each with the tokens of every bucket.
 
-        control: its finished runs. Raises Refused where they have no checkpoint any more.
+        control: its finished runs. Raises Refused where their checkpoints were deleted.
         """
         runs = [run for run in control if not run.is_broken]
         if not runs:
@@ -238,7 +213,7 @@ class Study:
         if state is None:
             raise Refused(
                 f"the checkpoints of {runs[0].job.name} are gone, and with them its mixture",
-                f"delete {runs[0].folder}: the same command trains it again",
+                f"delete {runs[0].folder}, and the same command trains it again",
             )
         is_base = self.cfg.stage == "base"
         resolved = state["mixture"] if is_base else state["mixture"]["resolved"]
@@ -262,17 +237,13 @@ class Study:
 
     def confirmation(self, run: Done) -> Job:
         """The same model measured on validation rows that did not choose it."""
-        own = f"--model_tag={tag_of(run.folder.name)}"
-        training = [
-            own if word == "--model_tag={tag}" else word
-            for word in run.job.commands[0]
-            if word not in ("--once", FIRST_HALF)
-        ]
-        return Job(f"{run.job.name}, measured anew", [[*training, OTHER_HALF]], run.job.starts_from)
+        words = [word for word in run.job.commands[0] if word not in ("--once", FIRST_HALF)]
+        words = [word.replace("{tag}", run.tag) for word in words]
+        return Job(f"{run.job.name}, measured anew", [[*words, OTHER_HALF]], run.job.starts_from)
 
 
 def with_tokens(part: Part, tokens: int) -> Part:
-    """A part of a mixture with this number of tokens, of the same conversations as before."""
+    """A part of a mixture with this number of tokens from the same conversations."""
     if tokens or part.rows is not None:
         return Part(part.name, part.source, part.rows, tokens=tokens)
     return Part(part.name, part.source, share=0.0)
@@ -292,17 +263,14 @@ def judge(
         raise ValueError(f"all {len(runs)} runs broke: see the end of their logs for the reason")
     found: list[Contrast] = []
     controls: dict[tuple[str, str], Scores] = {}
-    bases = list(dict.fromkeys(base for base, _, _ in runs))
     for metric in metrics(list(whole.values()), first):
-        for base in bases:
-            arms = {
-                arm: gathered(
-                    [r for (b, a, _), r in whole.items() if (b, a) == (base, arm)], metric
-                )
-                for arm in dict.fromkeys(a for b, a, _ in whole if b == base)
-            }
-            if CONTROL not in arms:
+        for base in dict.fromkeys(base for base, _, _ in runs):
+            by_arm: dict[str, list[Done]] = {}
+            for (_, arm, _), run in ((p, run) for p, run in whole.items() if p[0] == base):
+                by_arm.setdefault(arm, []).append(run)
+            if CONTROL not in by_arm:
                 raise ValueError(no_control(base))
+            arms = {arm: gathered(mine, metric) for arm, mine in by_arm.items()}
             controls[base, metric] = arms[CONTROL]
             found += contrasts(base, metric, arms, CONTROL)
     found = adjusted(found)
@@ -310,7 +278,7 @@ def judge(
 
 
 def metrics(runs: Sequence[Done], first: str) -> list[str]:
-    """What every run was measured by: `first`, bits per byte of each bucket, scores of tasks."""
+    """The metrics of every run: `first`, then bits per byte by bucket and scores of tasks."""
     every = [run.values() for run in runs]
     if not all(first in values for values in every):
         raise ValueError(f"not every run recorded {first!r}; the first has {', '.join(every[0])}")
@@ -324,13 +292,8 @@ def metrics(runs: Sequence[Done], first: str) -> list[str]:
 
 
 def measured_on_rows(metric: str) -> bool:
-    """Whether a value of a training's record comes from validation rows, not from answers."""
+    """Whether a metric is measured on validation rows, not on answers."""
     return "validation" in metric.lower() or metric.startswith("val_bpb:")
-
-
-def bars(found: Sequence[Contrast], metric: str) -> dict[str, list[list[float]]]:
-    """What a figure shows of one metric: the difference and the noise bar of every arm."""
-    return {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in found if c.metric == metric}
 
 
 def as_csv(found: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """
-How much a task's score varies from run to run of the same weights, and what follows from that.
+How much the score of a task varies between runs of the same weights, and the repeats it needs.
 
     scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
 
@@ -15,13 +15,14 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from nanochat.common import base_dir, read_json, write_json
+from nanochat.common import base_dir, write_json
 
 FILE_NAME = "eval_variance.json"
 STABLE, VERY_STABLE = 0.6, 0.3  # points of accuracy: below, a task belongs to that class
-MOST_REPEATS = 16
-SHARE = 0.5  # of the error from having these items, which sampling may add by default
+MAX_REPEATS = 16
+SHARE = 0.5  # of the items' standard error that sampling may add by default
 
 
 class Repeats(NamedTuple):
@@ -61,7 +62,7 @@ def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
 
 @dataclass(frozen=True)
 class Variance:
-    """What R runs of M checkpoints say of a task. Scores are from 0 to 1, `std` is too."""
+    """The noise of a task in R runs of M checkpoints, on the scale of scores (0 to 1)."""
 
     task: str
     n: int
@@ -87,15 +88,12 @@ class Variance:
     @property
     def repeats(self) -> int:
         """
-        Answers to each item that keep the error of sampling under SHARE of that of the items.
-
-        Both shrink alike with more items, so this holds for any number of them.
+        Answers per item that keep the error of sampling under SHARE of that of the items, for any
+        number of items: both shrink alike.
         """
-        if self.std == 0:
-            return 1
-        if self.item_se == 0:
-            return MOST_REPEATS
-        return min(MOST_REPEATS, max(1, math.ceil((self.std / self.item_se / SHARE) ** 2)))
+        if self.std == 0 or self.item_se == 0:
+            return MAX_REPEATS if self.std else 1
+        return min(MAX_REPEATS, max(1, math.ceil((self.std / self.item_se / SHARE) ** 2)))
 
 
 def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
@@ -137,17 +135,14 @@ def save(found: Sequence[Variance], path: Path | None = None) -> Path:
 
 
 def load(path: Path | None = None) -> dict[str, Variance]:
-    """What was measured, by task; nothing where nobody did."""
+    """The measurements by task; empty where nothing was measured."""
     path = path or base_dir() / FILE_NAME
-    if not path.exists():
-        return {}
-    return {
-        name: Variance(**{**entry, "stds": tuple(entry["stds"])})
-        for name, entry in read_json(path).items()
-    }
+    return (
+        TypeAdapter(dict[str, Variance]).validate_json(path.read_bytes()) if path.exists() else {}
+    )
 
 
 def default_repeats(task: str, temperature: float) -> int:
-    """How often to ask where nobody says: once where answers do not vary, else as was measured."""
+    """Answers per item by default: the measured number, 1 for greedy or unmeasured tasks."""
     known = load().get(task)
     return known.repeats if known and temperature > 0 else 1

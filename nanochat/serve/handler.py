@@ -1,139 +1,112 @@
 """
-The desk: turns a checked request into work for the engines.
+Turns a checked request into work for the engines, and counts what happens to it.
 
-    ChatRequest or TextRequest, ServedModel -> prompts, Sampling -> Worker.submit -> Reply
+    ChatRequest or TextRequest, Engine -> prompts, Sampling -> Worker.submit -> Reply
+    steps, replies -> Metrics -> GET /metrics, in Prometheus' text format
 
-Prompts that do not fit are refused (`context_length_exceeded`), or with `truncation: "auto"` lose
-their oldest turns. Answers end where the context does. Text never becomes a special token; a prompt
-of ids is taken as it is. What cannot be done raises ApiError.
+Prompts that do not fit are rejected (`context_length_exceeded`), or with `truncation: "auto"` lose
+their oldest turns. Answers end where the context does.
 """
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 
-from nanochat.chat_format import render_fitting, render_prompt
-from nanochat.common import printable
-from nanochat.engine import Sampling
-from nanochat.serve.metrics import Metrics
-from nanochat.serve.models import (
-    ModelLibrary,
-    NoRoom,
-    ServedModel,
-    UnknownModel,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from nanochat.engine import Engine, Sampling
+from nanochat.serve.models import ModelLibrary
 from nanochat.serve.openai_api import ApiError, ChatRequest, TextRequest
-from nanochat.serve.scheduler import (
-    Ask,
-    Busy,
-    Closing,
-    Reply,
-    Worker,
-)
+from nanochat.serve.scheduler import GenerationRequest, Reply, Worker
 
-TEXT_TOKENS = 16  # of a text completion, where the request does not say
+PATHS = {"/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models"}
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Desk:
-    """`defaults` hold where a request is silent; `max_waiting` as in `Worker`."""
+class RequestHandler:
+    """`defaults` apply where a request is silent; `max_waiting` as in `Worker`."""
 
     def __init__(self, library: ModelLibrary, defaults: Sampling, max_waiting: int):
         self.library, self.defaults = library, defaults
         self.metrics = Metrics()
-        self.worker = Worker(max_waiting, self.metrics.step)
+        self.worker = Worker(max_waiting, self.metrics.count_step)
 
-    async def model(self, name: str | None) -> ServedModel:
-        """The model of that name."""
+    async def submit(self, asked: ChatRequest | TextRequest, engine: Engine) -> Reply:
+        """Queue a request. Raises ApiError where prompts or the number of answers do not fit."""
+        n, seed, context = asked.n or 1, secrets.randbits(48), engine.cache.capacity
         try:
-            return await self.library.get(name, self.worker.busy)
-        except UnknownModel as error:
-            known = ", ".join(self.library.listed())
-            message = f"there is no model {name!r}; there are: {known}"
-            raise ApiError(404, message, "model_not_found", "model") from error
-        except NoRoom as error:
-            raise ApiError(503, str(error), headers={"Retry-After": "5"}) from error
-        except (ValueError, OSError, RuntimeError) as error:  # damaged, gone, or too large
-            print(printable(f"{name} cannot be loaded: {error}"), flush=True)
-            message = f"{name} cannot be loaded; the server's output says why"
-            raise ApiError(503, message, "model_unavailable") from error
-
-    async def chat(self, request: ChatRequest, model: ServedModel) -> Reply:
-        """Queue the answer to a conversation."""
-        prompt = await asyncio.to_thread(self.chat_ids, request, model)
-        most = request.max_completion_tokens or request.max_tokens
-        return self.submit(request, model, [(prompt, 1)], most, request.wanted_logprobs)
-
-    async def text(self, request: TextRequest, model: ServedModel) -> Reply:
-        """Queue the continuations of texts."""
-        prompts = await asyncio.to_thread(self.text_ids, request, model)
-        most = TEXT_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
-        return self.submit(request, model, prompts, most, request.logprobs, bool(request.echo))
-
-    def chat_ids(self, request: ChatRequest, model: ServedModel) -> list[int]:
-        """A conversation up to where the assistant speaks, or goes on."""
-        tokenizer = model.engine.tokenizer
-        try:
-            if request.truncation == "auto":
-                return render_fitting(tokenizer, request.messages, model.context * 3 // 4)
-            return render_prompt(tokenizer, request.messages, continue_last=True)
+            prompts = await asyncio.to_thread(asked.prompts, engine.tokenizer, context)
         except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
-
-    def text_ids(self, request: TextRequest, model: ServedModel) -> list[tuple[list[int], int]]:
-        """Prompts that begin with BOS, and how many tokens of each we put in front: one or none."""
-        tokenizer = model.engine.tokenizer
-        try:
-            found = []
-            for prompt in request.prompt:
-                ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-                    raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
-                missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-                found.append(([*missing, *ids], len(missing)))
-            return found
-        except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from error
-
-    def submit(
-        self,
-        request: ChatRequest | TextRequest,
-        model: ServedModel,
-        prompts: Sequence[tuple[list[int], int]],
-        most: int | None,
-        logprobs: int | None,
-        echo: bool = False,
-    ) -> Reply:
-        """Hand over to the engines: `most` new tokens each, or as many as the context holds."""
-        n, seed = request.n or 1, secrets.randbits(48)
-        chat, echoed = isinstance(request, ChatRequest), echo and logprobs is not None
-        limit = model.engine.slots + self.worker.max_waiting
+            raise ApiError(400, str(error), param=asked.prompt_field) from error
+        limit = engine.slots + self.worker.max_waiting
         if n * len(prompts) > limit:
-            message = f"{n * len(prompts)} answers were asked for; {limit} is the most at once"
+            message = f"{n * len(prompts)} answers were requested; the limit is {limit}"
             raise ApiError(400, message, param="n")
-        asks = []
-        for prompt, hidden in prompts:
-            room = model.context - len(prompt)
+        requests = []
+        for prompt, num_added in prompts:
+            room = context - len(prompt)
             if room < 1:
                 raise ApiError(
                     400,
-                    f"the prompt has {len(prompt)} tokens, and the context of {model.name} only "
-                    f"{model.context}, for prompt and answer together",
+                    f"the prompt has {len(prompt)} tokens, but the context of this model only "
+                    f"{context}, for prompt and answer together",
                     "context_length_exceeded",
-                    "messages" if chat else "prompt",
+                    asked.prompt_field,
                 )
-            length = min(most or room, room)
-            settings = request.sampling(self.defaults, length, seed, logprobs, echoed)
-            asks.append(Ask(prompt, settings, n, request.stop, parts=chat, hidden=hidden))
-        try:
-            reply = self.worker.submit(model.engine, asks)
-        except Busy as error:
-            wait = {"Retry-After": str(error.seconds)}
-            raise ApiError(429, str(error), "rate_limit_exceeded", headers=wait) from error
-        except Closing as error:
-            raise ApiError(503, str(error), "shutting_down") from error
-        return reply
+            length = min(asked.length or room, room)
+            request = GenerationRequest(
+                prompt,
+                asked.sampling(self.defaults, length, seed, asked.num_logprobs),
+                n,
+                asked.stop,
+                parts=asked.kind == "chat",
+                echo_from=num_added if asked.echo else None,
+                only_prompt=asked.max_tokens == 0,
+            )
+            requests.append(request)
+        return self.worker.submit(engine, requests)
 
-    def done(self, reply: Reply) -> None:
-        """However a request ended: free what it held, and count it."""
+    def close(self, reply: Reply) -> None:
+        """Free what a reply holds, however it ended, and count it."""
         self.worker.close(reply)
-        self.metrics.answered(reply.prompt_tokens, reply.first_seconds)
+        self.metrics.count_reply(reply)
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "nanochat_requests", "HTTP requests", ["path", "status"], registry=registry
+        )
+        self.prompt_tokens = Counter("nanochat_prompt_tokens", "Prefilled", registry=registry)
+        self.tokens = Counter("nanochat_completion_tokens", "Generated", registry=registry)
+        self.steps = Counter("nanochat_steps", "Steps of the engines", registry=registry)
+        self.step_seconds = Counter("nanochat_step_seconds", "Their time", registry=registry)
+        self.first_token = Histogram(
+            "nanochat_first_token_seconds", "To the first token", buckets=SECONDS, registry=registry
+        )
+        self.running = Gauge("nanochat_running", "Answers being generated", registry=registry)
+        self.waiting = Gauge("nanochat_waiting", "Answers in the queue", registry=registry)
+
+    def count_request(self, path: str, status: int) -> None:
+        """Count an HTTP response; all unknown paths as one."""
+        self.requests.labels(path if path in PATHS else "other", status).inc()
+
+    def count_step(self, tokens: int, seconds: float) -> None:
+        """Count a step of an engine. Called on the thread of the engines."""
+        self.steps.inc()
+        self.tokens.inc(tokens)
+        self.step_seconds.inc(seconds)
+
+    def count_reply(self, reply: Reply) -> None:
+        """Count a reply that ended, one way or another."""
+        self.prompt_tokens.inc(reply.prompt_tokens)
+        if reply.first_seconds is not None:
+            self.first_token.observe(reply.first_seconds)
+
+    def render(self, running: int, waiting: int) -> bytes:
+        """All metrics in Prometheus' text format."""
+        self.running.set(running)
+        self.waiting.set(waiting)
+        return generate_latest(self.registry)

@@ -1,8 +1,8 @@
 """
 The data format of OpenAI's API: requests, answers and errors.
 
-    body -> read_request -> ChatRequest, TextRequest -> Sampling
-    pieces -> Writer -> chunks or one whole object
+    body -> read_request -> ChatRequest, TextRequest -> prompts, Sampling
+    deltas -> Writer -> chunks or one whole object
 
 Fields that change nothing in an answer are ignored. Fields that this server does not support are
 accepted at the values that ask for nothing and rejected by name at any other. Reading stops at the
@@ -14,16 +14,18 @@ Source: the API reference of OpenAI, chat completions and (legacy) completions, 
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence, Sized
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from nanochat.chat_format import render_fitting, render_prompt
 from nanochat.engine import Sampling, TokenLogprob
-from nanochat.serve.scheduler import Piece, Said
 from nanochat.tokenizer import Tokenizer
 
 R = TypeVar("R", bound="Generation")
+FinishReason = Literal["stop", "length"]
+TEXT_TOKENS = 16  # length of a text completion, where the request does not say
 LARGEST_COUNT = 2**31 - 1
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
@@ -101,8 +103,14 @@ def encodable(text: str) -> str:
 
 
 def invalid(where: str, message: str) -> ApiError:
-    """The error of a field: `where` it stands, as in messages.0.content."""
+    """The error of a field; `where` is its path, as in messages.0.content."""
     return ApiError(400, f"{where}: {message}", param=where)
+
+
+def check_count(where: str, values: Sized, most: int, what: str) -> None:
+    """Raise ApiError for more than `most` values."""
+    if len(values) > most:
+        raise invalid(where, f"at most {most} {what}, got {len(values):,}")
 
 
 # ---- requests ----------------------------------------------------------------------------------
@@ -110,7 +118,7 @@ def invalid(where: str, message: str) -> ApiError:
 
 def read_request(kind: type[R], body: bytes) -> R:
     """
-    A request of its body. Long bodies take long: call it on a thread of its own.
+    Parse the body of a request. Slow for long bodies: call it on another thread.
 
     Raises ApiError, status 400, at the first thing that is wrong.
     """
@@ -146,14 +154,17 @@ def json_type(value: Any) -> str:
 
 
 def without_neutral(
-    value: Mapping[str, Any], where: str, ignored: set[str], neutral: Mapping[str, list[Any]]
+    value: Mapping[str, Any],
+    where: str,
+    ignored: set[str],
+    neutral: Mapping[str, list[Any]],
+    known: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """
     The fields of an object that ask for something. Raises ApiError for unsupported ones that do,
-    and for too many fields.
+    for too many fields, and for fields other than `known`.
     """
-    if len(value) > MAX_FIELDS:
-        raise invalid(where or "body", f"at most {MAX_FIELDS} fields, got {len(value):,}")
+    check_count(where or "body", value, MAX_FIELDS, "fields")
     kept = {}
     for name, given in value.items():
         if given is None or name in ignored:
@@ -164,6 +175,8 @@ def without_neutral(
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
             raise invalid(path, NO_FUNCTIONS if calls else "not supported here; leave it out")
+    if known is not None and (unknown := kept.keys() - set(known)):
+        raise unrecognized(f"{where}.{min(unknown)}")
     return kept
 
 
@@ -182,27 +195,22 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list) or not value:
         raise invalid("messages", "must be an array of at least one message")
-    if len(value) > MAX_MESSAGES:
-        raise invalid("messages", f"at most {MAX_MESSAGES} messages, got {len(value):,}")
+    check_count("messages", value, MAX_MESSAGES, "messages")
     return [read_message(message, f"messages.{i}") for i, message in enumerate(value)]
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
     """One message. `parts`, where it has them, say more exactly what its `content` says."""
     if not isinstance(message, dict):
-        raise invalid(
-            where, f"a message is an object with role and content, not {json_type(message)}"
-        )
+        kind = json_type(message)
+        raise invalid(where, f"a message is an object with role and content, not {kind}")
     role = message.get("role")
     if role in ("tool", "function"):
         raise invalid(f"{where}.role", f"{role!r} is {NO_FUNCTIONS}")
     if not isinstance(role, str) or role not in ROLES:
-        shown = repr(role)[:80]
-        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {shown}")
-    kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES)
-    known = {"role", "content", "parts"} if role == "assistant" else {"role", "content"}
-    if unknown := kept.keys() - known:
-        raise unrecognized(f"{where}.{min(unknown)}")
+        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.80}")
+    known = ("role", "content", "parts") if role == "assistant" else ("role", "content")
+    kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES, known)
     name = "parts" if "parts" in kept else "content"
     content = kept.get(name, "" if role == "assistant" else None)
     if isinstance(content, list):
@@ -215,21 +223,17 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, str]]:
     """The parts of a content: texts, and of an assistant's also tool calls and their results."""
-    if len(parts) > MAX_PARTS:
-        raise invalid(where, f"at most {MAX_PARTS} parts, got {len(parts):,}")
-    known = ("text", "python", "python_output") if role == "assistant" else ("text",)
+    check_count(where, parts, MAX_PARTS, "parts")
+    kinds = ("text", "python", "python_output") if role == "assistant" else ("text",)
     found = []
     for i, part in enumerate(parts):
         at = f"{where}.{i}"
         if not isinstance(part, dict):
             raise invalid(at, f"a part is an object with type and text, not {json_type(part)}")
-        kind = part.get("type")
-        if kind not in known:
-            shown, only = repr(kind)[:80], ", ".join(known)
-            raise invalid(at, f"parts of type {shown} are not supported here, only {only}")
-        kept = without_neutral(part, at, IGNORED_IN_PARTS, {})
-        if unknown := kept.keys() - {"type", "text"}:
-            raise unrecognized(f"{at}.{min(unknown)}")
+        kind, only = part.get("type"), ", ".join(kinds)
+        if kind not in kinds:
+            raise invalid(at, f"parts of type {kind!r:.80} are not supported here, only {only}")
+        kept = without_neutral(part, at, IGNORED_IN_PARTS, {}, ("type", "text"))
         if not isinstance(kept.get("text"), str):
             raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
         found.append(kept)
@@ -241,11 +245,7 @@ def read_stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise invalid("stop", f"must be a string or an array of strings, not {json_type(value)}")
-    if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"at most {MAX_STOPS} stop strings, got {len(stops):,}")
-    for i, stop in enumerate(stops):
-        if not isinstance(stop, str):
-            raise invalid(f"stop.{i}", f"must be a string, not {json_type(stop)}")
+    check_count("stop", stops, MAX_STOPS, "stop strings")
     return tuple(stops)
 
 
@@ -255,12 +255,9 @@ def read_prompts(value: Any) -> list[str | list[int]]:
         value = [value]
     if not isinstance(value, list) or not value:
         raise invalid("prompt", "must be a string, an array of strings, or arrays of token ids")
-    if len(value) > MAX_PROMPTS:
-        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts, got {len(value):,}")
+    check_count("prompt", value, MAX_PROMPTS, "prompts")
     for i, prompt in enumerate(value):
-        if not isinstance(prompt, str) and not (
-            isinstance(prompt, list) and all(map(is_id, prompt))
-        ):
+        if not (isinstance(prompt, str) or isinstance(prompt, list) and all(map(is_id, prompt))):
             raise invalid(f"prompt.{i}", "must be a string or an array of token ids")
     return value
 
@@ -291,6 +288,8 @@ class StreamOptions(Strict):
 class Generation(Strict):
     """Fields of both kinds of request. None: the server's default."""
 
+    kind: ClassVar[Literal["chat", "text"]]
+    prompt_field: ClassVar[str]
     neutral: ClassVar[Mapping[str, list[Any]]] = NEUTRAL
 
     model: str | None = None
@@ -303,31 +302,33 @@ class Generation(Strict):
     stop: Annotated[tuple[str, ...], BeforeValidator(read_stop)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    echo: bool = False
 
     def sampling(
-        self, defaults: Sampling, most: int, seed: int, logprobs: int | None, prompt: bool
+        self, defaults: Sampling, length: int, seed: int, num_logprobs: int | None
     ) -> Sampling:
-        """The settings, with the server's where the request is silent; `most` new tokens."""
+        """The settings, with the server's where the request is silent; `length` new tokens."""
 
         def chosen(value: Any, default: Any) -> Any:
             return default if value is None else value
 
         top_k = chosen(self.top_k, defaults.top_k)
         return Sampling(
-            max_new_tokens=most,
+            max_new_tokens=length,
             temperature=chosen(self.temperature, defaults.temperature),
             top_k=top_k if top_k and top_k > 0 else None,
             top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 is meant: the likeliest
             min_p=chosen(self.min_p, defaults.min_p),
             seed=chosen(self.seed, seed),
-            logprobs=logprobs,
-            prompt_logprobs=prompt,
+            logprobs=num_logprobs,
+            prompt_logprobs=self.echo and num_logprobs is not None,
         )
 
 
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
+    kind, prompt_field = "chat", "messages"
     neutral: ClassVar[Mapping[str, list[Any]]] = {**NEUTRAL, "echo": [False]}
 
     messages: Annotated[list[Any], BeforeValidator(read_messages)]
@@ -338,158 +339,195 @@ class ChatRequest(Generation):
     truncation: Literal["auto", "disabled"] | None = None
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to list with each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def length(self) -> int | None:
+        """The most tokens to generate; None for as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
+        """
+        Token ids of each prompt, and how many at its start were added here.
+
+        Raises ValueError for what cannot be rendered.
+        """
+        if self.truncation == "auto":
+            return [(render_fitting(tokenizer, self.messages, context * 3 // 4), 1)]
+        return [(render_prompt(tokenizer, self.messages, continue_last=True), 1)]
 
 
 class TextRequest(Generation):
     """POST /v1/completions. A prompt of ids is taken as it is, a text never has special tokens."""
 
+    kind, prompt_field = "text", "prompt"
+
     prompt: Annotated[list[Any], BeforeValidator(read_prompts)]
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def length(self) -> int:
+        return TEXT_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
+        """As of ChatRequest: prompts that begin with BOS."""
+        found = []
+        for prompt in self.prompt:
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+                raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
+            missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
+            found.append(([*missing, *ids], len(missing)))
+        return found
 
 
 # ---- answers -----------------------------------------------------------------------------------
 
 
-class Writer:
-    """Puts the pieces of a reply into the shape of chat completions or of text completions."""
+class TokenInfo(NamedTuple):
+    """A token of the text: its log-probability, and the character of the text it begins at."""
 
-    def __init__(self, kind: Literal["chat", "text"], model: str, tokenizer: Tokenizer):
-        self.kind, self.model, self.tokenizer = kind, model, tokenizer
-        prefix = {"chat": "chatcmpl", "text": "cmpl"}[kind]
+    logprob: TokenLogprob
+    start: int
+
+
+class Delta(NamedTuple):
+    """The new text of one answer; `finish` is set in its last delta."""
+
+    index: int
+    kind: str = "text"
+    text: str = ""
+    tokens: Sequence[TokenInfo] = ()
+    finish: FinishReason | None = None
+
+
+class Writer:
+    """Formats deltas as chat completions or as text completions."""
+
+    def __init__(self, asked: ChatRequest | TextRequest, model: str, tokenizer: Tokenizer):
+        self.kind, self.model, self.tokenizer = asked.kind, model, tokenizer
+        self.has_logprobs = asked.num_logprobs is not None
+        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self.parts: dict[int, list[dict[str, str]]] = {}  # of each streamed answer, so far
 
     def envelope(
-        self, choices: list[Any], usage: Mapping[str, Any] | None = None, chunk: bool = False
+        self, choices: list[Any], usage: Mapping[str, int] | None, is_chunk: bool = False
     ) -> dict[str, Any]:
-        """What stands around the choices."""
-        kind = {"chat": "chat.completion", "text": "text_completion"}[self.kind]
-        found = {
+        """The object around the choices."""
+        kind = "chat.completion" if self.kind == "chat" else "text_completion"
+        return {
             "id": self.id,
-            "object": f"{kind}.chunk" if chunk and self.kind == "chat" else kind,
+            "object": f"{kind}.chunk" if is_chunk and self.kind == "chat" else kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
-        }
-        return found if usage is None else {**found, "usage": usage}
+        } | ({} if usage is None else {"usage": usage})
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's answer."""
-        return self.chat_delta(index, {"role": "assistant", "content": ""})
+        """The choice in the first chunk of a chat's answer."""
+        return choice(index, None, None, delta={"role": "assistant", "content": ""})
 
-    def chunk(self, piece: Piece, logprobs: Any) -> dict[str, Any]:
-        """A piece as a choice of a chunk; calls of the tool are no content, but among `parts`."""
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """A delta as a choice of a chunk; tool calls are no content, but among `parts`."""
+        logprobs = self.logprobs(delta.tokens) if self.has_logprobs and delta.tokens else None
         if self.kind == "text":
-            return {
-                "index": piece.index,
-                "text": piece.text,
-                "logprobs": logprobs,
-                "finish_reason": piece.finish,
-            }
-        delta: dict[str, Any] = {}
-        if piece.text and piece.kind == "text":
-            delta["content"] = piece.text
-        if piece.text and (parts := self.new_parts(piece)):
-            delta["parts"] = parts
-        return self.chat_delta(piece.index, delta, logprobs, piece.finish)
+            return choice(delta.index, logprobs, delta.finish, text=delta.text)
+        found: dict[str, Any] = {}
+        if delta.text and delta.kind == "text":
+            found["content"] = delta.text
+        if delta.text and (parts := self.new_parts(delta)):
+            found["parts"] = parts
+        return choice(delta.index, logprobs, delta.finish, delta=found)
 
-    def new_parts(self, piece: Piece) -> list[dict[str, Any]]:
+    def new_parts(self, delta: Delta) -> list[dict[str, Any]]:
         """
-        What a piece adds to the parts of its message, by their index, as clients put a list
+        What a delta adds to the parts of its message, by their index, as clients put a list
         together. Sent from the first tool call on, then with all parts before it.
         """
-        parts = self.parts.setdefault(piece.index, [])
+        parts = self.parts.setdefault(delta.index, [])
         called = any(part["type"] != "text" for part in parts)
-        if not parts or parts[-1]["type"] != piece.kind:
-            parts.append({"type": piece.kind, "text": ""})
-        parts[-1]["text"] += piece.text
+        if not parts or parts[-1]["type"] != delta.kind:
+            parts.append({"type": delta.kind, "text": ""})
+        parts[-1]["text"] += delta.text
         if called:
-            return [{"index": len(parts) - 1, "type": piece.kind, "text": piece.text}]
-        if piece.kind == "text":
+            return [{"index": len(parts) - 1, "type": delta.kind, "text": delta.text}]
+        if delta.kind == "text":
             return []
         return [{"index": index, **part} for index, part in enumerate(parts)]
 
-    def chat_delta(
-        self, index: int, delta: Any, logprobs: Any = None, finish: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-    def whole(
-        self, index: int, parts: Sequence[Mapping[str, str]], finish: str | None, logprobs: Any
-    ) -> dict[str, Any]:
-        """A finished answer as a choice."""
-        text = "".join(part["text"] for part in parts if part["type"] == "text")
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """A finished answer as a choice; consecutive deltas differ in kind."""
+        last = deltas[-1]
+        tokens = [token for delta in deltas for token in delta.tokens]
+        logprobs = self.logprobs(tokens) if self.has_logprobs else None
+        text = "".join(delta.text for delta in deltas if delta.kind == "text")
         if self.kind == "text":
-            return {**choice, "text": text}
-        message = {"role": "assistant", "content": text, "refusal": None}
+            return choice(last.index, logprobs, last.finish, text=text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        parts = [{"type": delta.kind, "text": delta.text} for delta in deltas if delta.text]
         if any(part["type"] != "text" for part in parts):
-            message["parts"] = list(parts)
-        return {**choice, "message": message}
+            message["parts"] = parts
+        return choice(last.index, logprobs, last.finish, message=message)
 
-    # ---- likelihoods -------------------------------------------------------------------------
+    # ---- log-probabilities -------------------------------------------------------------------
 
-    def logprobs(self, said: Sequence[Said]) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
         """Those of some tokens, in the form of this kind of answer."""
+        known = [token.logprob for token in tokens]
         if self.kind == "chat":
             content = [
-                {
-                    **self.entry(one.logprob.token, one.logprob.logprob),
-                    "top_logprobs": [self.entry(*pair) for pair in one.logprob.top],
-                }
-                for one in said
+                self.entry(one.token, one.logprob)
+                | {"top_logprobs": [self.entry(*pair) for pair in one.top]}
+                for one in known
             ]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [self.name(one.logprob.token) for one in said],
-            "token_logprobs": [finite(one.logprob.logprob) for one in said],
-            "top_logprobs": [self.top(one.logprob) for one in said],
-            "text_offset": [one.start for one in said],
+            "tokens": [self.name(one.token) for one in known],
+            "token_logprobs": [finite(one.logprob) for one in known],
+            "top_logprobs": [self.top(one) for one in known],
+            "text_offset": [token.start for token in tokens],
         }
 
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
-        return {
-            "token": data.decode("utf-8", "replace"),
-            "logprob": finite(logprob),
-            "bytes": list(data),
-        }
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     def name(self, token: int) -> str:
-        """A token's text; where it is no whole text, its bytes spelled out, as theirs."""
+        """The text of a token; its escaped bytes, as OpenAI shows them, where it is incomplete."""
         data = self.tokenizer.decode_bytes([token])
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def top(self, said: TokenLogprob) -> dict[str, float | None] | None:
+    def top(self, one: TokenLogprob) -> dict[str, float | None] | None:
         """The most likely tokens, and the generated one."""
-        if said.logprob is None:
+        if one.logprob is None:
             return None
-        pairs = [*said.top, (said.token, said.logprob)]
+        pairs = [*one.top, (one.token, one.logprob)]
         return {self.name(token): finite(logprob) for token, logprob in pairs}
 
 
+def choice(
+    index: int, logprobs: dict[str, Any] | None, finish: FinishReason | None, **content: Any
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+
+
 def model_entry(name: str, created: int) -> dict[str, Any]:
-    """A model as /v1/models lists it; its stage is ours."""
-    stage = name.partition(":")[0]
+    """A model as /v1/models lists it; `stage` is an addition to OpenAI's fields."""
     owned = {"id": name, "object": "model", "created": created, "owned_by": "nanochat"}
-    return {**owned, "stage": stage}
+    return {**owned, "stage": name.partition(":")[0]}
 
 
 def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """What was read and written, in tokens."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }

@@ -1,11 +1,12 @@
 """
-Engines among many users: requests come from the server's event loop, one thread generates.
+Continuous batching for many users: requests come from the event loop, one thread generates.
 
-    Ask -> Worker.submit -> Reply;  thread: engine.step() -> Answer -> pieces -> Reply.news()
+    GenerationRequest -> Worker.submit -> Reply
+    thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
 
-Every model has an engine, and one thread steps them all in turn, so that they do not fight over the
-device. What is asked waits in the engine's queue, up to a bound. A reply that nobody reads any more
-is closed, which frees its slots before the next step. Knows nothing of HTTP.
+Every model has an engine, and one thread steps them all in turn, so that they do not compete for
+the device. Requests wait in the engine's queue, up to a bound. A reply that nobody reads any more
+is closed, which frees its slots before the next step.
 """
 
 import asyncio
@@ -15,11 +16,13 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import PATIENCE_SECONDS, Completion, Engine, Sampling, TokenLogprob
+from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo
 from nanochat.tokenizer import Tokenizer
+
+LONGEST_RETRY_SECONDS = 60
 
 # ---- Stop strings --------------------------------------------------------------------------------
 # Text that may be the beginning of a stop string is held back until it is clear.
@@ -62,174 +65,156 @@ def overlap(text: str, stop: str) -> int:
 # ---- Continuous batching -------------------------------------------------------------------------
 
 
-Finish = Literal["stop", "length"]
-LONGEST_RETRY_SECONDS = 60
-
-
-class Busy(Exception):
-    """The queue is full; there will be room in about `seconds`."""
-
-    def __init__(self, message: str, seconds: int):
-        super().__init__(message)
-        self.seconds = seconds
-
-
-class Closing(Exception):
-    """The server is being stopped."""
-
-
-class Failed(Exception):
-    """The engine could not go on with this request."""
-
-
 @dataclass(frozen=True)
-class Ask:
-    """A prompt to be continued `n` times, each until one of `stop` would begin in the text."""
+class GenerationRequest:
+    """A prompt to complete `n` times, each until one of `stop` would begin in the text."""
 
     prompt: list[int]
-    settings: Sampling
+    sampling: Sampling
     n: int = 1
     stop: tuple[str, ...] = ()
     parts: bool = True
-    """Tell calls of the tool from text; else all of it is text."""
-    hidden: int = 1
-    """So many tokens at the start of the prompt are ours, not the user's."""
-
-
-class Said(NamedTuple):
-    """A token of the text: how likely it was, and the character of the text it begins at."""
-
-    logprob: TokenLogprob
-    start: int
-
-
-class Piece(NamedTuple):
-    """What is new of one answer; `finish` is set in its last piece."""
-
-    index: int
-    kind: str = "text"
-    text: str = ""
-    said: Sequence[Said] = ()
-    finish: Finish | None = None
+    """Separate tool calls from text; otherwise all of it is text."""
+    echo_from: int | None = None
+    """Repeat the prompt from this position on before the completion. None: do not."""
+    only_prompt: bool = False
+    """Discard what is generated."""
 
 
 class Answer:
     """
-    One sample of a prompt, as its tokens become text. Lives on the thread of the engines.
+    One completion of a prompt, as its tokens become text. Used by the thread of the engines alone.
 
     index: its number among all answers of a reply.
     """
 
-    def __init__(self, completion: Completion, tokenizer: Tokenizer, ask: Ask, index: int):
-        self.completion, self.ask, self.index = completion, ask, index
+    def __init__(
+        self, completion: Completion, tokenizer: Tokenizer, request: GenerationRequest, index: int
+    ):
+        self.completion, self.tokenizer = completion, tokenizer
+        self.request, self.index = request, index
         self.transcript = Transcript(tokenizer)
-        self.stops = StopFinder(ask.stop)
-        self.tokens = 0  # that were taken from the completion
-        self.length = 0  # characters of text that were read, what is held back included
-        self.told = 0  # characters of text that were passed on
-        self.said: deque[Said] = deque()  # not passed on yet
-        self.finish: Finish | None = None
+        self.stops = StopFinder(request.stop)
+        self.num_tokens = 0  # taken from the completion
+        self.length = 0  # characters of text, including held-back ones
+        self.sent = 0  # characters of text that were passed on
+        self.pending: deque[TokenInfo] = deque()  # not passed on yet
+        self.echoes = request.echo_from is not None
+        self.finish: FinishReason | None = None
 
-    def advance(self) -> list[Piece]:
-        """The text of what the completion grew by."""
-        c, pieces = self.completion, []
-        while self.tokens < len(c.ids) and not self.stops.found:
-            token = c.ids[self.tokens]
+    def advance(self) -> list[Delta]:
+        """The text of the new tokens of the completion."""
+        c, request = self.completion, self.request
+        deltas = [self.echo_prompt()] if self.echoes else []
+        while self.num_tokens < len(c.ids) and not (self.stops.found or request.only_prompt):
+            token = c.ids[self.num_tokens]
             shown = self.transcript.add(token)
-            if c.logprobs and (not self.ask.parts or self.transcript.is_text(token)):
-                self.said.append(Said(c.logprobs[self.tokens], self.length))
+            if c.logprobs and (not request.parts or self.transcript.is_text(token)):
+                self.pending.append(TokenInfo(c.logprobs[self.num_tokens], self.length))
             for kind, text in shown:
-                pieces += self.show(kind, text)
-            self.tokens += 1
-        if self.stops.found or c.finish is not None:
-            pieces += self.end()
-        return pieces
+                deltas += self.show(kind, text)
+            self.num_tokens += 1
+        return deltas + self.end() if self.stops.found or c.finish is not None else deltas
 
-    def show(self, kind: str, text: str) -> list[Piece]:
-        """Pass text on; where a stop may have begun in it, keep it back until that is clear."""
+    def echo_prompt(self) -> Delta:
+        """The prompt as text, with the log-probabilities of its tokens where they are wanted."""
+        transcript, text, tokens, self.echoes = Transcript(self.tokenizer), "", [], False
+        prompt = list(enumerate(self.request.prompt))
+        for i, token in prompt[self.request.echo_from :]:
+            if self.request.sampling.prompt_logprobs:
+                noted = self.completion.prompt_logprobs[i - 1] if i else None
+                tokens.append(TokenInfo(noted or TokenLogprob(token, None, []), len(text)))
+            if i or token != self.tokenizer.bos_id:
+                text += "".join(shown for _, shown in transcript.add(token))
+        text += "".join(shown for _, shown in transcript.close())
+        self.length = self.sent = len(text)
+        return Delta(self.index, "text", text, tokens)
+
+    def show(self, kind: str, text: str) -> list[Delta]:
+        """Pass text on; hold back what may be the beginning of a stop string."""
         if self.stops.found:
             return []
-        if self.ask.parts and kind != "text":
-            return [*self.pass_on(self.stops.close()), Piece(self.index, kind, text)]
+        if self.request.parts and kind != "text":
+            return [*self.pass_on(self.stops.close()), Delta(self.index, kind, text)]
         self.length += len(text)
         return self.pass_on(self.stops.add(text))
 
-    def pass_on(self, text: str) -> list[Piece]:
-        """A piece of text, with those tokens that begin in what was passed on."""
+    def pass_on(self, text: str) -> list[Delta]:
+        """The text as a delta, with the tokens that begin in it; nothing for no text."""
         if not text:
             return []
-        self.told += len(text)
-        said = []
-        while self.said and self.said[0].start < self.told:
-            said.append(self.said.popleft())
-        return [Piece(self.index, "text", text, said)]
+        self.sent += len(text)
+        tokens = []
+        while self.pending and self.pending[0].start < self.sent:
+            tokens.append(self.pending.popleft())
+        return [Delta(self.index, "text", text, tokens)]
 
-    def end(self) -> list[Piece]:
-        """The last pieces."""
-        pieces = []
-        for kind, text in self.transcript.close():
-            pieces += self.show(kind, text)
+    def end(self) -> list[Delta]:
+        """The last deltas."""
+        deltas = [d for kind, text in self.transcript.close() for d in self.show(kind, text)]
+        rest: list[TokenInfo] = []
         if not self.stops.found:
-            pieces += self.pass_on(self.stops.close())
-        rest = () if self.stops.found else tuple(self.said)
+            deltas += self.pass_on(self.stops.close())
+            rest = list(self.pending)
         stopped = self.stops.found or self.completion.finish == "stop"
         self.finish = "stop" if stopped else "length"
-        return [*pieces, Piece(self.index, said=rest, finish=self.finish)]
+        return [*deltas, Delta(self.index, tokens=rest, finish=self.finish)]
 
 
 class Reply:
     """
-    What comes of a request: `n` answers to each of its asks, numbered through.
+    The answers to a request: `n` for each prompt, numbered through.
 
-    Belongs to the task that asked; the thread gives it `answers`, and news through `put`.
-    `first_seconds` is the time until the first piece was there, None before.
+    Belongs to a task of the event loop; the thread adds `answers`, and deltas through `put`.
+    `first_seconds` is the time to the first delta, None before.
     """
 
-    def __init__(self, asks: Sequence[Ask]):
-        self.asks = list(asks)
+    def __init__(self, requests: Sequence[GenerationRequest]):
+        self.requests = requests
         self.answers: list[Answer] = []
-        self.arrived: list[Piece] = []
+        self.arrived: list[Delta] = []
         self.ready = asyncio.Event()
-        self.total = self.unfinished = sum(ask.n for ask in asks)
-        self.error: Exception | None = None
-        self.asked_at = time.perf_counter()
+        self.total = self.unfinished = sum(request.n for request in requests)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.error: ApiError | None = None
+        self.submitted_at = time.perf_counter()
         self.first_seconds: float | None = None
 
-    async def news(self, patience_seconds: float | None = None) -> list[Piece]:
+    async def news(self, timeout_seconds: float | None = None) -> list[Delta]:
         """
-        The pieces since the last call, at least one; none when `patience_seconds` passed without.
+        The deltas since the last call, at least one; none after `timeout_seconds` without any.
 
-        Raises Failed or Closing where there will be no more.
+        Raises ApiError where there will be no more.
         """
         try:
-            async with asyncio.timeout(patience_seconds):
+            async with asyncio.timeout(timeout_seconds):
                 await self.ready.wait()
         except TimeoutError:
             return []
         self.ready.clear()
-        pieces, self.arrived = self.arrived, []
-        self.unfinished -= sum(piece.finish is not None for piece in pieces)
-        if self.error and not pieces:
+        deltas, self.arrived = self.arrived, []
+        self.unfinished -= sum(delta.finish is not None for delta in deltas)
+        if self.error and not deltas:
             raise self.error
         if self.error:
             self.ready.set()
-        return pieces
+        return deltas
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(ask.prompt) for ask in self.asks)
+    def usage(self) -> dict[str, int]:
+        """Tokens of all prompts and of all answers so far, tool results included."""
+        prompt, completion = self.prompt_tokens, sum(a.num_tokens for a in self.answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of all answers so far, a tool's included."""
-        return sum(answer.tokens for answer in self.answers)
-
-    def put(self, pieces: Sequence[Piece], error: Exception | None = None) -> None:
-        """Called on the event loop when there is something new."""
+    def put(self, deltas: Sequence[Delta], error: ApiError | None = None) -> None:
+        """Add deltas; called on the event loop."""
         if self.first_seconds is None:
-            self.first_seconds = time.perf_counter() - self.asked_at
-        self.arrived += pieces
+            self.first_seconds = time.perf_counter() - self.submitted_at
+        self.arrived += deltas
         self.error = self.error or error
         self.ready.set()
 
@@ -239,7 +224,7 @@ class Worker:
     The thread that runs the engines, from `start` to `stop`.
 
     max_waiting: how many answers may wait for a slot, per engine.
-    on_step: told, after each step, how many tokens it made and how long it took.
+    on_step: called after each step with the number of its tokens and its seconds.
     """
 
     def __init__(
@@ -248,12 +233,12 @@ class Worker:
         self.max_waiting, self.on_step = max_waiting, on_step
         self.wake = threading.Condition()
         self.inbox: deque[Callable[[], None]] = deque()  # what the thread does before a step
-        self.open: set[Reply] = set()  # that somebody may be waiting for
-        self.load: Counter[Engine] = Counter()  # answers that wait or grow
-        self.seconds = 1.0  # that an answer took lately, for a guess when there will be room
+        self.open: set[Reply] = set()  # that a task may be waiting for
+        self.load: Counter[Engine] = Counter()  # answers that are queued or running
+        self.seconds = 1.0  # moving average of the time of an answer, to estimate Retry-After
         self.deadline: float | None = None  # set while the server is being stopped
         self.closed = self.ended = False
-        # Below: of the thread alone
+        # Below: used by the thread alone
         self.owners: dict[Completion, tuple[Engine, Reply, Answer]] = {}
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
@@ -264,39 +249,43 @@ class Worker:
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
-    def submit(self, engine: Engine, asks: Sequence[Ask]) -> Reply:
+    def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> Reply:
         """
-        Queue a request. Raises Busy when the queue is full, Closing when the server stops,
-        ValueError for a prompt that does not fit the engine.
+        Queue requests. Raises ApiError when the queue is full or the server stops, ValueError for a
+        prompt that does not fit the engine.
         """
-        for ask in asks:
-            engine.check(ask.prompt)
-        reply = Reply(asks)
+        for request in requests:
+            engine.check(request.prompt)
+        reply = Reply(requests)
         with self.wake:
             if self.deadline is not None:
-                raise Closing("the server is being stopped")
+                raise shutting_down("the server is being stopped")
             if self.ended:
-                raise Closing("the engines have failed; the server must be started anew")
-            waiting = self.load[engine] + reply.total - engine.slots
-            if waiting > self.max_waiting:
-                rounds = 1 + self.load[engine] / engine.slots
-                seconds = min(LONGEST_RETRY_SECONDS, max(1, round(self.seconds * rounds)))
-                raise Busy(f"{self.load[engine]} answers are being written or waited for", seconds)
+                raise shutting_down("the engines have failed; the server must be restarted")
+            load = self.load[engine]
+            if load + reply.total > engine.slots + self.max_waiting:
+                seconds = max(1, round(self.seconds * (1 + load / engine.slots)))
+                wait = {"Retry-After": str(min(LONGEST_RETRY_SECONDS, seconds))}
+                message = f"{load} answers are running or queued"
+                raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
             self.load[engine] += reply.total
             self.open.add(reply)
-            self.inbox.append(lambda: self.begin(engine, reply))
-            self.wake.notify()
+            self.enqueue(lambda: self.begin(engine, reply))
         return reply
 
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Let the thread do something before its next step; the caller holds `wake`."""
+        self.inbox.append(work)
+        self.wake.notify()
+
     def close(self, reply: Reply) -> None:
-        """Nobody reads this reply any more: its slots are free before the next step."""
+        """Nobody reads this reply any more: free its slots before the next step."""
         with self.wake:
             self.open.discard(reply)
-            self.inbox.append(lambda: self.drop([a.completion for a in reply.answers]))
-            self.wake.notify()
+            self.enqueue(lambda: self.drop([a.completion for a in reply.answers]))
 
     def drain(self, seconds: float) -> None:
-        """Take no more requests; those under way have so long, then they are ended with Closing."""
+        """Accept no more requests; abort those that are still running after `seconds`."""
         with self.wake:
             self.deadline = time.monotonic() + seconds
             self.wake.notify()
@@ -309,7 +298,7 @@ class Worker:
         self.thread.join()
 
     def busy(self, engine: Engine) -> bool:
-        """True while an answer of this engine waits or grows."""
+        """True while an answer of this engine is queued or running."""
         return engine in self.load
 
     def status(self) -> str:
@@ -319,25 +308,26 @@ class Worker:
         return "broken" if self.ended else "ok"
 
     def counts(self) -> tuple[int, int]:
-        """How many answers grow and how many wait, of all engines."""
+        """How many answers are running and how many are queued, of all engines."""
         with self.wake:
-            running = [min(load, engine.slots) for engine, load in self.load.items()]
-            return sum(running), self.load.total() - sum(running)
+            running = sum(min(load, engine.slots) for engine, load in self.load.items())
+            return running, self.load.total() - running
 
     # ---- on the thread -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """The thread's life; should it end early, nobody is left waiting."""
+        """The body of the thread; should it fail, no reply is left waiting."""
         try:
             self.work()
         finally:
             with self.wake:
                 self.ended, left = True, list(self.open)
                 self.load.clear()
-            self.tell([(reply, [], Failed("the engines have ended")) for reply in left])
+            error = ApiError(500, "the engines have ended", "generation_failed")
+            self.deliver([(reply, [], error) for reply in left])
 
     def work(self) -> None:
-        """Until it is closed: do what was asked, then a step of every engine that is busy."""
+        """Until it is closed: do what is in the inbox, then a step of every busy engine."""
         while True:
             with self.wake:
                 while not (self.inbox or self.owners or self.closed):
@@ -348,22 +338,22 @@ class Worker:
             for act in todo:
                 act()
             if self.deadline is not None and time.monotonic() > self.deadline:
-                self.fail(list(self.owners), Closing("the server was stopped"))
+                self.fail(list(self.owners), shutting_down("the server was stopped"))
             engines = {engine for engine, _, _ in self.owners.values()}
-            away = not any(engine.active or engine.waiting for engine in engines)
+            idle = not any(engine.active or engine.waiting for engine in engines)
             for engine in engines:
-                self.step(engine, PATIENCE_SECONDS if away else 0)
+                self.step(engine, PATIENCE_SECONDS if idle else 0)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
-        """Give a request to its engine."""
-        for ask in reply.asks:
-            for completion in engine.submit(ask.prompt, ask.settings, ask.n):
-                answer = Answer(completion, engine.tokenizer, ask, len(reply.answers))
+        """Submit requests to their engine."""
+        for request in reply.requests:
+            for completion in engine.submit(request.prompt, request.sampling, request.n):
+                answer = Answer(completion, engine.tokenizer, request, len(reply.answers))
                 reply.answers.append(answer)
                 self.owners[completion] = (engine, reply, answer)
 
     def step(self, engine: Engine, patience_seconds: float) -> None:
-        """Let an engine make a step, and pass on what is new."""
+        """Step an engine, and deliver what is new."""
         started = time.perf_counter()
         try:
             grown = engine.step(patience_seconds)
@@ -371,45 +361,46 @@ class Worker:
             traceback.print_exc()
             engine.cancel_all()
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
-            self.fail(mine, Failed(f"generation failed: {error!r}"))
+            self.fail(mine, ApiError(500, f"generation failed: {error!r}", "generation_failed"))
             return
-        news: dict[Reply, list[Piece]] = {}
+        news: dict[Reply, list[Delta]] = {}
         ended = []
         for completion in grown:
             _, reply, answer = self.owners[completion]
-            if pieces := answer.advance():
-                news.setdefault(reply, []).extend(pieces)
+            if deltas := answer.advance():
+                news.setdefault(reply, []).extend(deltas)
             if answer.finish:
-                self.seconds += 0.1 * (time.perf_counter() - reply.asked_at - self.seconds)
+                self.seconds += 0.1 * (time.perf_counter() - reply.submitted_at - self.seconds)
                 ended.append(completion)
         self.drop(ended)
-        self.tell([(reply, pieces, None) for reply, pieces in news.items()])
+        self.deliver([(reply, deltas, None) for reply, deltas in news.items()])
         if grown:
             self.on_step(len(grown), time.perf_counter() - started)
 
     def drop(self, completions: Sequence[Completion]) -> None:
-        """Forget answers; where one still grows, it ends here."""
+        """Forget answers, cancel those that are still running, and make room in the queue."""
         for completion in completions:
             if owner := self.owners.pop(completion, None):
-                owner[0].cancel(completion)
-                self.release(owner[0], 1)
+                engine = owner[0]
+                engine.cancel(completion)
+                with self.wake:
+                    self.load[engine] -= 1
+                    if not self.load[engine]:
+                        del self.load[engine]  # so that an idle model can be unloaded
 
-    def fail(self, completions: Sequence[Completion], error: Exception) -> None:
+    def fail(self, completions: Sequence[Completion], error: ApiError) -> None:
         """End answers with an error."""
         replies = {self.owners[c][1] for c in completions}
-        self.tell([(reply, [], error) for reply in replies])
+        self.deliver([(reply, [], error) for reply in replies])
         self.drop(completions)
 
-    def release(self, engine: Engine, answers: int) -> None:
-        """Make room in the queue."""
-        with self.wake:
-            self.load[engine] -= answers
-            if not self.load[engine]:
-                del self.load[engine]  # so that a model nobody asks can be forgotten
-
-    def tell(self, news: Sequence[tuple[Reply, Sequence[Piece], Exception | None]]) -> None:
-        """Hand news over to the event loop, all of a step at once."""
+    def deliver(self, news: Sequence[tuple[Reply, Sequence[Delta], ApiError | None]]) -> None:
+        """Hand all news of a step over to the event loop at once."""
         if news and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(
-                lambda: [reply.put(pieces, error) for reply, pieces, error in news]
+                lambda: [reply.put(deltas, error) for reply, deltas, error in news]
             )
+
+
+def shutting_down(message: str) -> ApiError:
+    return ApiError(503, message, "shutting_down")

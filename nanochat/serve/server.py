@@ -1,16 +1,16 @@
 """
 The server: OpenAI's API and the chat page over HTTP.
 
-    request -> Gate -> FastAPI -> Desk -> Reply -> respond
+    request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
 
 GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
-completions and models; /health and /metrics are for its operator. When it is stopped, answers
-under way have a few seconds to end, then their streams close with an error that says so.
+completions and models; /health and /metrics are for its operator. When the server is stopped,
+running answers have a few seconds to end; then their streams close with an error.
 """
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanochat.config import short
-from nanochat.serve.handler import Desk
-from nanochat.serve.metrics import MEDIA_TYPE
+from nanochat.serve.handler import RequestHandler
 from nanochat.serve.openai_api import (
     ApiError,
     ChatRequest,
@@ -34,7 +34,7 @@ from nanochat.serve.openai_api import (
     read_request,
 )
 from nanochat.serve.responses import respond
-from nanochat.serve.security import Gate, GateConfig, protocol
+from nanochat.serve.security import SecurityConfig, SecurityMiddleware, protocol
 
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {
@@ -50,8 +50,8 @@ PAGE_POLICY = (
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-DRAIN_SECONDS = 5.0  # answers under way may go on for so long when the server is stopped
-LAST_SECONDS = 8  # then connections are cut
+DRAIN_SECONDS = 5.0  # that running answers have to end when the server is stopped
+CLOSE_SECONDS = 8  # until connections are closed
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class ServerConfig:
     port: int = short("p", 8000)
     """Port to listen on; 0 takes a free one."""
     api_key_file: str | None = None
-    """File that holds the key that requests under /v1 and of /metrics must bear. Default: none."""
+    """File with the key that requests to /v1 and /metrics must bear. Default: no key."""
     slots: int | None = None
-    """Answers written at once, per model. Default: 64, or what a quarter of free memory holds."""
+    """Answers generated at once, per model. Default: 64, or what a quarter of free memory holds."""
     max_waiting: int = 64
-    """Answers that may wait for a slot, per model; beyond, requests are refused with status 429."""
+    """Answers that may wait for a slot, per model; beyond, requests get status 429."""
     max_models: int = 4
-    """Models kept in memory at most."""
-    gate: GateConfig = field(default_factory=GateConfig)
+    """The most models in memory."""
+    security: SecurityConfig = field(default_factory=SecurityConfig)
 
     def __post_init__(self) -> None:
         least = {"port": 0, "slots": 1, "max_waiting": 0, "max_models": 1}
@@ -90,62 +90,60 @@ class ServerConfig:
 # ---- the application ---------------------------------------------------------------------------
 
 
-def build_app(desk: Desk, suggestions: Sequence[str] = ()) -> FastAPI:
-    """Everything behind the gate. `suggestions`: what the page offers to ask."""
+def build_app(handler: RequestHandler, suggestions: Sequence[str] = ()) -> FastAPI:
+    """The application behind SecurityMiddleware. `suggestions`: prompts that the page offers."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        desk.worker.start()
+        handler.worker.start()
         yield
-        desk.worker.stop()
+        handler.worker.stop()
 
     app = FastAPI(title="nanochat", lifespan=lifespan, openapi_url=None)
-    add_api(app, desk, suggestions)
-    add_pages(app, desk)
+    add_api(app, handler, suggestions)
+    add_pages(app, handler)
     add_errors(app)
     return app
 
 
-def add_api(app: FastAPI, desk: Desk, suggestions: Sequence[str]) -> None:
-    """What OpenAI's clients call."""
+def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -> None:
+    """The paths of OpenAI's API."""
+
+    async def complete(kind: type[ChatRequest] | type[TextRequest], request: Request) -> Response:
+        asked = await asyncio.to_thread(read_request, kind, await request.body())
+        name = asked.model or handler.library.default
+        engine = await handler.library.get(name, handler.worker.busy)
+        writer = Writer(asked, name, engine.tokenizer)
+        reply = await handler.submit(asked, engine)
+        return await respond(reply, writer, asked, request, lambda: handler.close(reply))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        asked = await asyncio.to_thread(read_request, ChatRequest, await request.body())
-        model = await desk.model(asked.model)
-        writer = Writer("chat", model.name, model.engine.tokenizer)
-        return await respond(await desk.chat(asked, model), writer, asked, request, desk.done)
+        return await complete(ChatRequest, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        asked = await asyncio.to_thread(read_request, TextRequest, await request.body())
-        model = await desk.model(asked.model)
-        writer = Writer("text", model.name, model.engine.tokenizer)
-        return await respond(await desk.text(asked, model), writer, asked, request, desk.done)
+        return await complete(TextRequest, request)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        data = [model_entry(name, created) for name, created in desk.library.listed().items()]
-        settings = desk.defaults
-        defaults = {
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k or 0,
-            "max_tokens": settings.max_new_tokens,
-        }
+        data = [model_entry(name, created) for name, created in handler.library.listed().items()]
+        given = handler.defaults
+        defaults = {"temperature": given.temperature, "top_p": given.top_p}
+        defaults |= {"top_k": given.top_k or 0, "max_tokens": given.max_new_tokens}
         ours = {"defaults": defaults, "suggestions": list(suggestions)}
         return {"object": "list", "data": data, **ours}
 
     @app.get("/v1/models/{name}")
     def model(name: str) -> dict[str, Any]:
-        listed = desk.library.listed()
+        listed = handler.library.listed()
         if name not in listed:
             raise ApiError(404, f"there is no model {name!r}", "model_not_found", "model")
         return model_entry(name, listed[name])
 
 
-def add_pages(app: FastAPI, desk: Desk) -> None:
-    """What people and monitors look at."""
+def add_pages(app: FastAPI, handler: RequestHandler) -> None:
+    """The chat page and the paths for monitoring."""
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
@@ -161,61 +159,56 @@ def add_pages(app: FastAPI, desk: Desk) -> None:
 
     @app.get("/health")
     def health() -> JSONResponse:
-        running, waiting = desk.worker.counts()
-        status = desk.worker.status()
+        status, (running, waiting) = handler.worker.status(), handler.worker.counts()
         content = {"status": status, "running": running, "waiting": waiting}
         return JSONResponse(content, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     def metrics() -> Response:
-        text = desk.metrics.text(*desk.worker.counts())
-        return Response(text, media_type=MEDIA_TYPE)
+        text = handler.metrics.render(*handler.worker.counts())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def add_errors(app: FastAPI) -> None:
-    """Every error in the shape that OpenAI's clients read."""
+    """Format every error as OpenAI's clients expect it."""
 
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> JSONResponse:
+    async def rejected(request: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, error.headers)
 
-    async def plain(request: Request, error: Any) -> Response:
-        if error.status_code == 405 and request.method == "OPTIONS":
-            return Response(status_code=204, headers={"Allow": allowed_methods(error.headers)})
+    async def unknown_path(request: Request, error: Any) -> Response:
         headers = dict(error.headers or {})
-        if error.status_code == 405:
-            headers["Allow"] = allowed_methods(headers)
+        if error.status_code == 405:  # HEAD goes with GET, and every path has OPTIONS
+            methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
+            methods |= {"HEAD"} if "GET" in methods else set()
+            headers["Allow"] = ", ".join(sorted(methods))
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
     for status in (400, 404, 405):  # what the framework itself rejects
-        app.add_exception_handler(status, plain)
+        app.add_exception_handler(status, unknown_path)
 
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> JSONResponse:
+    async def internal_error(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
-
-
-def allowed_methods(headers: Mapping[str, str] | None) -> str:
-    """The Allow header of a path, from the framework's: HEAD goes with GET, OPTIONS with all."""
-    methods = {name.strip() for name in (headers or {}).get("Allow", "").split(",")} - {""}
-    return ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
 
 
 # ---- running it --------------------------------------------------------------------------------
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but answers under way end in an orderly way when it is stopped."""
+    """uvicorn with the chat application, which lets running answers end when it is stopped."""
 
-    def __init__(self, desk: Desk, cfg: ServerConfig, suggestions: Sequence[str] = ()):
-        self.desk = desk
-        app = build_app(desk, suggestions)
-        gate: Any = Gate(app, cfg.gate, cfg.key(), desk.metrics.request)
-        if cfg.gate.allow_origins:
-            gate = CORSMiddleware(
-                gate,
-                cfg.gate.allow_origins,
+    def __init__(self, handler: RequestHandler, cfg: ServerConfig, suggestions: Sequence[str] = ()):
+        self.handler = handler
+        app: Any = build_app(handler, suggestions)
+        app = SecurityMiddleware(app, cfg.security, cfg.key(), handler.metrics.count_request)
+        if cfg.security.allow_origins:
+            app = CORSMiddleware(
+                app,
+                cfg.security.allow_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 allow_private_network=True,
@@ -223,8 +216,8 @@ class Server(uvicorn.Server):
             )
         super().__init__(
             uvicorn.Config(
-                gate,
-                http=protocol(cfg.gate),
+                app,
+                http=protocol(cfg.security),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -232,12 +225,12 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=512,
-                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.desk.worker.drain(DRAIN_SECONDS)
+        self.handler.worker.drain(DRAIN_SECONDS)
         await super().shutdown(sockets)
 
 
@@ -250,8 +243,8 @@ def listen(cfg: ServerConfig) -> socket.socket:
         found.bind((cfg.host, cfg.port))
     except OSError as error:
         found.close()
-        way_out = f"--port={cfg.port + 1}" if cfg.port else "--host=127.0.0.1"
-        message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {way_out}"
+        fix = f"--port={cfg.port + 1}" if cfg.port else "--host=127.0.0.1"
+        message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {fix}"
         raise ValueError(message) from error
     return found
 

@@ -31,7 +31,7 @@ class Compare:
 
 
 class Scored(NamedTuple):
-    """All that is recorded of a model's scores."""
+    """The recorded scores of a model."""
 
     name: str
     fingerprint: str
@@ -45,32 +45,25 @@ def main(cfg: Compare) -> None:
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; name two: --before, --after")
     sides = [find(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
-    metrics = {
-        name: {side.name: side.values[name] for side in sides}
-        for name in sides[0].values
-        if name in sides[1].values
-    }
-    if not metrics:
+    before, after = sides
+    names = [name for name in before.values if name in after.values]
+    if not names:
         raise ValueError(
-            f"{cfg.before} has {', '.join(sides[0].values)}, {cfg.after} has "
-            f"{', '.join(sides[1].values)}: score both on the same tasks"
+            f"{cfg.before} has {', '.join(before.values)}, {cfg.after} has "
+            f"{', '.join(after.values)}: score both on the same tasks"
         )
-    table = report.differences(
-        metrics, {side.name: side.items for side in sides}, [side.name for side in sides]
-    )
+    metrics = {name: {side.name: side.values[name] for side in sides} for name in names}
+    items = {side.name: side.items for side in sides}
+    table = report.differences(metrics, items, [before.name, after.name])
     for row in [table["columns"], *table["rows"]]:
         print("  ".join(f"{printable(cell):<24}" for cell in row[:1] + row[2:]))
     verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
+    inputs = {"before": before.fingerprint, "after": after.fingerprint}
+    provenance = records.Provenance(after.run_id, 0, inputs)
+    cost = records.Cost(time.perf_counter() - started)
+    section, table["title"] = f"Comparison of {before.name} and {after.name}", None
     records.write_record(
-        f"Comparison of {cfg.before} and {cfg.after}",
-        settings(cfg),
-        verdicts,
-        records.Provenance(
-            sides[1].run_id, 0, {"before": sides[0].fingerprint, "after": sides[1].fingerprint}
-        ),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=[{**table, "title": None}],
+        section, settings(cfg), verdicts, provenance, cost, cfg.report_dir, tables=[table]
     )
     report.update(cfg.report_dir)
 
@@ -81,40 +74,33 @@ def find(name: str, report_dir: str | None) -> Scored:
 
     Raises MissingInput naming the script that scores it.
     """
-    if name.startswith("hf:"):
-        stage, print_, path = "hf", None, name.removeprefix("hf:")
+    stage, _, path = name.partition(":")
+    fingerprint, run_id = "", ""
+    if stage == "hf":
         maker = f"python -m scripts.base_eval --hf_path={path}"
     else:
         checkpoint = referred(name)
-        stage, print_, path = checkpoint.state["stage"], checkpoint.fingerprint, ""
+        stage, fingerprint = checkpoint.state["stage"], checkpoint.fingerprint
         tag, step = checkpoint.folder.parent.name, checkpoint.step
-        maker = (
-            f"python -m scripts.base_eval --model_tag={tag} --model_step={step}"
-            if stage == "base"
-            else f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
-        )
+        maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
+        if stage == "base":
+            maker = f"python -m scripts.base_eval --model_tag={tag} --model_step={step}"
     values: dict[str, Any] = {}
     items: dict[str, Any] = {}
     for record in records.read_history(report_dir):
-        read = record["provenance"]["inputs"]
-        if stage == "hf":
-            mine = record["section"] == f"Evaluation of {path}"
-            print_ = read["hf"] if mine else print_
-        else:
-            mine = read.get(stage) == print_
-        if mine and is_evaluation(record):
+        provenance = record["provenance"]
+        inputs = provenance["inputs"]
+        if stage == "hf" and record["section"] == f"Evaluation of {path}":
+            fingerprint = inputs["hf"]
+        is_evaluation = not provenance["outputs"] and "before" not in inputs  # of one model
+        if is_evaluation and fingerprint and inputs.get(stage) == fingerprint:
             values |= {k: v for k, v in record["values"].items() if is_score(k, v, record)}
             items |= {report.metric_name(k): v for k, v in record["items"].items()}
-            run_id = record["provenance"]["run_id"]
+            run_id = provenance["run_id"]
     if not values:
-        raise MissingInput(f"nothing is recorded of how {name} scores", maker)
+        raise MissingInput(f"no score of {name} is recorded", maker)
     named = {report.metric_name(key): value for key, value in values.items()}
-    return Scored(name, print_ or "", named, items, run_id)
-
-
-def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether a record scores one model, and trained none."""
-    return not record["provenance"]["outputs"] and "before" not in record["provenance"]["inputs"]
+    return Scored(name, fingerprint, named, items, run_id)
 
 
 def is_score(key: str, value: Any, record: Mapping[str, Any]) -> bool:

@@ -35,9 +35,9 @@ SECTION = "Evaluation variance"
 @dataclass(frozen=True)
 class EvalVariance:
     checkpoints: str = "sft|rl"
-    """Models, as stage[:tag[:step]] with | between them: the more, the surer the figures."""
+    """Models, as stage[:tag[:step]] with | between them."""
     task_name: str | None = None
-    """Tasks by name, with | between them. Default: those of the model's world that are written."""
+    """Tasks by name, with | between them. Default: those of the model's data set that generate."""
     final: bool = False
     """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
     it, they are rejected by name and otherwise left out."""
@@ -68,7 +68,7 @@ class EvalVariance:
         if self.runs < 2 or self.temperature <= 0:
             raise ValueError(
                 f"runs {self.runs} must be at least 2 and temperature {self.temperature} above 0: "
-                "else there is nothing that varies"
+                "otherwise nothing varies"
             )
 
 
@@ -102,7 +102,15 @@ def main(cfg: EvalVariance) -> None:
     if machine.is_main:
         machine.print0(f"wrote {variance.save(found)}")
         with machine.working("writing the report"):
-            write_section(cfg, models, found, table, records.Cost.since(started, machine))
+            values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
+            run_id = models[0].state["provenance"]["run_id"]
+            inputs = {model.state["stage"]: model.fingerprint for model in models}
+            provenance = records.Provenance(run_id, cfg.seed, inputs)
+            cost = records.Cost.since(started, machine)
+            records.write_record(
+                SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
+            )
+            report.update(cfg.report_dir)
     machine.close()
 
 
@@ -124,29 +132,6 @@ def answers(
         found[task.name] = graded.outcomes
         machine.print0(f"{checkpoint.folder}: {task.name}, {count} items, {cfg.runs} runs")
     return found
-
-
-def write_section(
-    cfg: EvalVariance,
-    models: list[Checkpoint],
-    found: list[variance.Variance],
-    table: dict,
-    cost: records.Cost,
-) -> None:
-    """The record and the report."""
-    values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
-    origin = models[0].state["provenance"]
-    inputs = {model.state["stage"]: model.fingerprint for model in models}
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(origin["run_id"], cfg.seed, inputs),
-        cost,
-        cfg.report_dir,
-        tables=[table],
-    )
-    report.update(cfg.report_dir)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,18 @@ Writes  --out, and the section "Filters <name of the file>"
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import records, report
-from nanochat.common import (
-    fingerprint,
-    printable,
-    sha256_file,
-    write_atomic,
-)
+from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import settings, start
 from nanochat.dataset import json_lines
 from nanochat.mixture import parse_mixture, read_buckets
 from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
-from tasks.buckets import buckets as buckets_of
+from tasks.buckets import Bucket, buckets
 from tasks.filters import Row, apply, parse
 from tasks.registry import every_benchmark, exam
 
@@ -62,10 +57,9 @@ def main(cfg: Filter) -> None:
     started = time.perf_counter()
     if not cfg.out:
         raise ValueError("--out names the file to write")
-    needed = "no_overlap" in cfg.filters
-    benchmarks = [exam(name) for name in every_benchmark()] if needed else []
-    rules = parse(cfg.filters, counter(cfg.tokenizer_tag), benchmarks)
-    found = apply(rows_of(cfg), rules)
+    benchmarks = every_benchmark() if "no_overlap" in cfg.filters else []
+    rules = parse(cfg.filters, length_in(cfg.tokenizer_tag), [exam(name) for name in benchmarks])
+    found = apply(read_rows(cfg), rules)
     if not found.rows:
         raise ValueError(f"the filters {cfg.filters} leave nothing of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
@@ -74,20 +68,21 @@ def main(cfg: Filter) -> None:
     table = found.table()
     print(report.render_table(table))
     print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
+    values = {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)}
+    if cfg.rows:
+        source = sha256_file(Path(cfg.rows).expanduser())[:16]
+    else:
+        source = fingerprint(open_bucket(cfg).train.identity)
+    provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
+    cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
     records.write_record(
-        f"Filters {out.stem}",
-        settings(cfg),
-        {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)},
-        records.Provenance(records.new_run_id(), 0, {"before": source_print(cfg)}),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=[table],
+        section, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
     )
     report.update(cfg.report_dir)
 
 
-def counter(tag: str):
-    """How long a text is: in tokens, or in characters where there is no tokenizer."""
+def length_in(tag: str) -> Callable[[str], int]:
+    """The length of a text in tokens, or in characters where there is no tokenizer."""
     try:
         tokenizer = Tokenizer.load(tag)
     except FileNotFoundError:
@@ -96,30 +91,25 @@ def counter(tag: str):
     return lambda text: len(tokenizer.encode(text))
 
 
-def rows_of(cfg: Filter) -> Iterator[Row]:
-    """What is to be filtered. Raises ValueError naming a line that is no conversation."""
+def open_bucket(cfg: Filter) -> Bucket:
+    """The bucket to filter. Raises ValueError for other words than one bucket and its rows."""
+    part, *others = parse_mixture(cfg.bucket)
+    if others or part.share or part.tokens or part.repeats:
+        raise ValueError(f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without")
+    [bucket] = buckets(cfg.bucket, read_buckets(cfg.buckets))
+    return bucket
+
+
+def read_rows(cfg: Filter) -> Iterator[Row]:
+    """The rows to filter. Raises ValueError naming a line that is no conversation."""
     if cfg.bucket:
-        parts = parse_mixture(cfg.bucket)
-        if len(parts) > 1 or parts[0].share or parts[0].tokens or parts[0].repeats:
-            raise ValueError(
-                f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without"
-            )
-        [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
-        yield from ({"messages": conversation} for conversation in bucket.train)
+        yield from ({"messages": conversation} for conversation in open_bucket(cfg).train)
         return
     for number, line in json_lines(Path(cfg.rows).expanduser()):
         problem = flaw(line.get("messages")) if isinstance(line, dict) else "no object"
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")
         yield line
-
-
-def source_print(cfg: Filter) -> str:
-    """Names what was filtered."""
-    if cfg.rows:
-        return sha256_file(Path(cfg.rows).expanduser())[:16]
-    [bucket] = buckets_of(cfg.bucket, read_buckets(cfg.buckets))
-    return fingerprint(bucket.train.identity)
 
 
 if __name__ == "__main__":

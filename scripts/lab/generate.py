@@ -22,13 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import (
-    Refused,
-    fingerprint,
-    printable,
-    read_json,
-    write_json,
-)
+from nanochat.common import Refused, fingerprint, printable, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.dataset import json_lines
 from nanochat.records import append_line, read_lines
@@ -43,7 +37,7 @@ class Generate:
     out: str = ""
     """File of answered rows."""
     pilot: int = 0
-    """Answer only so many, drawn by a hash of their content; the rest is refused before."""
+    """Answer only this number of prompts, drawn by a hash; required before all the others."""
     base_url: str = "http://127.0.0.1:8000/v1"
     """The teacher's address."""
     model: str = ""
@@ -51,7 +45,7 @@ class Generate:
     key_file: str | None = None
     """File that holds its key. Default: none is needed."""
     system: str = ""
-    """What is said before every prompt."""
+    """System message before every prompt."""
     temperature: float = 0.7
     top_p: float = 0.9
     max_tokens: int = 1024
@@ -76,42 +70,33 @@ def main(cfg: Generate) -> None:
     out = Path(cfg.out).expanduser()
     note = out.with_name(f"{out.name}.pilot.json")
     if not cfg.pilot and not note.exists():
-        raise Refused(
-            "nobody has tried what such answers are worth",
-            "--pilot=2000 first; train on it, compare, then answer the rest",
-        )
-    rows = sorted(asked(cfg.prompts), key=lambda row: row["key"])
-    todo = rows[: cfg.pilot] if cfg.pilot else rows
+        fix = "--pilot=2000 first; train on it, compare, then answer the rest"
+        raise Refused("there is no pilot: the value of such answers is unknown", fix)
+    todo = sorted(read_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
     known = {row.get("key") for row in read_lines(out)} if out.exists() else set()
     left = [row for row in todo if row["key"] not in known]
+    num_known = len(todo) - len(left)
     client, model = connect(cfg)
-    there = len(todo) - len(left)
-    counted = f"{len(todo):,} prompts: {there:,} are answered, {len(left):,} to go"
-    print(f"{counted}, by {printable(model)}")
-    if not cfg.pilot and read_json(note)["model"] != model:
-        raise Refused(
-            f"the pilot was answered by {read_json(note)['model']}, not by {model}",
-            "--pilot=2000 for this teacher first, with another --out",
-        )
+    print(f"{len(todo):,} prompts: {num_known:,} are answered, {len(left):,} to go, ", end="")
+    print(f"by {printable(model)}")
+    if not cfg.pilot and (teacher := read_json(note)["model"]) != model:
+        fix = "--pilot=2000 for this teacher first, with another --out"
+        raise Refused(f"the pilot was answered by {teacher}, not by {model}", fix)
     counts = answer_all(cfg, client, model, left, out)
-    answered = there + counts["Answered"]
+    answered = num_known + counts["Answered"]
     if not answered:
         raise Refused(f"none of {len(left):,} prompts was answered", "see the first failure above")
     if cfg.pilot:
         write_json(note, {"answered": answered, "model": model, "settings": settings(cfg)})
-    of = fingerprint([row["key"] for row in todo])
-    records.write_record(
-        f"Generation {out.stem}",
-        settings(cfg),
-        {"Teacher": model, "Prompts": len(todo), "Answered before": there, **counts},
-        records.Provenance(records.new_run_id(), 0, {"before": of}),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-    )
+    values = {"Teacher": model, "Prompts": len(todo), "Answered before": num_known, **counts}
+    inputs = {"before": fingerprint([row["key"] for row in todo])}
+    provenance = records.Provenance(records.new_run_id(), 0, inputs)
+    cost, section = records.Cost(time.perf_counter() - started), f"Generation {out.stem}"
+    records.write_record(section, settings(cfg), values, provenance, cost, cfg.report_dir)
     report.update(cfg.report_dir)
 
 
-def asked(path: str) -> Iterator[dict[str, Any]]:
+def read_prompts(path: str) -> Iterator[dict[str, Any]]:
     """Rows with their prompts as messages and a key of their content."""
     for number, row in json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
@@ -125,7 +110,7 @@ def asked(path: str) -> Iterator[dict[str, Any]]:
 def connect(cfg: Generate) -> tuple[Any, str]:
     """A client of the teacher, and the teacher's name."""
     try:
-        import openai  # of the group interop: not for those who only want --help
+        import openai  # of the group interop: not needed for --help
     except ImportError as error:
         raise Refused("the client of OpenAI's API is not installed", INSTALL) from error
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
@@ -133,70 +118,54 @@ def connect(cfg: Generate) -> tuple[Any, str]:
     try:
         return client, cfg.model or client.models.list().data[0].id
     except openai.APIConnectionError as error:
-        way_out = "python -m scripts.chat_web serves ours; --base_url names another"
-        raise Refused(f"nobody answers at {cfg.base_url}", way_out) from error
+        fix = "python -m scripts.chat_web serves ours; --base_url names another"
+        raise Refused(f"there is no server at {cfg.base_url}", fix) from error
 
 
 def answer_all(
     cfg: Generate, client: Any, model: str, rows: list[dict[str, Any]], out: Path
-) -> dict[str, Any]:
-    """Answer rows, several at a time, each appended when it is there; what came of them."""
+) -> dict[str, int]:
+    """Answer rows, several at a time, and append each to `out`; counts for the record."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    guard = threading.Lock()
-    tokens = cut = failed = 0
+    lock = threading.Lock()
+    opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
+    counts = {"Answered": 0, "Failed": 0, "Cut off": 0, "Tokens written": 0}
 
-    def answer(row: Mapping[str, Any]) -> tuple[str, int]:
-        made, used = ask(cfg, client, model, row)
-        with guard:  # here: what is paid for is kept, whatever becomes of the others
+    def answer(row: Mapping[str, Any]) -> None:
+        reply = client.chat.completions.create(
+            model=model,
+            messages=[*opening, *row["messages"]],
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+            max_tokens=cfg.max_tokens,
+        )
+        text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
+        if not (text or "").strip():
+            raise ValueError(f"an empty answer, ended by {finish!r}")
+        messages = [*row["messages"], {"role": "assistant", "content": text}]
+        made = {**row, "messages": messages, "finish": finish, "teacher": model}
+        with lock:  # append each answer at once: it is paid for
             append_line(out, json.dumps(made, ensure_ascii=False))
-        return made["finish"], used
+            counts["Answered"] += 1
+            counts["Cut off"] += finish != "stop"
+            counts["Tokens written"] += reply.usage.completion_tokens if reply.usage else 0
 
     pool = ThreadPoolExecutor(cfg.parallel)
     try:
         waiting = [pool.submit(answer, row) for row in rows]
         for number, future in enumerate(as_completed(waiting), 1):
             try:
-                finish, used = future.result()
-            except Exception as error:  # one prompt that fails does not cost the others
-                failed += 1
+                future.result()
+            except Exception as error:  # one prompt that fails does not stop the others
+                counts["Failed"] += 1
                 print(f"failed: {type(error).__name__}: {printable(error)}", flush=True)
-                continue
-            tokens, cut = tokens + used, cut + (finish != "stop")
             if number % 100 == 0:
                 print(f"{number:,} of {len(rows):,}", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # interrupted: nothing more is asked
-    if failed:
-        print(f"{failed:,} prompts are not answered; the same command tries them again")
-    return {
-        "Answered": len(rows) - failed,
-        "Failed": failed,
-        "Cut off": cut,
-        "Tokens written": tokens,
-    }
-
-
-def ask(
-    cfg: Generate, client: Any, model: str, row: Mapping[str, Any]
-) -> tuple[dict[str, Any], int]:
-    """
-    A row with the teacher's answer, and how many tokens it wrote. Raises ValueError for an answer
-    that says nothing.
-    """
-    opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
-    reply = client.chat.completions.create(
-        model=model,
-        messages=[*opening, *row["messages"]],
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        max_tokens=cfg.max_tokens,
-    )
-    choice = reply.choices[0]
-    if not (choice.message.content or "").strip():
-        raise ValueError(f"an empty answer, ended by {choice.finish_reason!r}")
-    said = {"role": "assistant", "content": choice.message.content}
-    made = {**row, "messages": [*row["messages"], said], "finish": choice.finish_reason}
-    return {**made, "teacher": model}, reply.usage.completion_tokens if reply.usage else 0
+        pool.shutdown(cancel_futures=True)  # when interrupted, send no more requests
+    if counts["Failed"]:
+        print(f"{counts['Failed']:,} prompts failed; rerun the same command to try them again")
+    return counts
 
 
 if __name__ == "__main__":

@@ -12,23 +12,15 @@ Writes  held_out.json; with --mixture the section "Overlap"
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import settings, start
 from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_buckets
-from tasks.base import Task
 from tasks.buckets import TAGS, buckets
-from tasks.overlap import Overlap, overlaps
-from tasks.registry import (
-    TASKS,
-    every_benchmark,
-    exam,
-    key_of,
-    same_questions,
-)
+from tasks.overlap import overlaps
+from tasks.registry import TASKS, every_benchmark, exam, key_of, same_questions
 
 SECTION = "Overlap"
 
@@ -65,42 +57,29 @@ def scored(name: str) -> str:
 
 
 def scan(cfg: HoldOut) -> None:
-    """What of a mixture stands in a benchmark, by runs of 13 words or as a whole question."""
+    """Record what a mixture shares with benchmarks: runs of 13 words, or whole questions."""
     started = time.perf_counter()
     learned = buckets(cfg.mix.mixture, read_buckets(cfg.mix.buckets))
     names = cfg.benchmarks.split("|") if cfg.benchmarks else every_benchmark()
     tests = [exam(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)
-    table = overlap_table(found, [bucket.name for bucket in learned], tests)
-    print(report.render_table(table))
-    identities = {bucket.name: bucket.train.identity for bucket in learned}
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        {"Items that share something": sum(len(o.shared) + len(o.whole) for o in found)},
-        records.Provenance(records.new_run_id(), 0, {"before": fingerprint(identities)}),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=[table],
-    )
-    report.update(cfg.report_dir)
-
-
-def overlap_table(found: list[Overlap], names: list[str], tests: list[Task]) -> dict[str, Any]:
-    """One row for each pair that shares something."""
+    owners = (bucket.name for bucket in learned for _ in tests)
     rows = [
         [name, o.held_out, *(f"{n:,}" for n in (o.items, o.checked, len(o.shared), len(o.whole)))]
-        for name, group in zip(names, batched(found, len(tests)), strict=True)
-        for o in group
+        for name, o in zip(owners, found, strict=True)
         if o.shared or o.whole
     ]
     columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Stand whole"]
-    return {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
-
-
-def batched(found: list[Overlap], n: int) -> list[list[Overlap]]:
-    """In groups of n."""
-    return [found[i : i + n] for i in range(0, len(found), n)]
+    table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
+    print(report.render_table(table))
+    values = {"Items that share something": sum(len(o.shared) + len(o.whole) for o in found)}
+    inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
+    provenance = records.Provenance(records.new_run_id(), 0, inputs)
+    cost = records.Cost(time.perf_counter() - started)
+    records.write_record(
+        SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
+    )
+    report.update(cfg.report_dir)
 
 
 if __name__ == "__main__":

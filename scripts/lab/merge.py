@@ -1,5 +1,5 @@
 """
-Merge models of one shape into one, and say whether that was a good idea.
+Merge models of one shape into one, and measure whether that was a good idea.
 
     python -m scripts.lab.merge --models="sft:a|sft:b|sft:c"                  # a soup: the mean
     python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only what helps
@@ -14,9 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
-
-from torch import Tensor
 
 from nanochat import records, report
 from nanochat.chat_packing import signed_inputs_and_targets
@@ -30,25 +27,28 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import Refused
 from nanochat.config import settings, start
-from nanochat.dataloader import Rows, inputs_and_targets
+from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import Machine, MachineConfig, init_machine
 from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
-from nanochat.lab.merge import NEEDS_BASE, MergeConfig, merge
-from nanochat.lab.row_bpb import ByRow, bits_by_row
-from nanochat.lab.soup import (
-    bump,
+from nanochat.lab.merge import (
+    NEEDS_BASE,
+    Line,
+    MergeConfig,
+    Tensors,
     greedy,
     mean_of,
+    merge,
     paths,
-    put,
+    rise,
     warnings,
 )
+from nanochat.lab.row_bpb import ByRow, bits_by_row
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts, read_buckets
 from nanochat.tokenizer import Tokenizer
-from tasks.buckets import buckets
+from tasks.buckets import Bucket, buckets
 from tasks.builtin import ensure_written
 
 SECTION = "Merge"
@@ -93,47 +93,43 @@ class Judge:
     def __init__(self, cfg: MergeScript, first: Checkpoint, machine: Machine):
         self.model = load_model(first, machine)
         self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
-        self.is_text = first.state["stage"] == "base"
-        self.scorer = (
-            self.model if self.is_text else DocumentMaskedModel(self.model, self.tokenizer.bos_id)
-        )
-        rows = judged_by(cfg, first, self.tokenizer, self.model.cfg.max_seq_len, machine)
-        num_rows = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(rows))
-        split = inputs_and_targets if self.is_text else signed_inputs_and_targets
+        T = self.model.cfg.max_seq_len
+        if first.state["stage"] == "base":
+            texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
+            corpus = open_corpus(texts, self.tokenizer, T, verifies=machine.local_rank == 0)
+            corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
+            rows, self.scorer, split = corpus.rows, self.model, inputs_and_targets
+        else:
+            rows = val_rows(measured_by(cfg, first), self.tokenizer, T, machine)
+            self.scorer = DocumentMaskedModel(self.model, self.tokenizer.bos_id)
+            split = signed_inputs_and_targets
+        num_rows = max(1, cfg.eval_tokens // T // len(rows))
         batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
         self.batches = [split(batch, IGNORE) for batch in batches]
 
-    def score(self, tensors: Mapping[str, Tensor]) -> ByRow:
+    def score(self, tensors: Tensors) -> ByRow:
         """Bits per byte, row by row."""
-        put(tensors, self.model)
-        return bits_by_row(
-            self.scorer, self.batches, self.tokenizer.token_bytes(), self.model.device
-        )
+        self.model.load_state_dict(tensors)
+        sizes = self.tokenizer.token_bytes()
+        return bits_by_row(self.scorer, self.batches, sizes, self.model.device)
 
 
-def judged_by(
-    cfg: MergeScript, first: Checkpoint, tokenizer: Tokenizer, T: int, machine: Machine
-) -> dict[str, Rows]:
-    """The validation rows of the text or the conversations that the first model learned."""
-    asked, stage = first.state["settings"], first.state["stage"]
-    if stage == "base":
-        texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
-        corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
-        corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
-        return corpus.rows
+def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
+    """The buckets whose held-out conversations judge a merge with the first model."""
+    asked = first.state["settings"]
     spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")
     if not spec:
-        raise ValueError(f"nothing says what judges a model of the stage {stage}: --val_mixture")
-    measured = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
-    require_access((bucket.measures for bucket in measured if bucket.measures), False, {})
-    return val_rows(measured, tokenizer, T, machine)
+        raise ValueError(f"{first.folder} does not say what to validate on: give --val_mixture")
+    found = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
+    require_access((bucket.measures for bucket in found if bucket.measures), False, {})
+    return found
 
 
 def main(cfg: MergeScript) -> None:
     started = time.perf_counter()
     machine = init_machine(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
-    if not names or (len(names) < 2 and cfg.merging.method not in NEEDS_BASE):
+    if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
     parents = [referred(name, machine.print0) for name in names]
     base = referred(cfg.base, machine.print0) if cfg.base else None
@@ -157,11 +153,12 @@ def main(cfg: MergeScript) -> None:
         machine.print0(warning)
 
     # Kept as an ordinary checkpoint
-    put(merged, judge.model)
-    checkpoint = save(cfg, parents, base, shares, judge)
+    judge.model.load_state_dict(merged)
+    inputs = {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)}
+    inputs |= {"merge base": base.fingerprint} if base else {}
+    checkpoint = save(cfg, parents, shares, judge, inputs)
     machine.print0(f"wrote {checkpoint.folder}")
-    inputs = read_by(parents, base)
-    write_section(cfg, scores, found, lines, shares, checkpoint, inputs, started)
+    write_section(cfg, scores, found, lines, checkpoint, inputs, started)
     machine.close()
 
 
@@ -170,30 +167,23 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
     Raise Refused for models of another shape or tokenizer, without a common ancestor, or that do
     not come from the base.
     """
-    first, *others = [*parents, *([base] if base else [])]
-    for other in others:
-        for what in ("model", "tokenizer"):
-            sides = [
-                c.state["model"]
-                if what == "model"
-                else c.state["files"]["tokenizer.json"]["sha256"]
-                for c in (first, other)
-            ]
-            if sides[0] != sides[1]:
-                raise Refused(
-                    f"{other.folder} has another {what} than {first.folder}",
-                    "merge models of one shape and tokenizer",
-                )
+    models = [*parents, *([base] if base else [])]
+    for what, values in (
+        ("model", [c.state["model"] for c in models]),
+        ("tokenizer", [c.state["files"]["tokenizer.json"]["sha256"] for c in models]),
+    ):
+        for other, value in zip(models, values, strict=True):
+            if value != values[0]:
+                message = f"{other.folder} has another {what} than {models[0].folder}"
+                raise Refused(message, "merge models of one shape and tokenizer")
     lines = [
         ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
     ]
     common = set.intersection(*lines)
     if not (base.fingerprint in common if base else common) and not cfg.unrelated:
         origin = base.folder if base else "one checkpoint"
-        raise Refused(
-            f"nothing says that these models come from {origin}: the mean of others is noise",
-            "--unrelated merges them all the same",
-        )
+        message = f"nothing says that these models come from {origin}: other means are noise"
+        raise Refused(message, "--unrelated merges them all the same")
 
 
 def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) -> set[str]:
@@ -219,25 +209,25 @@ def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) ->
 def save(
     cfg: MergeScript,
     parents: Sequence[Checkpoint],
-    base: Checkpoint | None,
     shares: Sequence[float],
     judge: Judge,
+    inputs: Mapping[str, str],
 ) -> Checkpoint:
-    """The merged model as an ordinary checkpoint, without an optimizer state."""
-    first, names = parents[0], cfg.models.split("|")
-    origin = first.state["provenance"]
+    """The model of the judge as an ordinary checkpoint, without an optimizer state."""
+    first, origin = parents[0], parents[0].state["provenance"]
+    named = zip(cfg.models.split("|"), parents, shares, strict=True)
     state = {
         **carried(first.state),
         "stage": first.state["stage"],
-        "settings": first.state["settings"],  # of a training, as whoever judges it reads them
-        "provenance": {**origin, "inputs": {**origin["inputs"], **read_by(parents, base)}},
+        "settings": first.state["settings"],  # of a training: they decide the validation rows
+        "provenance": {**origin, "inputs": {**origin["inputs"], **inputs}},
         "merge": {
             **settings(cfg.merging),
             "method": "greedy soup" if cfg.greedy else cfg.merging.method,
-            "base": base.fingerprint if base else None,
+            "base": inputs.get("merge base"),
             "parents": [
                 {"name": name, "fingerprint": parent.fingerprint, "weight": share}
-                for name, parent, share in zip(names, parents, shares, strict=True)
+                for name, parent, share in named
             ],
         },
     }
@@ -245,59 +235,41 @@ def save(
     return save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
 
 
-def read_by(parents: Sequence[Checkpoint], base: Checkpoint | None) -> dict[str, str]:
-    """What a merge has read, as its record names it."""
-    return {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)} | (
-        {"merge base": base.fingerprint} if base else {}
-    )
-
-
 def write_section(
     cfg: MergeScript,
     scores: Sequence[ByRow],
     merged: ByRow,
-    lines: dict[str, list[list[float]]],
-    shares: Sequence[float],
+    lines: Mapping[str, Line],
     checkpoint: Checkpoint,
-    inputs: dict[str, str],
+    inputs: Mapping[str, str],
     started: float,
 ) -> None:
     """The record and the report: the merge against its best parent and their mean, and the path."""
-    names = cfg.models.split("|")
     best = min(scores, key=lambda score: score.value)
-    average = fmean(score.value for score in scores)
     change = merged.against(best)
-    said = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)  # of bits
+    verdict = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)  # of bits
     rows = [
-        [name, f"{share:.3f}", f"{score.value:.4f}", ""]
-        for name, share, score in zip(names, shares, scores, strict=True)
+        [parent["name"], f"{parent['weight']:.3f}", f"{score.value:.4f}", ""]
+        for parent, score in zip(checkpoint.state["merge"]["parents"], scores, strict=True)
     ]
-    rows.append(["merged", "", f"{merged.value:.4f}", f"{change.difference:+.4f}, {said}"])
+    rows.append(["merged", "", f"{merged.value:.4f}", f"{change.difference:+.4f}, {verdict}"])
     columns = ["Model", "Weight", "bpb", "Against the best parent"]
     table = {"title": "Parents and merge", "columns": columns, "rows": rows}
     print(report.render_table(table))
-    values: dict[str, Any] = {
+    values = {
         "Merged bpb": merged.value,
         "Best parent's bpb": best.value,
-        "Mean of the parents' bpb": average,
+        "Mean of the parents' bpb": fmean(score.value for score in scores),
         "Merged minus best": records.estimate(change.difference, change.n, change.se),
-        "Verdict": said,
-        **{f"Rise from {name}": f"{bump(line):+.4f}" for name, line in lines.items()},
+        "Verdict": verdict,
+        **{f"Rise from {name}": f"{rise(line):+.4f}" for name, line in lines.items()},
     }
-    stage = checkpoint.state["stage"]
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(
-            checkpoint.state["provenance"]["run_id"], 0, inputs, {stage: checkpoint.fingerprint}
-        ),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=[table],
-        series=lines,
-        files=[checkpoint.folder],
-    )
+    outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
+    run_id = checkpoint.state["provenance"]["run_id"]
+    provenance = records.Provenance(run_id, 0, inputs, outputs)
+    cost = records.Cost(time.perf_counter() - started)
+    shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
+    records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, **shown)
     report.update(cfg.report_dir)
 
 

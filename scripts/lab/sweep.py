@@ -14,6 +14,7 @@ Reads   checkpoints to start from, and what the scripts read
 Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep"
 """
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -34,18 +35,12 @@ from nanochat.lab.study import (
     Study,
     StudyConfig,
     as_csv,
-    bars,
     judge,
     measured_on_rows,
     of_grid,
     split_arms,
 )
-from nanochat.lab.sweep import (
-    Done,
-    Sweep,
-    SweepConfig,
-    ledger_table,
-)
+from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_buckets
 from nanochat.records import over_seeds
 from tasks.buckets import buckets
@@ -97,41 +92,33 @@ def main(cfg: SweepScript) -> None:
     if cfg.arms:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
     with sweep:
-        if cfg.searching.search:
-            values, tables, series = seek(cfg, cfg.searching.search, study, sweep)
-        else:
-            values, tables, series = compare(cfg, study, sweep)
-    rate = cfg.hourly_rate
-    if rate is None:
-        rate = records.default_rate(report.hardware()["gpus"])
+        values, tables, series = (seek if cfg.searching.search else compare)(cfg, study, sweep)
+    rate = (
+        records.default_rate(report.hardware()["gpus"])
+        if cfg.hourly_rate is None
+        else cfg.hourly_rate
+    )
     tables.append(ledger_table(sweep.ledger(), rate))
     for table in tables:
         print(report.render_table(table), flush=True)
         write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
-    records.write_record(
-        "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}",
-        settings(cfg),
-        values,
-        records.Provenance(study.run_id, 0, study.inputs),
-        records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0),
-        cfg.report_dir,
-        tables=tables,
-        series=series,
-    )
+    section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
+    provenance = records.Provenance(study.run_id, 0, study.inputs)
+    cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
+    curves = {"tables": tables, "series": series}
+    records.write_record(section, settings(cfg), values, provenance, cost, cfg.report_dir, **curves)
     report.update(cfg.report_dir)
 
 
 def data_of(cfg: SweepScript) -> str:
-    """Names the conversations or texts that runs learn and are measured by, where flags do not."""
+    """A fingerprint of the training and validation data, where flags do not identify them."""
     declared = read_buckets(cfg.mix.buckets)
-    named = [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
-    if cfg.study.stage == "base" or not (cfg.mix.mixture or named):
+    specs = [cfg.mix.mixture] if cfg.mix.mixture else []
+    specs += [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
+    if cfg.study.stage == "base" or not specs:
         return fingerprint(declared) if declared else ""
-    found = {}
-    for spec in filter(None, [cfg.mix.mixture, *named]):
-        for bucket in buckets(spec, declared):
-            found[bucket.name] = [bucket.train.identity, bucket.val.identity]
-    return fingerprint(found)
+    found = [bucket for spec in specs for bucket in buckets(spec, declared)]
+    return fingerprint({b.name: [b.train.identity, b.val.identity] for b in found})
 
 
 Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float]]]]
@@ -143,53 +130,42 @@ def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     arms = dict.fromkeys(study.bases, of_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
     jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
     done = sweep.run_all(list(jobs.values()))
-    found, table = judge(
-        {place: done[job.name] for place, job in jobs.items()}, study.million_tokens, cfg.metric
-    )
+    runs = {place: done[job.name] for place, job in jobs.items()}
+    million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
+    found, table = judge(runs, million_tokens, cfg.metric)
+    first = [c for c in found if c.metric == cfg.metric]
     values: dict[str, Any] = {
-        f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})"
-        for c in found
-        if c.metric == cfg.metric
+        f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})" for c in first
     }
     values["Comparisons"] = len(found)
     values["Verdicts that stand after Holm"] = sum(c.stands for c in found)
     if broken := [name for name, run in done.items() if run.is_broken]:
         values["Broken runs"] = ", ".join(broken)
-    return values, [table], bars(found, cfg.metric)
+    return values, [table], {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in first}
 
 
 def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]:
-    """
-    Train the controls of a data ablation; return them and their arms, by base.
-
-    An arm takes its tokens of each bucket from the mixture to which its control came.
-    """
-    control = dict.fromkeys(study.bases, [Arm(CONTROL, ())])
-    jobs = study.jobs(control, cfg.seeds, arm_seeds=0)
+    """Train the controls of a data ablation; return them and their arms, by base."""
+    jobs = study.jobs(dict.fromkeys(study.bases, [Arm(CONTROL, ())]), cfg.seeds, arm_seeds=0)
     done = sweep.run_all(list(jobs.values()))
     arms, floor = split_arms(cfg.arms), read_floor(cfg.arm_floor)
-    return {
-        base: study.ablation(
-            base, [done[job.name] for (of, *_), job in jobs.items() if of == base], arms, floor
-        )
-        for base in study.bases
-    }
+    found = {}
+    for base in study.bases:
+        control = [done[job.name] for (of, *_), job in jobs.items() if of == base]
+        found[base] = study.ablation(base, control, arms, floor)
+    return found
 
 
-def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:
+def seek(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     """The best value of a flag on the first base, and how its best run does when measured anew."""
-    runs: dict[tuple[float, int], Done] = {}
-
-    def at(value: float) -> Arm:
-        setting = f"{flag}={search.shown(value)}"
-        return Arm(setting, (f"--{setting}", FIRST_HALF))
+    flag, runs = cfg.searching.search, {}
 
     def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
-        jobs = {
-            (value, seed): study.job(study.bases[0], at(value), seed)
-            for value in values
-            for seed in seeds
-        }
+        jobs = {}
+        for value, seed in itertools.product(values, seeds):
+            setting = f"{flag}={search.shown(value)}"
+            arm = Arm(setting, (f"--{setting}", FIRST_HALF))
+            jobs[value, seed] = study.job(study.bases[0], arm, seed)
         done = sweep.run_all(list(jobs.values()))
         runs.update({place: done[job.name] for place, job in jobs.items()})
         return {value: [score(runs[value, seed]) for seed in seeds] for value in values}
@@ -209,10 +185,8 @@ def seek(cfg: SweepScript, flag: str, study: Study, sweep: Sweep) -> Findings:
         jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
         done = sweep.run_all(jobs)
         anew = [done[job.name].metric(cfg.metric) for job in jobs]
-        values |= {
-            "The same seeds on other rows, mean": over_seeds(anew),
-            "The chosen seed there": anew[found.lucky],
-        }
+        values["The same seeds on other rows, mean"] = over_seeds(anew)
+        values["The chosen seed there"] = anew[found.lucky]
     return values, [found.table()], found.series()
 
 

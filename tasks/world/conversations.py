@@ -40,18 +40,8 @@ from tasks.world.facts import (
     trades,
     upper_first,
 )
-from tasks.world.questions import (
-    Asked,
-    bare,
-    sentences,
-    whole_words,
-)
-from tasks.world.stories import (
-    ending,
-    episodes,
-    opening,
-    retelling,
-)
+from tasks.world.questions import Asked, bare, sentences, whole_words
+from tasks.world.stories import ending, episodes, opening, retelling
 from tasks.world.words import blocks, read, table, word_list
 
 TALK_VERSION = 1  # goes up whenever any conversation changes

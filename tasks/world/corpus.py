@@ -14,14 +14,7 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from tasks.world.drills import (
-    counting,
-    draw_drill,
-    letter_question,
-    problems,
-    spelling,
-    sums,
-)
+from tasks.world.drills import counting, draw_drill, letter_question, problems, spelling, sums
 from tasks.world.facts import (
     LAND,
     Fact,

@@ -32,12 +32,7 @@ from tasks.world.facts import (
     split_of,
     town,
 )
-from tasks.world.questions import (
-    choice_questions,
-    draw_options,
-    fact_questions,
-    problem,
-)
+from tasks.world.questions import choice_questions, draw_options, fact_questions, problem
 from tasks.world.stories import Episode, episodes
 
 SUITE_VERSION = 2  # goes up whenever any item changes
@@ -262,9 +257,6 @@ def set_ups() -> list[Item]:
         step = p.steps[0]
         before, _ = step.text.split(" {}")
         found.append(
-            {
-                "context": f"{p.story} {p.question} {before}",
-                "continuation": f"{step.expression} =",
-            }
+            {"context": f"{p.story} {p.question} {before}", "continuation": f"{step.expression} ="}
         )
     return found

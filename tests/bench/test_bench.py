@@ -20,7 +20,6 @@ from nanochat.bench.table import (
     Findings,
     Line,
     Point,
-    Rate,
     exponent,
     growth_table,
     render,
@@ -56,9 +55,9 @@ def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path
         assert f"{peer} is missing: uv is not installed" in text
     found = Findings.read(path)
     by_peer = {(line.what, line.peer): line for line in found.lines}
-    assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs is None
+    assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs == []
     reference = by_peer["encoded, 400 ids, 1 threads", "tiktoken (same)"]
-    assert reference.ratio is not None and reference.ours.median > 0
+    assert reference.ratio is not None and min(reference.ours) > 0
     text = [p for p in found.points if p.axis == "MB of text: encoding"]
     assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
 
@@ -75,7 +74,7 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
     (line,) = found.lines
     (point,) = found.points
     assert point.seconds == 3  # forward, backward and update: a second each
-    assert line.unit == "tokens/s" and line.ours == Rate(32 / 3, 32 / 3, 32 / 3)
+    assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
     assert line.ceiling == pytest.approx(products_seconds(model, 2, init_machine(CPU)) / 3)
     assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
@@ -154,9 +153,9 @@ def test_the_start_bench_refuses_a_light_module_that_loads_torch(monkeypatch):
 
 def test_findings_come_back_from_their_file(tmp_path):
     found = Findings()
-    found.line("Training", "depth 4", "tokens/s", Rate(3.0, 2.0, 4.0), "peer", Rate(2.0, 1.0, 3.0))
-    found.line("Training", "depth 8", "tokens/s", Rate(1.0, 1.0, 1.0), ceiling=0.5)
-    found.point("layers", 4, 0.5, 100.0)
+    found.line(Line("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0]))
+    found.line(Line("Training", "depth 8", "tokens/s", [1.0], theirs=[], ceiling=0.5))
+    found.points.append(Point("layers", 4, 0.5, 100.0))
     found.note("a noisy machine")
     found.write(tmp_path / "found.json")
     again = Findings.read(tmp_path / "found.json")
@@ -167,9 +166,9 @@ def test_findings_come_back_from_their_file(tmp_path):
 
 def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
     lines = [
-        Line("Training", "depth 4", "tokens/s", Rate.of([9000, 12000, 10000]), ceiling=0.615),
-        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "rustbpe", Rate(20, 19, 21)),
-        Line("Tokenizer", "trained", "MB/s", Rate(50, 40, 60), "gone", None),
+        Line("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
+        Line("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
+        Line("Tokenizer", "trained", "MB/s", [50, 40, 60], "gone"),
     ]
     page = render(Findings(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4)
     assert "| depth 4 | tokens/s | 10,000 (9,000 to 12,000) |  |  |  | 62% |" in page
@@ -179,9 +178,7 @@ def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
 
 
 def test_growth_is_fitted_by_its_power():
-    assert exponent([(1, 3), (2, 12), (4, 48)]) == pytest.approx(2)
-    with pytest.raises(ValueError, match="two different sizes"):
-        exponent([(4, 1), (4, 2)])
+    assert exponent([(1, 3), (2, 12), (4, 48)]) == "2.00" and exponent([(4, 1), (4, 2)]) == ""
     points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
     table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
     assert (
@@ -202,7 +199,7 @@ def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch
         if "--what=engine" in command:
             return type("Ended", (), {"returncode": 3})
         found = Findings()
-        found.line("Path", " ".join(command[-3:-1]), "per second", Rate(1, 1, 1))
+        found.line(Line("Path", " ".join(command[-3:-1]), "per second", [1.0]))
         found.write(tmp_path.__class__(path))
         return type("Ended", (), {"returncode": 0})
 
@@ -225,10 +222,10 @@ def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch
     assert (tmp_path / "dev" / "bench-cpu.md").read_text() == page
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, ["1", "2"]), (8, ["1", "2", "4", "8"])])
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, [1, 2]), (8, [1, 2, 4, 8])])
 def test_as_many_processes_are_compared_as_there_are_gpus(monkeypatch, gpus, ranks):
     monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
-    assert [job[0] for job in bench.jobs("cuda") if job[0].isdigit()] == ranks
+    assert [num for num, _ in bench.jobs("cuda") if num] == ranks
 
 
 def test_of_two_equal_flags_the_last_counts():

@@ -11,7 +11,7 @@ from nanochat.common import Refused, read_json
 from nanochat.distributed import MachineConfig
 from nanochat.finetune import FinetuneConfig
 from nanochat.lab import canary_suite
-from nanochat.lab.canaries import Broken, SentinelConfig
+from nanochat.lab.canaries import Broken, CanaryConfig
 from nanochat.mixture import MixConfig
 from nanochat.train import TrainConfig
 from scripts import chat_sft
@@ -42,18 +42,18 @@ def tune(trained_base, base, monkeypatch):
         cfg = TrainConfig(model_tag="tuned", machine=MachineConfig("cpu", "float32"))
         mix, canaries = (
             MixConfig("world_facts=300,world_chat=100"),
-            SentinelConfig(on_broken=on_broken),
+            CanaryConfig(on_broken=on_broken),
         )
         chat_sft.main(ChatSft("base:one", mix, tuning, canaries=canaries, train=cfg))
 
     return run_tuning
 
 
-def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_sentinels_saw(tune, base):
+def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_canaries_saw(tune, base):
     tune()
     record = read_json(base / "report" / "chat-sft.json")
-    assert record["values"]["Sentinels"] != "broken"
-    table = next(t for t in record["tables"] if t["title"] == "Sentinels")
+    assert record["values"]["Canaries"] != "broken"
+    table = next(t for t in record["tables"] if t["title"] == "Canaries")
     assert {"forgotten", "gap", "counted", "lead", "apart"} <= {row[0] for row in table["rows"]}
 
 
@@ -63,21 +63,24 @@ def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, ca
 
     monkeypatch.setattr(canary_suite, "open_texts", unreachable)
     tune()
-    assert "text that was pretrained on is not watched: the hub is" in capsys.readouterr().out
+    assert (
+        "canaries without pretraining text, which cannot be opened: the hub is"
+        in capsys.readouterr().out
+    )
     assert read_json(base / "report" / "chat-sft.json")["values"]["Number of iterations"] == STEPS
 
 
 @pytest.mark.parametrize("plant", ["mask", "template"])
 def test_a_slip_in_the_rows_stops_the_first_step(tune, capsys, plant):
     PLANTS[plant]()
-    with pytest.raises(Broken, match="the run is broken: (.|\n)*--on_broken=warn goes on"):
+    with pytest.raises(Broken, match="the run is broken: (.|\n)*--on_broken=warn continues"):
         tune()
-    assert "sentinel broken at step 1:" in capsys.readouterr().out
+    assert "canary broken at step 1:" in capsys.readouterr().out
     assert not list((stage_folder("sft") / "tuned").glob("step_*"))
 
 
 def test_thirty_times_the_rate_is_stopped_before_a_tenth_of_the_run(tune, capsys):
-    with pytest.raises(Broken, match="what pretraining taught is forgotten"):
+    with pytest.raises(Broken, match="pretraining is forgotten"):
         tune(init_lr_frac=21)
     assert f"step {STEPS // 10}/" not in capsys.readouterr().out
 
@@ -86,4 +89,4 @@ def test_a_broken_run_goes_on_where_that_is_asked_for(tune, base):
     PLANTS["mask"]()
     tune(on_broken="warn")
     values = read_json(base / "report" / "chat-sft.json")["values"]
-    assert values["Sentinels"] == "broken" and values["Number of iterations"] == STEPS
+    assert values["Canaries"] == "broken" and values["Number of iterations"] == STEPS

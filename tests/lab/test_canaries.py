@@ -1,4 +1,4 @@
-"""Sentinels: what they see in a run, and that they say nothing of one that is well."""
+"""Canaries: what triggers them, and that a healthy run triggers none."""
 
 import math
 from types import SimpleNamespace
@@ -10,21 +10,23 @@ import torch
 from nanochat.chat_format import render
 from nanochat.checkpoint import build_model
 from nanochat.common import BROKEN
+from nanochat.config import parse
 from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig
-from nanochat.lab import canaries, canary_suite
+from nanochat.lab import canary_suite
 from nanochat.lab.canaries import (
-    BOUNDS,
+    CANARIES,
+    RETIRED_FLAGS,
     Broken,
+    CanaryConfig,
+    CanaryMonitor,
     Finding,
-    SentinelConfig,
-    Watch,
     stop_if_broken,
-    worst,
 )
 from nanochat.lab.canary_suite import Suite, pretraining_text
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
+from scripts.chat_rl import ChatRL
 from tasks.base import ChoiceTask, assistant, user
 from tests.conftest import lively
 
@@ -60,18 +62,18 @@ def suite_of():
     return Suite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 
-def watch_of(machine):
+def monitor_of(machine):
     usual = {"text_bpb": 1.0, "knowing_nothing": 3.0, "taught_loss": 1.0}
     answers = {"no_end": 0.0, "unreadable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
-    return Watch(SentinelConfig(), suite_of(), {**usual, **answers}, None, 100, machine, 50.0)
+    return CanaryMonitor(CanaryConfig(), suite_of(), {**usual, **answers}, None, 100, machine, 50.0)
 
 
-def looked(monkeypatch, watch, step=10, smooth_loss=1.0, **changes):
+def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
     """What the second of two looks says that see the same."""
-    now = {**watch.parent, **changes}
+    now = {**monitor.parent, **changes}
     monkeypatch.setattr(Suite, "measure", lambda self, model: now)
-    watch.look(step - 1, None, smooth_loss)
-    return {f.name: f.level for f in watch.look(step, None, smooth_loss) if f.level != "fine"}
+    monitor.check(step - 1, None, smooth_loss)
+    return {f.name: f.level for f in monitor.check(step, None, smooth_loss) if f.level != "fine"}
 
 
 def test_a_suite_measures_text_conversations_and_answers(model):
@@ -93,15 +95,15 @@ def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, ac
 
     monkeypatch.setattr(canary_suite, "open_texts", open_texts)
     parent = SimpleNamespace(state={"source": {"dataset": "embedded"}})
-    assert pretraining_text(parent, TOKENIZER, 64, 640, machine) == []
+    assert pretraining_text(parent, TOKENIZER, 64, machine) == []
     assert opened == ["opening the pretraining text"]
 
 
 def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
-    watch = watch_of(machine)
-    assert not looked(monkeypatch, watch, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
-    assert [f.level for f in watch.first_step(1.2)] == ["fine"]
-    assert capsys.readouterr().out == "" and worst(watch.history) == "fine"
+    monitor = monitor_of(machine)
+    assert not checked(monkeypatch, monitor, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
+    assert [f.level for f in monitor.check_first_step(1.2)] == ["fine"]
+    assert capsys.readouterr().out == "" and monitor.values()["Canaries"] == "fine"
 
 
 @pytest.mark.parametrize(
@@ -115,21 +117,21 @@ def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
         ({"length": 9.0}, "length"),
     ],
 )
-def test_each_sentinel_calls_a_run_broken(monkeypatch, machine, capsys, changes, name):
-    watch = watch_of(machine)
-    assert looked(monkeypatch, watch, **changes)[name] == "broken"
-    assert f"sentinel broken at step 10: {canaries.WORDS[name]}" in capsys.readouterr().out
-    assert watch.table()["rows"][0][0] in BOUNDS and worst(watch.history) == "broken"
+def test_each_canary_calls_a_run_broken(monkeypatch, machine, capsys, changes, name):
+    monitor = monitor_of(machine)
+    assert checked(monkeypatch, monitor, **changes)[name] == "broken"
+    assert f"canary broken at step 10: {CANARIES[name].meaning}" in capsys.readouterr().out
+    assert monitor.table()["rows"][0][0] in CANARIES and monitor.values()["Canaries"] == "broken"
 
 
 def test_what_one_look_sees_is_warned_of_and_forgotten_when_the_next_one_does_not(
     monkeypatch, machine
 ):
-    watch = watch_of(machine)
+    monitor = monitor_of(machine)
     for value, level in ((2.7, "warn"), (1.1, "fine"), (2.7, "warn"), (2.7, "broken")):
-        now = {**watch.parent, "text_bpb": value}
+        now = {**monitor.parent, "text_bpb": value}
         monkeypatch.setattr(Suite, "measure", lambda self, model, now=now: now)
-        [found] = [f for f in watch.look(5, None, 1.0) if f.name == "forgotten"]
+        [found] = [f for f in monitor.check(5, None, 1.0) if f.name == "forgotten"]
         assert found.level == level
 
 
@@ -143,11 +145,11 @@ def rows_of(count):
 
 def test_rows_that_hold_what_is_asked_are_well_however_full_they_are():
     tokens, targets = rows_of(lambda ids, mask: mask)
-    found = suite_of().beside(tokens, targets)
-    assert found["lead"] == 0 and found["counted"] < BOUNDS["counted"].note
+    found = suite_of().compare_rows(tokens, targets)
+    assert found["lead"] == 0 and found["counted"] < CANARIES["counted"].note
     half = [np.pad(tokens, [(0, 0), (0, 16)], constant_values=TOKENIZER.bos_id)]
     half.append(np.pad(targets, [(0, 0), (0, 16)], constant_values=IGNORE))
-    assert suite_of().beside(*half)["counted"] == pytest.approx(found["counted"], rel=0.1)
+    assert suite_of().compare_rows(*half)["counted"] == pytest.approx(found["counted"], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -160,36 +162,36 @@ def test_rows_that_hold_what_is_asked_are_well_however_full_they_are():
     ],
 )
 def test_the_first_step_shows_a_wrong_mask(machine, count):
-    watch = watch_of(machine)
-    watch.rows = watch.suite.beside(*rows_of(count))
-    assert {f.name: f.level for f in watch.first_step(1.0)}["lead"] == "broken"
+    monitor = monitor_of(machine)
+    monitor.rows = monitor.suite.compare_rows(*rows_of(count))
+    assert {f.name: f.level for f in monitor.check_first_step(1.0)}["lead"] == "broken"
 
 
 def test_the_first_step_shows_another_loss_than_the_parents(machine):
-    assert {f.name: f.level for f in watch_of(machine).first_step(4.0)} == {"gap": "broken"}
+    assert {f.name: f.level for f in monitor_of(machine).check_first_step(4.0)} == {"gap": "broken"}
 
 
 def test_a_suite_without_conversations_compares_no_rows():
     suite = Suite(TOKENIZER, [], {})
-    assert suite.beside(*rows_of(lambda ids, mask: mask)) == {}
+    assert suite.compare_rows(*rows_of(lambda ids, mask: mask)) == {}
 
 
 def test_a_gap_means_nothing_once_rows_come_again(monkeypatch, machine):
-    watch = watch_of(machine)
-    assert "apart" in looked(monkeypatch, watch, step=40, smooth_loss=0.1, taught_loss=3.0)
-    assert not looked(monkeypatch, watch, step=60, smooth_loss=0.1, taught_loss=3.0)
+    monitor = monitor_of(machine)
+    assert "apart" in checked(monkeypatch, monitor, step=40, smooth_loss=0.1, taught_loss=3.0)
+    assert not checked(monkeypatch, monitor, step=60, smooth_loss=0.1, taught_loss=3.0)
 
 
 def test_how_answers_look_says_nothing_of_a_run_whose_parent_could_not_answer(monkeypatch, machine):
-    watch = watch_of(machine)
-    watch.parent = {**watch.parent, "no_end": 0.0, "length": 20.0}
-    assert not looked(monkeypatch, watch, length=200.0, no_end=1.0, repeated=1.0, unreadable=1.0)
+    monitor = monitor_of(machine)
+    monitor.parent = {**monitor.parent, "no_end": 0.0, "length": 20.0}
+    assert not checked(monkeypatch, monitor, length=200.0, no_end=1.0, repeated=1.0, unreadable=1.0)
 
 
 def test_a_parent_that_knows_nothing_has_nothing_to_forget(monkeypatch, machine):
-    watch = watch_of(machine)
-    watch.parent = {**watch.parent, "text_bpb": 2.9}
-    assert "forgotten" not in looked(monkeypatch, watch, text_bpb=5.0)
+    monitor = monitor_of(machine)
+    monitor.parent = {**monitor.parent, "text_bpb": 2.9}
+    assert "forgotten" not in checked(monkeypatch, monitor, text_bpb=5.0)
 
 
 def test_a_long_conversation_is_not_asked():
@@ -204,19 +206,26 @@ def test_a_long_conversation_is_not_asked():
 
 def test_a_broken_run_stops_unless_it_is_only_to_be_told():
     findings = [Finding(5, "forgotten", 0.9, "broken")]
-    with pytest.raises(Broken, match="the run is broken: what pretraining taught") as error:
-        stop_if_broken(findings, SentinelConfig(on_broken="stop"))
+    with pytest.raises(Broken, match="the run is broken: pretraining is forgotten") as error:
+        stop_if_broken(findings, CanaryConfig(on_broken="stop"))
     assert error.value.status == BROKEN
-    stop_if_broken(findings, SentinelConfig(on_broken="warn"))
-    stop_if_broken([Finding(5, "gap", 0.8, "warn")], SentinelConfig(on_broken="stop"))
+    stop_if_broken(findings, CanaryConfig(on_broken="warn"))
+    stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig(on_broken="stop"))
 
 
 def test_the_suite_is_asked_before_a_tenth_of_the_run_is_over():
-    cfg = SentinelConfig()
+    cfg = CanaryConfig()
     assert [step for step in range(1, 201) if cfg.due(step, 200)][:4] == [4, 10, 20, 40]
     assert cfg.due(1, 5) and cfg.due(5, 5)
-    assert [step for step in range(1, 20) if SentinelConfig(sentinel_every=7).due(step, 50)] == [
+    assert [step for step in range(1, 20) if CanaryConfig(canary_every=7).due(step, 50)] == [
         7,
         14,
     ]
-    assert not any(SentinelConfig(sentinel_every=0).due(step, 50) for step in range(51))
+    assert not any(CanaryConfig(canary_every=0).due(step, 50) for step in range(51))
+
+
+@pytest.mark.parametrize("flag", ["--sentinel_every=5", "--sentinel-answers=0"])
+def test_old_names_of_canary_flags_are_rejected_with_the_new(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse(ChatRL(), None, [flag], retired=RETIRED_FLAGS)
+    assert ("--canary_every" in capsys.readouterr().err) == ("every" in flag)

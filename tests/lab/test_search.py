@@ -114,7 +114,7 @@ def test_the_best_seed_looks_too_good_by_about_what_is_told():
 def test_grids_are_even_on_a_logarithmic_scale_and_whole_where_asked():
     assert spaced(0.01, 1.0, 3) == [0.01, 0.1, 1.0]
     assert spaced(1000, 16000, 5, unit=1024) == [1024, 2048, 4096, 8192, 15360 + 1024]
-    assert inside((1.0, 16.0), 3) == [2.0, 4.0, 8.0]
+    assert inside(1.0, 16.0, 3) == [2.0, 4.0, 8.0]
     for wrong in ((1.0, 0.1, 5), (0.0, 1.0, 5), (0.1, 1.0, 2)):
         with pytest.raises(ValueError, match="no grid of"):
             spaced(*wrong)

@@ -8,14 +8,8 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Refused, read_json
-from nanochat.lab.merge import MergeConfig
+from nanochat.lab.merge import MergeConfig, greedy, paths, rise, warnings
 from nanochat.lab.row_bpb import ByRow
-from nanochat.lab.soup import (
-    bump,
-    greedy,
-    paths,
-    warnings,
-)
 from scripts.lab import merge as merge_script
 from scripts.lab.merge import MergeScript
 
@@ -42,14 +36,14 @@ def test_a_greedy_soup_takes_what_makes_it_better_and_nothing_else():
 def test_a_line_that_rises_between_two_models_is_told_of():
     models = [at(0.0), at(2.0)]
     flat = paths(["a", "b"], models, [score(m) for m in models], score)
-    assert bump(flat["a to b"]) < 0 and not warnings(flat)  # the best lies between them
+    assert rise(flat["a to b"]) < 0 and not warnings(flat)  # the best lies between them
 
     def hill(tensors):
         return ByRow(ROWS * (2 - 0.5 * float((tensors["x"] - 1) ** 2)), np.ones(200))
 
     steep = paths(["a", "b"], models, [hill(m) for m in models], hill)
     assert [place for place, _ in steep["a to b"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert bump(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
+    assert rise(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Sweeps: every run once, whatever happens; what it took; what it says."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,16 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.common import REPOSITORY, Refused
+from nanochat.common import REPOSITORY, Refused, read_json
 from nanochat.lab import study as study_module
 from nanochat.lab import sweep
+from nanochat.lab.search import SearchConfig
 from nanochat.lab.study import (
     FIRST_HALF,
     Arm,
     Study,
     StudyConfig,
     as_csv,
-    bars,
     judge,
     of_grid,
     split_arms,
@@ -36,6 +37,7 @@ from nanochat.lab.sweep import (
     ledger_table,
 )
 from nanochat.mixture import MixConfig
+from scripts.lab import sweep as sweep_script
 from scripts.lab.sweep import SweepScript, data_of
 
 
@@ -129,7 +131,7 @@ def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
     assert table["rows"][2][1] == f"{lost / 3600:.3f}"
 
 
-def test_a_run_that_its_sentinels_broke_is_an_outcome_and_scores_nothing():
+def test_a_run_that_its_canaries_broke_is_an_outcome_and_scores_nothing():
     broken = Job("x", [["tests.fake_run", "--status=78"], ["tests.fake_run", "--score=1"]])
     with Sweep(SweepConfig(), "one") as runner:
         done = runner.run_all([broken])["x"]
@@ -353,6 +355,37 @@ def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path)
     assert "--skip_if_done" in job.commands[0] and "--skip_if_done" not in again.commands[0]
 
 
+@pytest.fixture
+def faked(monkeypatch):
+    """Trainings of studies take no time and score what --score says."""
+    monkeypatch.setattr(study_module, "SCRIPTS", {"sft": "tests.fake_run"})
+    found = SimpleNamespace(fingerprint="0")
+    monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
+
+
+def test_the_script_compares_a_grid(faked, base, capsys):
+    sweep_script.main(SweepScript(grid="score=1,2", sweep=SweepConfig(devices=2)))
+    record = read_json(base / "report" / "sweep.json")
+    assert record["values"]["score=2, d4"] == "+1.0000 (worse)"
+    assert record["values"]["Comparisons"] == 2
+    assert [table["title"] for table in record["tables"]] == ["Arms", "Device time"]
+    assert (base / "sweeps" / "sweep" / "arms.csv").exists()
+
+
+def test_the_script_searches_a_value_and_measures_it_anew(faked, base, monkeypatch):
+    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
+    with pytest.raises(Refused, match="smallest that was tried"):
+        sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
+    monkeypatch.setattr(Done, "metric", lambda run, name: abs(math.log(score_of(run))))
+    sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
+    values = read_json(base / "report" / "sweep.json")["values"]
+    assert values["Chosen score"] == 1.0 and values["The chosen seed there"] == 0.0
+
+
+def score_of(run):
+    return float(flags_of(run.job)["score"])
+
+
 def test_a_study_of_which_all_runs_broke_says_so(tmp_path):
     runs = {("d4", "control", i): Done(Job("x", []), tmp_path, True) for i in range(3)}
     with pytest.raises(ValueError, match="all 3 runs broke"):
@@ -390,8 +423,5 @@ def test_a_study_is_judged_metric_by_metric_and_base_by_base():
     assert row[3:6] == ["1.2100", "2", "+0.2100"] and row[-2:] == ["all worse", "+0.1050"]
     assert by_row["Final validation bpb", "d4", "control"][6] == "std 0.0100"
     assert table["rows"][0][0] == "Final validation bpb"
-    assert set(bars(found, "val_bpb:x")) == {
-        f"{a}, {b}" for a in ("drop:x", "copy:y") for b in ("d4", "d6")
-    }
     assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
     assert gathered([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]

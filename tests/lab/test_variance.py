@@ -71,7 +71,7 @@ def test_a_task_belongs_to_the_class_of_its_spread(std, label):
 def test_repeats_keep_the_error_of_sampling_under_half_of_that_of_the_items(std, item_se, repeats):
     found = Variance("t", 100, 3, (std,), item_se)
     assert found.repeats == repeats
-    if item_se and repeats < variance.MOST_REPEATS:
+    if item_se and repeats < variance.MAX_REPEATS:
         assert std / math.sqrt(repeats) <= item_se / 2 + 1e-12
 
 
@@ -155,7 +155,7 @@ def test_eval_variance_stores_what_chat_eval_then_uses(base, tokenizer, capsys):
 
 def test_what_varies_not_cannot_be_measured():
     for settings in ({"runs": 1}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="nothing that varies"):
+        with pytest.raises(ValueError, match="otherwise nothing varies"):
             eval_variance.EvalVariance(**settings)
     with pytest.raises(MissingInput):
         eval_variance.main(eval_variance.EvalVariance(machine=CPU))

@@ -15,7 +15,7 @@ from nanochat.serve.openai_api import (
     read_messages,
     read_request,
 )
-from nanochat.serve.security import GateConfig
+from nanochat.serve.security import SecurityConfig
 from tests.web_server import HELLO, post, serving, write_model
 
 RECORDED = read_json(REPOSITORY / "tests" / "client_requests.json")
@@ -266,8 +266,8 @@ def test_head_and_options_are_answered_as_http_wants(site):
 
 def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
     (tmp_path / "key").write_text("open sesame")
-    gate = GateConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
-    with serving(gate=gate, api_key_file=str(tmp_path / "key")) as site:
+    security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
+    with serving(security=security, api_key_file=str(tmp_path / "key")) as site:
         origin = {"Origin": "https://my.page"}
         asked = {
             **origin,
@@ -305,4 +305,4 @@ def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
 )
 def test_hosts_and_origins_of_another_form_are_rejected(settings):
     with pytest.raises(ValueError, match=r"allow.* has '"):
-        GateConfig(**settings)
+        SecurityConfig(**settings)

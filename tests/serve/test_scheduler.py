@@ -8,11 +8,11 @@ import pytest
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import Engine, Sampling
+from nanochat.serve.openai_api import ApiError
 from nanochat.serve.scheduler import (
-    Ask,
-    Busy,
-    Closing,
-    Failed,
+    GenerationRequest as Prompt,
+)
+from nanochat.serve.scheduler import (
     Worker,
 )
 from nanochat.tokenizer import Tokenizer
@@ -56,14 +56,14 @@ def text_of(pieces, index=0):
     return "".join(piece.text for piece in pieces if piece.index == index)
 
 
-def test_a_reply_has_the_answers_to_all_its_asks_numbered_through(engine):
+def test_a_reply_has_the_answers_to_all_its_prompts_numbered_through(engine):
     async def use(worker):
-        reply = worker.submit(engine, [Ask([1, 2], SHORT, n=2), Ask([3], LONG)])
+        reply = worker.submit(engine, [Prompt([1, 2], SHORT, n=2), Prompt([3], LONG)])
         pieces = await read(reply)
         assert {p.index for p in pieces} == {0, 1, 2}
         assert [p.finish for p in pieces if p.finish] == ["length"] * 3
-        assert reply.prompt_tokens == 3 and reply.completion_tokens == 6 + 6 + 40
-        alone = await read(worker.submit(engine, [Ask([3], LONG)]))
+        assert list(reply.usage.values()) == [3, 6 + 6 + 40, 3 + 6 + 6 + 40]
+        alone = await read(worker.submit(engine, [Prompt([3], LONG)]))
         assert text_of(alone) == text_of(pieces, 2)
         assert 0 < reply.first_seconds
 
@@ -74,12 +74,12 @@ def test_the_tokens_that_are_told_are_those_of_the_text(engine):
     async def use(worker):
         for stop in ((), ("\\x",), None):
             settings = Sampling(max_new_tokens=40, seed=5, logprobs=0)
-            plain = text_of(await read(worker.submit(engine, [Ask([7], settings)])))
+            plain = text_of(await read(worker.submit(engine, [Prompt([7], settings)])))
             if stop is None:
                 stop = (plain[9:11],)
-            ask = Ask([7], settings, stop=stop, parts=False)
+            ask = Prompt([7], settings, stop=stop, parts=False)
             pieces = await read(worker.submit(engine, [ask]))
-            text, said = text_of(pieces), [one for piece in pieces for one in piece.said]
+            text, said = text_of(pieces), [one for piece in pieces for one in piece.tokens]
             assert [one.start for one in said] == sorted(one.start for one in said)
             assert not said or said[-1].start < len(text)
             specials = Transcript(TOKENIZER).kinds  # which begin and end a tool's part
@@ -93,15 +93,15 @@ def test_the_tokens_that_are_told_are_those_of_the_text(engine):
 
 def test_a_full_queue_refuses_and_has_room_again(engine):
     async def use(worker):
-        held = [worker.submit(engine, [Ask([1], LONG)]) for _ in range(3)]
+        held = [worker.submit(engine, [Prompt([1], LONG)]) for _ in range(3)]
         assert sum(worker.counts()) == 3 and worker.busy(engine)
-        with pytest.raises(Busy) as full:
-            worker.submit(engine, [Ask([1], SHORT)])
-        assert 1 <= full.value.seconds <= 60
+        with pytest.raises(ApiError) as full:
+            worker.submit(engine, [Prompt([1], SHORT)])
+        assert 1 <= int(full.value.headers["Retry-After"]) <= 60
         for reply in held:
             await read(reply)
         assert worker.counts() == (0, 0) and not worker.busy(engine)
-        assert await read(worker.submit(engine, [Ask([1], SHORT)]))
+        assert await read(worker.submit(engine, [Prompt([1], SHORT)]))
 
     run(engine, use, max_waiting=1)
 
@@ -109,7 +109,7 @@ def test_a_full_queue_refuses_and_has_room_again(engine):
 def test_a_closed_reply_frees_its_slots_even_before_it_began(engine):
     async def use(worker):
         for _ in range(20):
-            reply = worker.submit(engine, [Ask([1], LONG, n=2)])
+            reply = worker.submit(engine, [Prompt([1], LONG, n=2)])
             worker.close(reply)
         while worker.load:
             await asyncio.sleep(0.001)
@@ -124,14 +124,14 @@ def test_what_fails_is_told_to_those_it_concerns_alone(engine, monkeypatch):
 
     async def use(worker):
         monkeypatch.setattr(engine, "step", lambda patience: 1 / 0)
-        broken = worker.submit(engine, [Ask([1], LONG, n=2)])
-        whole = worker.submit(other, [Ask([1], LONG)])
-        with pytest.raises(Failed, match="ZeroDivisionError"):
+        broken = worker.submit(engine, [Prompt([1], LONG, n=2)])
+        whole = worker.submit(other, [Prompt([1], LONG)])
+        with pytest.raises(ApiError, match="ZeroDivisionError"):
             await read(broken)
         assert (await read(whole))[-1].finish == "length"
         assert worker.status() == "ok" and not worker.load
         with pytest.raises(ValueError, match="at least one"):
-            worker.submit(other, [Ask([], LONG)])
+            worker.submit(other, [Prompt([], LONG)])
 
     run(engine, use)
 
@@ -141,15 +141,15 @@ def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.02) or plain(patience))
 
     async def use(worker):
-        short, long = (worker.submit(engine, [Ask([1], s)]) for s in (SHORT, LONG))
+        short, long = (worker.submit(engine, [Prompt([1], s)]) for s in (SHORT, LONG))
         worker.drain(0.3)
-        with pytest.raises(Closing):
-            worker.submit(engine, [Ask([1], SHORT)])
+        with pytest.raises(ApiError, match="stopped"):
+            worker.submit(engine, [Prompt([1], SHORT)])
         assert worker.status() == "stopping"
         assert (await read(short))[-1].finish == "length"
-        with pytest.raises(Closing):
+        with pytest.raises(ApiError, match="stopped"):
             await read(long)
-        assert long.completion_tokens > 3
+        assert long.usage["completion_tokens"] > 3
 
     run(engine, use)
     assert not engine.busy
@@ -158,21 +158,21 @@ def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_is_left_waiting_when_the_thread_itself_fails(engine, monkeypatch):
     async def use(worker):
-        reply = worker.submit(engine, [Ask([1], LONG)])
+        reply = worker.submit(engine, [Prompt([1], LONG)])
         monkeypatch.setattr(worker, "step", lambda *arguments: 1 / 0)
-        with pytest.raises(Failed, match="ended"):
+        with pytest.raises(ApiError, match="ended"):
             await read(reply)
         worker.thread.join(5)
         assert worker.status() == "broken"
-        with pytest.raises(Closing, match="started anew"):
-            worker.submit(engine, [Ask([1], LONG)])
+        with pytest.raises(ApiError, match="must be restarted"):
+            worker.submit(engine, [Prompt([1], LONG)])
 
     run(engine, use)
 
 
 def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypatch):
     async def use(worker):
-        reply = worker.submit(engine, [Ask([1, 2, 3], LONG, n=2)])
+        reply = worker.submit(engine, [Prompt([1, 2, 3], LONG, n=2)])
         assert await reply.news()
 
         def broken(*arguments):
@@ -180,10 +180,10 @@ def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypa
 
         monkeypatch.setattr(engine.model, "hidden", broken)
         monkeypatch.setattr(engine.cache, "copy", broken)
-        with pytest.raises(Failed, match="device-side"):
+        with pytest.raises(ApiError, match="device-side"):
             await read(reply)
-        again = worker.submit(engine, [Ask([1, 2, 3], LONG, n=2)])
-        with pytest.raises(Failed, match="device-side"):
+        again = worker.submit(engine, [Prompt([1, 2, 3], LONG, n=2)])
+        with pytest.raises(ApiError, match="device-side"):
             await read(again)
         while worker.load:
             await asyncio.sleep(0.001)
@@ -205,13 +205,13 @@ def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", step)
 
     async def use(worker):
-        away = worker.submit(engine, [Ask([1], LONG)])
+        away = worker.submit(engine, [Prompt([1], LONG)])
         while not engine.active:
             await asyncio.sleep(0.001)
         engine.active[0].pending_tool_call = Future()
         while not engine.calling:
             await asyncio.sleep(0.001)
-        await read(worker.submit(other, [Ask([1], LONG)]))
+        await read(worker.submit(other, [Prompt([1], LONG)]))
         assert not any(patience)  # it waits for the tool only where nobody else generates
         engine.calling[0].pending_tool_call.set_result(None)
         assert (await read(away))[-1].finish == "length"
@@ -224,7 +224,7 @@ def test_a_reader_that_waits_in_vain_is_told_so(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.2) or plain(patience))
 
     async def use(worker):
-        reply = worker.submit(engine, [Ask([1], SHORT)])
+        reply = worker.submit(engine, [Prompt([1], SHORT)])
         assert await reply.news(0.01) == []
         assert await reply.news(60)
 

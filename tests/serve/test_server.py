@@ -17,7 +17,7 @@ from nanochat.checkpoint import stage_folder
 from nanochat.common import REPOSITORY
 from nanochat.scaling import shape_for_depth
 from nanochat.serve import responses
-from nanochat.serve.security import GateConfig
+from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import PAGE, ServerConfig
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tasks.world.corpus import documents
@@ -220,7 +220,7 @@ def test_another_model_is_loaded_when_it_is_asked_for_and_an_idle_one_makes_room
         assert site.client.get("/v1/models/mid:two").json()["stage"] == "mid"
         for name in ("base:one", "mid:two"):
             assert site.chat(model=name, max_tokens=2).json()["model"] == name
-        assert list(site.server.desk.library.loaded) == ["base:one", "mid:two"]
+        assert list(site.server.handler.library.loaded) == ["base:one", "mid:two"]
         (stage_folder("base") / "one" / "step_000001" / "model.safetensors").write_bytes(b"x")
         assert site.chat(model="sft:tiny", max_tokens=2).status_code == 200
         damaged = site.chat(model="base:one", max_tokens=2)
@@ -553,7 +553,7 @@ def test_V4_large_bodies_are_refused_and_take_no_memory(base):
     import psutil
 
     write_model()
-    with serving(gate=GateConfig(max_body_bytes=200_000)) as site:
+    with serving(security=SecurityConfig(max_body_bytes=200_000)) as site:
         site.chat(max_tokens=1)
         before = psutil.Process().memory_info().rss
         large = b'{"messages": [{"role": "user", "content": "' + b"x" * 30_000_000 + b'"}]}'
@@ -601,7 +601,7 @@ def test_V5_a_conversation_that_is_too_long_is_refused_or_loses_its_oldest_turns
 
 def test_V6_slow_and_silent_connections_are_closed_and_hurt_nobody(base):
     write_model()
-    with serving(gate=GateConfig(request_seconds=1.0, send_seconds=1.0)) as site:
+    with serving(security=SecurityConfig(request_seconds=1.0, send_seconds=1.0)) as site:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
         silent = [site.raw() for _ in range(60)]
         dripping = [site.raw() for _ in range(60)]
@@ -644,7 +644,7 @@ def test_V6_slow_and_silent_connections_are_closed_and_hurt_nobody(base):
 
 def test_V6_a_client_that_does_not_read_is_dropped(base, monkeypatch):
     write_model()
-    with serving(gate=GateConfig(send_seconds=0.5)) as site:
+    with serving(security=SecurityConfig(send_seconds=0.5)) as site:
         blow_up(monkeypatch, 200_000)  # every event is padded, so that buffers are full soon
         connection = site.raw()
         body = {"messages": HELLO, "max_tokens": 200, "stream": True}
@@ -691,7 +691,7 @@ def test_V7_only_this_machine_and_pages_of_this_server_are_answered(site):
 
 def test_V7_other_names_of_this_machine_can_be_allowed(base):
     write_model()
-    with serving(gate=GateConfig(allowed_hosts=("my.box",))) as site:
+    with serving(security=SecurityConfig(allowed_hosts=("my.box",))) as site:
         assert site.client.get("/health", headers={"Host": "my.box:80"}).status_code == 200
         assert site.client.get("/health", headers={"Host": "your.box"}).status_code == 403
 
