@@ -168,7 +168,7 @@ def attend(
             return attend_stored(q, *view.read(layer), mask, scale)
     window = None if window is None or window >= q.size(1) - 1 else window
     if mask is None:
-        mask = make_mask(backend, q.size(1), window, q.device)
+        mask = make_mask(backend, q, window)
     if backend == "blocks":
         return attend_blocks(q, k, v, mask, window, scale)
     if backend == "plain":
@@ -183,15 +183,10 @@ def attend(
 
 
 def make_mask(
-    backend: Backend,
-    T: int,
-    window: int | None,
-    device: torch.device,
-    segments: Tensor | None = None,
-    cache: "CacheView | None" = None,
+    backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    The causal mask of rows of T tokens as `backend` takes it, None where it takes `window` alone;
+    The causal mask of rows x (B, T, ...) as `backend` takes it, None where it takes `window` alone;
     with `segments` (B, T), their `segment_mask`; with a `cache`, its mask. A model makes it once
     for all layers of a forward pass.
     """
@@ -199,6 +194,7 @@ def make_mask(
         return cache.mask(window)
     if segments is not None:
         return segment_mask(segments, window)
+    T, device = x.size(1), x.device
     window = None if window is None or window >= T - 1 else window
     if backend == "flex":
         return block_mask(T, window, device)
@@ -320,13 +316,7 @@ class KVCache:
     is: a compiled step would be compiled anew for that.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        capacity: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):
         layers, slots, G, D = shape
         self.capacity = capacity
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK

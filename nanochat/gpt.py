@@ -87,9 +87,8 @@ class GPTConfig:
     def window(self, layer: int) -> int | None:
         """How many earlier tokens `layer` sees, None = all."""
         letter = self.window_pattern[layer % len(self.window_pattern)]
-        if letter == "L" or layer == self.n_layer - 1:
-            return None
-        return math.ceil(self.max_seq_len / 4 / 128) * 128
+        whole = letter == "L" or layer == self.n_layer - 1
+        return None if whole else math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether `layer` adds one to its values."""
@@ -206,9 +205,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v = Linear(C, H * D), Linear(C, G * D), Linear(C, G * D)
         self.out = Linear(H * D, C)
         self.qkv_weight: Tensor | None = None
-        self.gate = None
-        if cfg.has_value_embedding(layer):
-            self.gate = Linear(min(GATE_CHANNELS, C), G)
+        self.gate = Linear(min(GATE_CHANNELS, C), G) if cfg.has_value_embedding(layer) else None
 
     def forward(
         self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
@@ -253,9 +250,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        width = int(cfg.mlp_ratio * cfg.d_model)
-        self.up = Linear(cfg.d_model, width)
-        self.down = Linear(width, cfg.d_model)
+        C, width = cfg.d_model, int(cfg.mlp_ratio * cfg.d_model)
+        self.up, self.down = Linear(C, width), Linear(width, C)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -447,9 +443,8 @@ class GPT(nn.Module):
         """
         cfg, T = self.cfg, tokens.size(1)
         positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
-        backend, device = self.blocks[0].attention.backend, tokens.device
-        windows = {cfg.window(i) for i in range(cfg.n_layer)}
-        masks = {w: make_mask(backend, T, w, device, segments, cache) for w in windows}
+        windows, backend = map(cfg.window, range(cfg.n_layer)), self.blocks[0].attention.backend
+        masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
         x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
         if self.bigrams is not None:
             before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
