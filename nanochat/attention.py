@@ -37,11 +37,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---- Attention in blocks of queries, for CPUs and a compiler -------------------------------------
-# A block of queries is multiplied with the keys it may see as plain batched matmuls, near the
-# machine's matmul throughput; torch.compile fuses the rest into one pass over the scores. PyTorch's
-# CPU kernel takes 2.5 times as long, and 3 times with a mask (measured: T 512, bfloat16, forward
-# and backward, dev/LOG.md). Weights are kept for the backward pass, T^2 / 2 numbers a head. Without
-# compilation it is slower than PyTorch's.
+# Batched matmuls of a block of queries with the keys it may see; torch.compile fuses the rest into
+# one pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 with a mask (measured:
+# T 512, bfloat16, forward and backward, dev/LOG.md); without compilation it is faster.
 
 
 QUERIES = 128  # in a block
@@ -115,7 +113,7 @@ def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
     The sum of what each block adds to its keys, (B, G, T, D) of parts (B, G, end - first key, D).
 
-    Taken key by key: of sums into slices the compiler makes nested conditions on every number.
+    Taken key by key: sums into slices would compile into nested conditions.
     """
     ends = sorted({end for _, s, j in blocks for end in (s, j)})
     sums = []
@@ -298,9 +296,7 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
 
 
 # ---- KV cache ------------------------------------------------------------------------------------
-# A slot holds one sequence. Slots are independent, so sequences of different lengths share a batch;
-# a view gives the positions of the T new tokens of each, what they may attend to, and the previous
-# token.
+# A slot holds one sequence. Sequences of different lengths share a batch.
 
 
 BLOCK = 32  # a step reads a multiple of so many tokens
@@ -312,8 +308,7 @@ class KVCache:
 
     shape: (layers, slots, n_kv_head, head_dim); a layer that a token passes N times counts N times.
     Takes 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
-    `room` is at least a token more than any step reads, so that what it reads is never all there
-    is: a compiled step would be compiled anew for that.
+    `room` is at least a token more than any step reads, or a compiled step would be compiled anew.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):

@@ -4,9 +4,7 @@ The GPT model: a decoder-only transformer, its forward pass and initialization.
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
 Each parameter has a role (`param_roles`); optim.py maps roles to update rules. The default
-architecture adds value embeddings, residual scalars and sharper attention to
-`GPTConfig.classic`. Letters: B rows, T tokens, C model width, H query heads, G key/value heads,
-D head width, V vocabulary.
+architecture adds value embeddings, residual scalars and sharper attention to `GPTConfig.classic`.
 """
 
 import math
@@ -150,9 +148,8 @@ class Bigrams(Embedding):
 
     def use_sparse_gradient(self) -> None:
         """
-        Let the gradient list only the rows that were looked up, which saves time where batches are
-        small. Call it when the weight is where it will be trained: moving or loading a model may
-        replace the parameter, and a hook does not follow.
+        Let the gradient list only the rows that were looked up: faster for small batches. Call it
+        last: moving or loading a model may replace the parameter, and a hook does not follow.
         """
         self.sparse = True
         self.weight.register_post_accumulate_grad_hook(bound_gradient)
@@ -291,11 +288,7 @@ class ForwardContext(NamedTuple):
 
 
 class GPT(nn.Module):
-    """
-    The model. `dtype` is the compute dtype: activations and matmuls; weights are float32.
-
-    checkpoint.py builds new ones and loads saved ones.
-    """
+    """The model. `dtype` is the compute dtype: activations and matmuls; weights are float32."""
 
     attention_class = Attention
 
@@ -532,7 +525,7 @@ def fill(weight: Tensor, init: Callable[..., Any], *args: float, **settings: Any
 def for_inference(model: GPT) -> GPT:
     """
     The same model with its weights stored in the compute dtype: equal results, fewer bytes to read
-    for every token. Weights that have that dtype already are shared, but for those of attention.
+    per token. Weights of that dtype are shared, except those of attention.
     """
     with torch.device("meta"):
         twin = type(model)(model.cfg, model.dtype)
@@ -547,9 +540,6 @@ def for_inference(model: GPT) -> GPT:
 
 @torch.no_grad()
 def refresh(twin: GPT, model: GPT) -> None:
-    """
-    Give a model of `for_inference` the weights that its original has now, in place: what was
-    compiled or recorded for the twin still holds.
-    """
+    """Copy weights into a model of `for_inference`, in place: what is compiled for it holds."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))
