@@ -271,7 +271,7 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
     named = dict(run.model.named_parameters())
     averaged = {n: p.detach().clone() for n, p in named.items()}
     keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # little at first, then its share
-    table, roles = run.optimizer.table, run.model.param_roles()
+    table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), run.model.param_roles()
     optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
 
     def log(step, values):
@@ -300,7 +300,7 @@ def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     for seed in (0, 1):  # of the new weights; the rows are the same
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
-        table, roles = run.optimizer.table, model.param_roles()
+        table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), model.param_roles()
         optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
         progress = Progress()
         with Checkpoints(base / "averaged", machine, saving) as checkpoints:
