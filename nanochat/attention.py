@@ -37,11 +37,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---- Attention in blocks of queries, for CPUs and a compiler -------------------------------------
-# A block of queries is multiplied with the keys it may see as plain batched matmuls, near the
-# machine's matmul throughput; torch.compile fuses the rest into one pass over the scores. PyTorch's
-# CPU kernel takes 2.5 times as long, and 3 times with a mask (measured: T 512, bfloat16, forward
-# and backward, dev/LOG.md). Weights are kept for the backward pass, T^2 / 2 numbers a head. Without
-# compilation it is slower than PyTorch's.
+# Batched matmuls of a block of queries with the keys it may see; torch.compile fuses the rest into
+# one pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 with a mask (measured:
+# T 512, bfloat16, forward and backward, dev/LOG.md); without compilation it is faster.
 
 
 QUERIES = 128  # in a block
@@ -115,7 +113,7 @@ def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
     The sum of what each block adds to its keys, (B, G, T, D) of parts (B, G, end - first key, D).
 
-    Taken key by key: of sums into slices the compiler makes nested conditions on every number.
+    Taken key by key: sums into slices would compile into nested conditions.
     """
     ends = sorted({end for _, s, j in blocks for end in (s, j)})
     sums = []
@@ -168,7 +166,7 @@ def attend(
             return attend_stored(q, *view.read(layer), mask, scale)
     window = None if window is None or window >= q.size(1) - 1 else window
     if mask is None:
-        mask = make_mask(backend, q.size(1), window, q.device)
+        mask = make_mask(backend, q, window)
     if backend == "blocks":
         return attend_blocks(q, k, v, mask, window, scale)
     if backend == "plain":
@@ -183,15 +181,10 @@ def attend(
 
 
 def make_mask(
-    backend: Backend,
-    T: int,
-    window: int | None,
-    device: torch.device,
-    segments: Tensor | None = None,
-    cache: "CacheView | None" = None,
+    backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    The causal mask of rows of T tokens as `backend` takes it, None where it takes `window` alone;
+    The causal mask of rows x (B, T, ...) as `backend` takes it, None where it takes `window` alone;
     with `segments` (B, T), their `segment_mask`; with a `cache`, its mask. A model makes it once
     for all layers of a forward pass.
     """
@@ -199,6 +192,7 @@ def make_mask(
         return cache.mask(window)
     if segments is not None:
         return segment_mask(segments, window)
+    T, device = x.size(1), x.device
     window = None if window is None or window >= T - 1 else window
     if backend == "flex":
         return block_mask(T, window, device)
@@ -302,9 +296,7 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
 
 
 # ---- KV cache ------------------------------------------------------------------------------------
-# A slot holds one sequence. Slots are independent, so sequences of different lengths share a batch;
-# a view gives the positions of the T new tokens of each, what they may attend to, and the previous
-# token.
+# A slot holds one sequence. Sequences of different lengths share a batch.
 
 
 BLOCK = 32  # a step reads a multiple of so many tokens
@@ -316,17 +308,10 @@ class KVCache:
 
     shape: (layers, slots, n_kv_head, head_dim); a layer that a token passes N times counts N times.
     Takes 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
-    `room` is at least a token more than any step reads, so that what it reads is never all there
-    is: a compiled step would be compiled anew for that.
+    `room` is at least a token more than any step reads, or a compiled step would be compiled anew.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        capacity: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):
         layers, slots, G, D = shape
         self.capacity = capacity
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK

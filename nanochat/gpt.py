@@ -4,9 +4,7 @@ The GPT model: a decoder-only transformer, its forward pass and initialization.
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
 Each parameter has a role (`param_roles`); optim.py maps roles to update rules. The default
-architecture adds value embeddings, residual scalars and sharper attention to
-`GPTConfig.classic`. Letters: B rows, T tokens, C model width, H query heads, G key/value heads,
-D head width, V vocabulary.
+architecture adds value embeddings, residual scalars and sharper attention to `GPTConfig.classic`.
 """
 
 import math
@@ -87,9 +85,8 @@ class GPTConfig:
     def window(self, layer: int) -> int | None:
         """How many earlier tokens `layer` sees, None = all."""
         letter = self.window_pattern[layer % len(self.window_pattern)]
-        if letter == "L" or layer == self.n_layer - 1:
-            return None
-        return math.ceil(self.max_seq_len / 4 / 128) * 128
+        whole = letter == "L" or layer == self.n_layer - 1
+        return None if whole else math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether `layer` adds one to its values."""
@@ -151,9 +148,8 @@ class Bigrams(Embedding):
 
     def use_sparse_gradient(self) -> None:
         """
-        Let the gradient list only the rows that were looked up, which saves time where batches are
-        small. Call it when the weight is where it will be trained: moving or loading a model may
-        replace the parameter, and a hook does not follow.
+        Let the gradient list only the rows that were looked up: faster for small batches. Call it
+        last: moving or loading a model may replace the parameter, and a hook does not follow.
         """
         self.sparse = True
         self.weight.register_post_accumulate_grad_hook(bound_gradient)
@@ -206,9 +202,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v = Linear(C, H * D), Linear(C, G * D), Linear(C, G * D)
         self.out = Linear(H * D, C)
         self.qkv_weight: Tensor | None = None
-        self.gate = None
-        if cfg.has_value_embedding(layer):
-            self.gate = Linear(min(GATE_CHANNELS, C), G)
+        self.gate = Linear(min(GATE_CHANNELS, C), G) if cfg.has_value_embedding(layer) else None
 
     def forward(
         self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
@@ -253,9 +247,8 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        width = int(cfg.mlp_ratio * cfg.d_model)
-        self.up = Linear(cfg.d_model, width)
-        self.down = Linear(width, cfg.d_model)
+        C, width = cfg.d_model, int(cfg.mlp_ratio * cfg.d_model)
+        self.up, self.down = Linear(C, width), Linear(width, C)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -295,11 +288,7 @@ class ForwardContext(NamedTuple):
 
 
 class GPT(nn.Module):
-    """
-    The model. `dtype` is the compute dtype: activations and matmuls; weights are float32.
-
-    checkpoint.py builds new ones and loads saved ones.
-    """
+    """The model. `dtype` is the compute dtype: activations and matmuls; weights are float32."""
 
     attention_class = Attention
 
@@ -447,9 +436,8 @@ class GPT(nn.Module):
         """
         cfg, T = self.cfg, tokens.size(1)
         positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
-        backend, device = self.blocks[0].attention.backend, tokens.device
-        windows = {cfg.window(i) for i in range(cfg.n_layer)}
-        masks = {w: make_mask(backend, T, w, device, segments, cache) for w in windows}
+        windows, backend = map(cfg.window, range(cfg.n_layer)), self.blocks[0].attention.backend
+        masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
         x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
         if self.bigrams is not None:
             before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
@@ -537,7 +525,7 @@ def fill(weight: Tensor, init: Callable[..., Any], *args: float, **settings: Any
 def for_inference(model: GPT) -> GPT:
     """
     The same model with its weights stored in the compute dtype: equal results, fewer bytes to read
-    for every token. Weights that have that dtype already are shared, but for those of attention.
+    per token. Weights of that dtype are shared, except those of attention.
     """
     with torch.device("meta"):
         twin = type(model)(model.cfg, model.dtype)
@@ -552,9 +540,6 @@ def for_inference(model: GPT) -> GPT:
 
 @torch.no_grad()
 def refresh(twin: GPT, model: GPT) -> None:
-    """
-    Give a model of `for_inference` the weights that its original has now, in place: what was
-    compiled or recorded for the twin still holds.
-    """
+    """Copy weights into a model of `for_inference`, in place: what is compiled for it holds."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))

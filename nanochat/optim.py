@@ -467,7 +467,7 @@ class MuonAdamW:
         Raises ValueError naming what is missing or has another shape.
         """
         wanted = {f"{n}.{kind}" for g in self.groups for n in g.names for kind in g.state}
-        if missing := sorted(wanted - set(tensors)):
+        if missing := sorted(wanted - tensors.keys()):
             raise ValueError(f"optimizer state lacks {missing[0]} and {len(missing) - 1} more")
         for group in self.groups:
             for kind, value in group.state.items():

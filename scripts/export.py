@@ -15,13 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanochat.checkpoint import (
-    Checkpoint,
-    carried,
-    find_checkpoint,
-    load_model,
-    newest_stage,
-)
+from nanochat.checkpoint import Checkpoint, carried, find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import field_docs, short, start
 from nanochat.distributed import Machine, MachineConfig, init_machine

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -40,8 +40,8 @@ from nanochat.tokenizer import Tokenizer
 
 Container = Literal["bytes", "packed"]
 Compressor = Literal["zlib", "zstd", "lzma"]
-CONTAINERS: tuple[Container, ...] = ("bytes", "packed")
-COMPRESSORS: tuple[Compressor, ...] = ("zlib", "zstd", "lzma")
+CONTAINERS: tuple[Container, ...] = get_args(Container)
+COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
 MAGIC = b"nanogolf"
 PREFIX = struct.Struct("<8sBBIQ")  # magic, container, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
@@ -62,15 +62,9 @@ class Stored(NamedTuple):
 
     def level_bytes(self, container: Container) -> bytes:
         """The levels in their container."""
-        if self.levels is None:
-            return b""
-        if container == "bytes":
-            return self.levels.tobytes()
+        if self.levels is None or container == "bytes":
+            return b"" if self.levels is None else self.levels.tobytes()
         return pack(self.levels.ravel(), BITS[self.form])
-
-    def payload_bytes(self, container: Container) -> int:
-        """What the tensor takes before it is compressed."""
-        return len(self.floats) + len(self.level_bytes(container))
 
 
 @dataclass(frozen=True)

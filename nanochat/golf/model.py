@@ -3,7 +3,7 @@ The options of the architecture that only parameter golf uses, as subclasses of 
 
     values of a checkpoint -> read_config -> GolfConfig -> new_model -> GolfGPT
 
-Both functions take every model of this repository: plain, recursive, golf, and golf that recurs.
+Both functions take every model: plain, recursive, golf, or both.
 """
 
 import math
@@ -32,15 +32,13 @@ class GolfConfig(GPTConfig):
     rope_dims: int | None = None
     """Rotary dimensions per head (partial RoPE); None = all."""
     xsa_last_n: int = 0
-    """In the last N layers, what attention gathers loses its part along the token's own value
-    (exclusive self attention, arXiv:2603.09078)."""
+    """Layers, counted from the last, with exclusive self attention (`exclude_self`)."""
     qk_gain_init: float | None = None
     """Initial value of a learned gain per query head; it replaces the fixed qk_gain."""
     init: Literal["uniform", "orthogonal"] = "uniform"
     """How block matrices are drawn; both with entries of standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
-    """The matrices that write into the residual stream: zero, or drawn like the others and divided
-    by sqrt(2 n_layer), as many as write there (GPT-2)."""
+    """What writes into the residual stream: zero, or drawn and divided by sqrt(2 n_layer)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +74,7 @@ def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class GolfAttention(Attention):
-    """Attention with partial RoPE, a learned gain per query head, and without the own value."""
+    """Attention with the options of GolfConfig."""
 
     def __init__(self, cfg: GolfConfig, layer: int):
         super().__init__(cfg, layer)
@@ -161,8 +159,8 @@ OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTC
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """
-    The configuration that `asdict` made a dict of, also by an earlier commit, where every model has
-    the options of golf: it is a GolfConfig where one of them differs from its default.
+    The configuration that `asdict` made a dict of, also in an earlier commit: a GolfConfig where
+    an option of golf differs from its default.
     """
     chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}
     if OPTIONS.keys() & chosen.keys():

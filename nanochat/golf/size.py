@@ -9,8 +9,7 @@ and all of ours that they import. Packages are not: torch, numpy, pyarrow, tikto
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanochat.common import Refused, code_of, source_of
 from nanochat.golf.artifact import (
@@ -30,8 +29,7 @@ EVALUATORS = ("golf.artifact", "eval_bpb")  # what reads a file, what scores its
 COSTLIEST = 5  # tensors that a refusal names
 
 
-@dataclass(frozen=True)
-class TensorSize:
+class TensorSize(NamedTuple):
     """The bytes of one tensor: float32, stored, and stored when compressed alone."""
 
     name: str
@@ -42,8 +40,7 @@ class TensorSize:
     compressed: int
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """The smallest file, and what it was chosen from."""
 
     data: bytes
@@ -53,21 +50,10 @@ class Written:
     """Bytes of the file with each."""
     tensors: list[TensorSize]
     code: dict[str, int]
-    """Bytes of each module that is charged."""
-
-    @property
-    def raw_bytes(self) -> int:
-        """All tensors in float32."""
-        return sum(t.raw for t in self.tensors)
-
-    @property
-    def payload_bytes(self) -> int:
-        """All tensors as they are stored, before compression."""
-        return sum(t.payload for t in self.tensors)
+    """Bytes of each module that is charged: those that it takes to score the file."""
 
     @property
     def code_bytes(self) -> int:
-        """The modules it takes to score the file."""
         return sum(self.code.values())
 
     def total_bytes(self, count_code: bool) -> int:
@@ -85,26 +71,18 @@ def smallest(
 ) -> Written:
     """Try every container with every compressor, or those asked for, and keep the smallest file."""
     files: dict[tuple[Container, Compressor], bytes] = {}
-    for lie in (container,) if container else CONTAINERS:
-        body = make_body(stored, model, tokenizer, origin, lie)
+    for packing in (container,) if container else CONTAINERS:
+        body = make_body(stored, model, tokenizer, origin, packing)
         for by in (compressor,) if compressor else COMPRESSORS:
-            files[lie, by] = seal(body, lie, by)
-    best = min(files, key=lambda k: len(files[k]))
-    return Written(
-        files[best],
-        *best,
-        {which: len(data) for which, data in files.items()},
-        [size_of(s, *best) for s in stored],
-        code_bytes(),
-    )
-
-
-def size_of(stored: Stored, container: Container, compressor: Compressor) -> TensorSize:
-    """What one tensor takes."""
-    payload = stored.floats + stored.level_bytes(container)
-    numel = math.prod(stored.shape)
-    alone = len(compress(payload, compressor))
-    return TensorSize(stored.name, stored.shape, stored.form, 4 * numel, len(payload), alone)
+            files[packing, by] = seal(body, packing, by)
+    packing, by = min(files, key=lambda k: len(files[k]))
+    tensors = []
+    for s in stored:
+        payload, raw = s.floats + s.level_bytes(packing), 4 * math.prod(s.shape)
+        alone = len(compress(payload, by))
+        tensors.append(TensorSize(s.name, s.shape, s.form, raw, len(payload), alone))
+    tried = {which: len(data) for which, data in files.items()}
+    return Written(files[packing, by], packing, by, tried, tensors, code_bytes())
 
 
 def code_bytes() -> dict[str, int]:
@@ -121,22 +99,20 @@ def describe(written: Written, limit: int, count_code: bool) -> str:
         sizes = (f"{n:,}" for n in (t.raw, t.payload, t.compressed))
         lines.append(row(t.name, "x".join(map(str, t.shape)), t.form, *sizes))
     lines += ["", "container and compressor"]
-    for (lie, by), size in sorted(written.tried.items(), key=lambda item: item[1]):
-        chosen = "  <- written" if (lie, by) == (written.container, written.compressor) else ""
-        lines.append(f"  {lie + ' ' + by:<14} {size:>12,}{chosen}")
+    for (packing, by), size in sorted(written.tried.items(), key=lambda item: item[1]):
+        chosen = "  <- written" if (packing, by) == (written.container, written.compressor) else ""
+        lines.append(f"  {packing + ' ' + by:<14} {size:>12,}{chosen}")
     listed = ", ".join(f"{name} {size:,}" for name, size in written.code.items())
     charged = "" if count_code else " (not counted)"
-    lines += [
-        "",
-        f"code: {listed}",
-        "",
-        f"raw        {written.raw_bytes:>12,}  float32",
-        f"payload    {written.payload_bytes:>12,}  on their grids",
-        f"compressed {len(written.data):>12,}  with configuration and tokenizer: the file",
-        f"code       {written.code_bytes:>12,}  {len(written.code)} modules{charged}",
-        f"total      {written.total_bytes(count_code):>12,}  of {limit:,}",
-    ]
-    return "\n".join(lines)
+    raw, payload = (sum(getattr(t, kind) for t in written.tensors) for kind in ("raw", "payload"))
+    return "\n".join(lines) + (
+        f"\n\ncode: {listed}\n\n"
+        f"raw        {raw:>12,}  float32\n"
+        f"payload    {payload:>12,}  on their grids\n"
+        f"compressed {len(written.data):>12,}  with configuration and tokenizer: the file\n"
+        f"code       {written.code_bytes:>12,}  {len(written.code)} modules{charged}\n"
+        f"total      {written.total_bytes(count_code):>12,}  of {limit:,}"
+    )
 
 
 def require_within(written: Written, limit: int, count_code: bool) -> None:

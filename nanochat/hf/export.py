@@ -21,13 +21,7 @@ from torch import Tensor
 from nanochat.common import code_of, source_of, write_atomic, write_json
 from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf.tokenizer import (
-    BOS,
-    END,
-    read_object,
-    read_tokenizer,
-    write_tokenizer,
-)
+from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
 from nanochat.tokenizer import Tokenizer
 

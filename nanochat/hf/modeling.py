@@ -4,8 +4,7 @@ GPT and its subclasses behind the interface of a causal model in transformers.
     input ids, attention mask, cache -> GPT.prepare -> GPT.final_state -> logits, loss, states
 
 hf/export.py copies this file and the modules that it imports into every exported folder whose
-architecture transformers does not have; `trust_remote_code=True` runs them there. What generates is
-what was trained. What it cannot do raises an error that names the option.
+architecture transformers does not have; `trust_remote_code=True` runs them there.
 """
 
 import dataclasses
@@ -246,8 +245,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: (B, T, C) in place of the vectors of input_ids; a model that looks up tokens
         elsewhere too, in value embeddings or by hash of bigrams, needs both.
         hidden_states: the embedded tokens, then the state after each layer, as often as a token
-        visits it; the last one normalised, as the head sees it.
-        loss_kwargs: of transformers' loss: num_items_in_batch, shift_labels, ignore_index.
+        visits it; the last one normalized, as the head sees it.
 
         Raises ValueError naming an argument that does not fit or that the model does not have.
         """

@@ -147,11 +147,10 @@ def refinement(bpb: Sequence[float]) -> float:
 
 def state_figures(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
     """Size of the state after each loop, and its cosine to the one before, on the first batch."""
-    for tokens, _ in batches:
-        size, turns = model.trace(torch.from_numpy(tokens).to(model.device), model.cfg.n_loops)
-        break
-    else:  # a rank without validation rows
+    first = next(iter(batches), None)
+    if first is None:  # a rank without validation rows
         return {}
+    size, turns = model.trace(torch.from_numpy(first[0]).to(model.device), model.cfg.n_loops)
     return {
         **{f"state_rms_{k}": value for k, value in enumerate(size.tolist(), start=1)},
         **{f"state_cosine_{k}": value for k, value in enumerate(turns.tolist(), start=2)},

@@ -3,9 +3,8 @@ The recursive model: some layers of a GPT form a core that every token passes se
 
     tokens -> prelude -> e;  n_loops x [inject(e, state) -> core -> state];  state -> coda -> logits
 
-Layers, cache, loss and everything around them are those of gpt.py. In training any loop's state
-may be read out through coda and head (deep supervision); what is written, saved as `loss` and
-served is always the last one's. Sources: Tiny Recursive Model arXiv:2510.04871, whose loop refines
+In training any loop's state may be read out through coda and head (deep supervision); generation
+and `loss` take the last one's. Sources: Tiny Recursive Model arXiv:2510.04871, whose loop refines
 an answer on grids; depth recurrence of language models arXiv:2502.05171.
 """
 
@@ -109,9 +108,8 @@ class RecursiveGPT(GPT):
     """
     A GPT whose core is passed `n_loops` times.
 
-    The state enters each loop normalised, beside what the prelude made: however many loops there
-    are, the core sees inputs of one scale. A new model ignores the state; one that loops once is
-    then the plain model of the same layers.
+    The state enters each loop normalized, with what the prelude made: the core sees inputs of one
+    scale. A new model ignores the state; with one loop it is the plain model of the same layers.
     """
 
     cfg: RecursiveConfig

@@ -21,7 +21,6 @@ PRESETS: dict[Preset, dict[str, Any]] = {
     "extreme": {**FULL, "supervision_base": 10.0, "improvement_bonus": 2.0},
 }
 
-WARNED = ("moderate", "aggressive", "extreme")
 # measured: dev/recursion_arms.py, dev/refinement_toy.py, 3 seeds each, 2026-11 (dev/LOG.md)
 WARNING = (
     "warning    recursion preset {}: after 3 minutes of a CPU core, aggressive and extreme ended "
@@ -75,17 +74,12 @@ class RecursionConfig:
                 f"{', '.join(values)} belong to a recursive model: give --recursion_preset or "
                 "--n_loops too"
             )
-        return recursive_config(plain, **parts(plain.n_layer, values), **values)
+        quarter = max(1, plain.n_layer // 4) if plain.n_layer >= 3 else 0
+        values = {"n_prelude": quarter, "n_coda": quarter, **values}
+        core = plain.n_layer - values["n_prelude"] - values["n_coda"]
+        return recursive_config(plain, **{"n_core": core, **values})
 
     def warning(self) -> str | None:
         """What to expect of a preset that others have recommended."""
-        return WARNING.format(self.recursion_preset) if self.recursion_preset in WARNED else None
-
-
-def parts(depth: int, values: dict[str, Any]) -> dict[str, int]:
-    """Layers of prelude, core and coda, taken out of `values` where they are given there."""
-    quarter = max(1, depth // 4) if depth >= 3 else 0
-    prelude = values.pop("n_prelude", quarter)
-    coda = values.pop("n_coda", quarter)
-    core = values.pop("n_core", depth - prelude - coda)
-    return {"n_prelude": prelude, "n_core": core, "n_coda": coda}
+        preset = self.recursion_preset
+        return None if preset in ("none", "share2") else WARNING.format(preset)

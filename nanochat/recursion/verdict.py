@@ -67,29 +67,21 @@ def alike(one: float, other: float) -> bool:
 
 def apart(arm: Arm, recursive: Arm) -> str:
     """How much worse an arm is than the recursive one, and what both are equal in."""
-    same = [
-        what
-        for what in ("params", "tokens", "flops")
-        if alike(getattr(arm, what), getattr(recursive, what))
-    ]
+    costs = ("params", "tokens", "flops")
+    same = [what for what in costs if alike(getattr(arm, what), getattr(recursive, what))]
     return f"{arm.mean - recursive.mean:+.4f} (equal {', '.join(same) or 'nothing'})"
 
 
 def spread(one: Arm, other: Arm) -> float | None:
     """The larger spread over the seeds of two arms; None unless both have several."""
-    if one.sd is None or other.sd is None:
-        return None
-    return max(one.sd, other.sd)
+    return None if one.sd is None or other.sd is None else max(one.sd, other.sd)
 
 
 def twin(recursive: Arm, plain: Sequence[Arm]) -> Arm | None:
     """The plain arm of the same layers, each passed once, and as many tokens."""
-    for arm in plain:
-        once = (arm.n_layer, arm.d_model, arm.visits)
-        same = once == (recursive.n_layer, recursive.d_model, recursive.n_layer)
-        if same and alike(arm.tokens, recursive.tokens):
-            return arm
-    return None
+    once = (recursive.n_layer, recursive.d_model, recursive.n_layer)
+    same = (arm for arm in plain if (arm.n_layer, arm.d_model, arm.visits) == once)
+    return next((arm for arm in same if alike(arm.tokens, recursive.tokens)), None)
 
 
 def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
@@ -160,9 +152,7 @@ def falling(losses: Sequence[Sequence[float]]) -> Criterion:
     """The loss of every seed ended lower than it began: its last tenth against its first."""
     if not all(losses):
         return Criterion("Loss falling", None, "no step was logged")
-    ends = []
-    for curve in losses:
-        n = max(1, len(curve) // 10)
-        ends.append((statistics.mean(curve[:n]), statistics.mean(curve[-n:])))
+    tenths = [(curve, max(1, len(curve) // 10)) for curve in losses]
+    ends = [(statistics.mean(c[:n]), statistics.mean(c[-n:])) for c, n in tenths]
     told = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends)
     return Criterion("Loss falling", all(last < first for first, last in ends), told)
