@@ -20,7 +20,7 @@ import torch
 from nanochat.checkpoint import checkpoint_bytes, stage_folder
 from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_of
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
@@ -29,6 +29,7 @@ from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
 from nanochat.train import TrainConfig
 from scripts import (
     base_train,
+    chat_eval,
     chat_rl,
     chat_sft,
     mid_train,
@@ -36,7 +37,6 @@ from scripts import (
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
 from scripts.tok_train import TokTrain
-from tasks.defaults import HUB, WORLD
 from tasks.registry import TASKS, why_unavailable
 
 # Stored bytes per token: of text on the hub (a token stands for about 4.5 bytes of text, a byte of
@@ -126,7 +126,7 @@ def main(cfg: Plan) -> None:
         f"{in_bytes(free_bytes(base_dir()))} free in {base_dir()}\n"
         f"    by part: {listed}"
     )
-    for name in (WORLD if embedded else HUB).evaluated:
+    for name in chat_eval.default_tasks({"dataset": "embedded"} if embedded else {}):
         if why := why_unavailable(name):
             print(f"  {TASKS[name].task.name} is left out of the chat evaluations: {why}")
     require_free(base_dir(), needed, f"this run ({listed})", "a smaller DEPTH")
@@ -180,7 +180,7 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
 def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
     """The assumed FLOP/s of one device, None for a GPU of unknown peak, and how it is known."""
     if not cfg.gpu:
-        cpu = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+        cpu = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
         rate = matrix_rate(cpu, model.cfg.d_model) * CPU_EFFICIENCY
         return rate, f"{CPU_EFFICIENCY:.0%} of this CPU's measured matmul rate"
     peak = peak_of(cfg.gpu)

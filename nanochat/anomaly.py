@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 
 SPIKE_RATIO = 2.0  # times the highest loss of the window, and at least
 SPIKE_NATS = 0.5  # above it: a loss near 0 may double by chance
@@ -53,7 +53,7 @@ class AnomalyState:
 class AnomalyDetector:
     """Classifies the steps of a run. `spikes` is off where a loss has no level, as in RL."""
 
-    def __init__(self, state: AnomalyState, machine: Machine, spikes: bool = True):
+    def __init__(self, state: AnomalyState, machine: DistContext, spikes: bool = True):
         self.state, self.machine, self.spikes = state, machine, spikes
         self.bad_in_a_row = self.spikes_in_a_row = 0
 
@@ -115,7 +115,7 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
 
 
-def require_equal_ranks(named: Mapping[str, Tensor], machine: Machine, step: int) -> None:
+def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step: int) -> None:
     """
     Raise RanksDiffer, on every rank, naming the first parameter that is not the same on all.
 

@@ -34,7 +34,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.dataloader import Rows, interleave, permutation
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.packing import Packer, follow_parent, lock_path, pack, write_rows
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
@@ -290,7 +290,7 @@ def mixed_chat_rows(
     seed: int,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    machine: Machine,
+    machine: DistContext,
 ) -> Rows:
     """
     The rows of `tokens` of each bucket; one process of each node packs.

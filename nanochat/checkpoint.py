@@ -30,8 +30,8 @@ from torch import Tensor
 from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
 from nanochat.common import (
     MissingInput,
-    Refused,
     RunLock,
+    UsageError,
     base_dir,
     fingerprint,
     fsync,
@@ -44,7 +44,7 @@ from nanochat.common import (
     write_atomic,
 )
 from nanochat.dataloader import differences
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
 from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
@@ -292,7 +292,7 @@ def find_checkpoint(
     return found
 
 
-def referred(name: str, say: Callable[[str], None] = print) -> Checkpoint:
+def parse_checkpoint_ref(name: str, say: Callable[[str], None] = print) -> Checkpoint:
     """
     The checkpoint that stage[:tag[:step]] names, as in sft, base:d4 or base:d4:400.
 
@@ -305,7 +305,7 @@ def referred(name: str, say: Callable[[str], None] = print) -> Checkpoint:
     return find_checkpoint(parts[0], parts[1] if len(parts) > 1 else None, step, say)
 
 
-def carried(state: Mapping[str, Any]) -> dict[str, Any]:
+def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     What of a checkpoint's state says where its model comes from, wherever it is taken; with the
     tokens of its batches where it has any (RL has none).
@@ -327,7 +327,7 @@ def maker(stage: str) -> str:
     return f"scripts.{SCRIPTS[stage]}"
 
 
-def closing_lines(stage: str, checkpoint: Checkpoint, machine: Machine) -> str:
+def closing_lines(stage: str, checkpoint: Checkpoint, machine: DistContext) -> str:
     """What a training prints last: where its checkpoint is, and the next command."""
     tag, stages = checkpoint.folder.parent.name, list(SCRIPTS)
     run, dashes = "python", ""
@@ -385,7 +385,7 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
     return model
 
 
-def load_model(checkpoint: Checkpoint, machine: Machine, max_seq_len: int | None = None) -> GPT:
+def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | None = None) -> GPT:
     """
     Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of
     another length where `max_seq_len` says so.
@@ -447,16 +447,16 @@ class Progress:
         return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
 
     def require_resumable(self) -> None:
-        """Raise Refused where training cannot go on; call it where steps are left to train."""
+        """Raise UsageError where training cannot go on; call it where steps are left to train."""
         self.finished = False
         if self.averaged:
-            raise Refused(
+            raise UsageError(
                 f"the run ended after step {self.step} with the average of its weights, and cannot "
                 "be made longer",
                 "another --model_tag, or no --ema_decay",
             )
         if self.optimizer_missing:
-            raise Refused(
+            raise UsageError(
                 f"the run finished at step {self.step}, and its last checkpoint holds no optimizer "
                 "state, so it cannot be made longer",
                 "train all steps anew with --resume=never, and keep the optimizer state of the "
@@ -494,7 +494,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        machine: Machine,
+        machine: DistContext,
         cfg: SavingConfig = SavingConfig(),
         keep_optimizer: bool = True,
         asynchronous: bool | None = None,
@@ -510,7 +510,7 @@ class Checkpoints:
         self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
 
     def __enter__(self) -> Self:
-        """Raises Refused, on every rank, where another run writes to the folder."""
+        """Raises UsageError, on every rank, where another run writes to the folder."""
 
         def take_lock() -> None:
             self.lock.acquire(self.machine.launch)

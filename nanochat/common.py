@@ -48,9 +48,9 @@ class MissingInput(FileNotFoundError):
         return "{}\n  make it with:  {}".format(*self.args)
 
 
-class Refused(RuntimeError):
+class UsageError(RuntimeError):
     """
-    Refused(why, fix): a run that cannot go on as it was asked to.
+    UsageError(why, fix): a run that cannot go on as it was asked to.
 
     Scripts print it without a traceback (`config.start`).
     """
@@ -235,7 +235,7 @@ class RunLock:
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
         """
-        Raises Refused naming process and host of the run that holds the lock.
+        Raises UsageError naming process and host of the run that holds the lock.
 
         One that another attempt of the same `launch` holds is waited for: on a shared disk the
         lock of a host that died lives on for a while.
@@ -251,7 +251,7 @@ class RunLock:
                 owner, launch_of_owner = read_owner(file)
                 if not launch or launch_of_owner != launch or time.monotonic() > deadline:
                     file.close()
-                    raise Refused(
+                    raise UsageError(
                         f"another run writes there: {owner} holds {self.path}",
                         f"wait for it or stop it, or give this run another {self.own}",
                     ) from None
@@ -287,10 +287,10 @@ def read_owner(file: TextIO) -> tuple[str, str | None]:
 
 
 def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
-    """Raise Refused naming both numbers unless `needed_bytes` and a reserve are free."""
+    """Raise UsageError naming both numbers unless `needed_bytes` and a reserve are free."""
     free = free_bytes(folder)
     if needed_bytes + SPARE_BYTES > free:
-        raise Refused(
+        raise UsageError(
             f"{what} needs about {needed_bytes / 1e9:.2f} GB and a reserve of "
             f"{SPARE_BYTES / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free",
             f"make room, set NANOCHAT_BASE_DIR to a larger disk{way_out and ', or ' + way_out}",

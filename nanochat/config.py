@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import REPOSITORY, MissingInput, Refused, printable
+from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
 
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
@@ -80,7 +80,7 @@ def user_message(error: BaseException) -> str | None:
     Users can fix what this code rejects by a `raise` of ValueError or RuntimeError, and what the
     operating system reports. The same exceptions from within a library are internal errors.
     """
-    if isinstance(error, MissingInput | Refused):
+    if isinstance(error, MissingInput | UsageError):
         return str(error)
     if isinstance(error, OSError):
         fix = OS_FIXES.get(error.errno or 0, CHECK if error.filename else "")

@@ -27,8 +27,8 @@ import numpy as np
 
 from nanochat.common import (
     MissingInput,
-    Refused,
     StoppedWaiting,
+    UsageError,
     fingerprint,
     read_sealed,
     sha256_file,
@@ -95,7 +95,9 @@ class RowSequence(ABC):
 
     @abstractmethod
     def verify_rows(self, ids: np.ndarray) -> None:
-        """Verify the shards of `row_ids`, each once per run. Raises Refused for a damaged one."""
+        """
+        Verify the shards of `row_ids`, each once per run. Raises UsageError for a damaged one.
+        """
 
     @abstractmethod
     def read(self, ids: np.ndarray) -> np.ndarray:
@@ -124,7 +126,7 @@ class RowSequence(ABC):
 
         Waits for shards that are being packed. Raises ValueError where rows_per_step does not
         divide, RuntimeError with the packer's message when packing failed, MissingInput when
-        nothing packs what is missing, Refused when a shard of the step, whichever rank reads it,
+        nothing packs what is missing, UsageError when a shard of the step, whichever rank reads it,
         is damaged.
         """
         self.verify_rows(self.row_ids(step, rows_per_step, seed))
@@ -226,7 +228,7 @@ class Rows(RowSequence):
     ) -> Iterator[np.ndarray]:
         """
         This rank's share of the first `num_rows` validation rows (None or too many: all of them);
-        of one `half` of these, 1 or 2, where one is given. Raises Refused for half a row and for
+        of one `half` of these, 1 or 2, where one is given. Raises UsageError for half a row and for
         damaged rows.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
@@ -242,10 +244,12 @@ class Rows(RowSequence):
             yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
 
     def require_val_rows(self, half: int = 0) -> int:
-        """How many validation rows there are. Waits for them; raises Refused for an empty half."""
+        """
+        How many validation rows there are. Waits for them; raises UsageError for an empty half.
+        """
         total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
-            raise Refused(
+            raise UsageError(
                 f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
                 "--eval_half=0, or more validation text",
             )
@@ -268,12 +272,12 @@ class Rows(RowSequence):
         """
         Compare shards with their records, each once. Waits for those that are being packed.
 
-        Raises Refused naming the file of a damaged one. It then counts as not packed.
+        Raises UsageError naming the file of a damaged one. It then counts as not packed.
         """
         for shard, check in [(shard, self._check(shard)) for shard in shards]:
             if damage := check.result():
                 self.discard(shard)
-                raise Refused(f"{damage}; nothing was trained on it", PACK_AGAIN)
+                raise UsageError(f"{damage}; nothing was trained on it", PACK_AGAIN)
 
     def _check(self, shard: str) -> "Future[str | None]":
         """Start the comparison of a shard with its record, unless that was done."""
@@ -351,7 +355,7 @@ class Rows(RowSequence):
             has_failed = stamp(self.error_path) not in (None, self._old_error)
             if has_failed and not self.is_packed(shard):  # it may have been packed before
                 failure = self.error_path.read_text()
-                raise Refused(f"packing {shard} failed: {failure}", "mend it and run this again")
+                raise UsageError(f"packing {shard} failed: {failure}", "mend it and run this again")
             if (now := stamp(self.alive_path)) != beat:
                 beat, heard = now, time.monotonic()
             if time.monotonic() - heard > SILENCE_SECONDS:
@@ -366,7 +370,7 @@ class Rows(RowSequence):
         """
         The rows of `row_ids`, whether verified or not.
 
-        Raises Refused for foreign token ids where another rank verifies.
+        Raises UsageError for foreign token ids where another rank verifies.
         """
         out = np.empty((len(ids), self.row_length), self.dtype)
         for index in np.unique(ids[:, 0]).tolist():
@@ -378,7 +382,7 @@ class Rows(RowSequence):
         rows = self._map(shard)[indices]
         # The rank that verifies may not be done: a foreign id would end in a device assert
         if not self.verifies and (problem := self.foreign_id(rows, self.bin_path(shard))):
-            raise Refused(problem, PACK_AGAIN)
+            raise UsageError(problem, PACK_AGAIN)
         return rows
 
     def _map(self, shard: str) -> np.ndarray:

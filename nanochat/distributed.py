@@ -1,7 +1,8 @@
 """
 Processes of a run: rendezvous, heartbeats, device, dtype and collectives.
 
-    torchrun's environment -> init_machine -> Machine: rank, world_size, device, dtype, sum, gather
+    torchrun's environment -> init_distributed -> DistContext: rank, world_size, device, dtype, sum,
+    gather
 
 A single process is a world of one. A rank that waits for others reads their heartbeats: one that
 hangs ends the run with a message that names it, one that does long work is waited for.
@@ -241,7 +242,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class MachineConfig:
+class DistConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Where to compute. Default: cuda where there is one, else mps, else cpu."""
     dtype: Literal["bfloat16", "float32"] | None = short("d", None)
@@ -260,7 +261,7 @@ class MachineConfig:
 
 
 @dataclass(frozen=True)
-class Machine:
+class DistContext:
     """One process among `world_size`. `dtype` is the compute dtype; `device` this rank's own."""
 
     rank: int
@@ -425,9 +426,9 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in named.split(",")][:count]
 
 
-def init_machine(
-    cfg: MachineConfig = MachineConfig(), seed: int = 0, steady: bool = True
-) -> Machine:
+def init_distributed(
+    cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
+) -> DistContext:
     """
     Join the process group (under torchrun), pick device and dtype, seed torch's global generator.
 
@@ -463,7 +464,7 @@ def init_machine(
         launch = f"{socket.gethostname()}-{os.getppid()}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    return Machine(
+    return DistContext(
         rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat
     )
 

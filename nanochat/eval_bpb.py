@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import Interrupted, Refused
-from nanochat.distributed import Machine
+from nanochat.common import Interrupted, UsageError
+from nanochat.distributed import DistContext
 from nanochat.loss import IGNORE, Trainable
 from nanochat.tokenizer import Tokenizer
 
@@ -32,9 +32,9 @@ class Bpb(NamedTuple):
 
     @property
     def value(self) -> float:
-        """Bits per byte. Raises Refused where nothing was scored: a report never shows NaN."""
+        """Bits per byte. Raises UsageError where nothing was scored: a report never shows NaN."""
         if not self.bytes:
-            raise Refused("no token of the text could be scored", "give more validation text")
+            raise UsageError("no token of the text could be scored", "give more validation text")
         return self.nats / math.log(2) / self.bytes
 
 
@@ -55,14 +55,14 @@ def bits_per_byte(
     model: Trainable,
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
-    machine: Machine,
+    machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Bpb:
     """
     Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
 
-    Raises Interrupted, on every rank, when `stopping` said on one of them to end early, and Refused
-    for a sum that is not finite.
+    Raises Interrupted, on every rank, when `stopping` said on one of them to end early, and
+    UsageError for a sum that is not finite.
     """
 
     def score(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def bits_per_byte_of(
     n: int,
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
-    machine: Machine,
+    machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
     """
@@ -103,7 +103,7 @@ def bits_per_byte_of(
     if asked:
         raise Interrupted
     if not np.isfinite(total).all():
-        raise Refused(
+        raise UsageError(
             f"the loss on {round(count):,} tokens is {sum(total)}: the weights are broken",
             "take an earlier checkpoint, or train again with lower learning rates",
         )
@@ -170,7 +170,7 @@ def document_bpb(
     T: int,
     stride: int,
     rows: int,
-    machine: Machine,
+    machine: DistContext,
 ) -> Bpb:
     """
     Score documents one by one, each behind a BOS, in `windows` of T that advance by `stride`;

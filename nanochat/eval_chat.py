@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nanochat.chat_format import Message, render_prompt
-from nanochat.common import Refused
-from nanochat.distributed import Machine
+from nanochat.common import UsageError
+from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
@@ -39,15 +39,17 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
     return task.score(task[number], answer)
 
 
-def left_out(reasons: Mapping[str, str | None], named: bool, machine: Machine) -> dict[str, str]:
+def left_out(
+    reasons: Mapping[str, str | None], named: bool, machine: DistContext
+) -> dict[str, str]:
     """
     Of tasks with the reason why this rank cannot score them, or None: those that some rank cannot
-    score; logged. Raises Refused where the user asked for the tasks by name.
+    score; logged. Raises UsageError where the user asked for the tasks by name.
     """
     found = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
     for name, why in found.items():
         if named:
-            raise Refused(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
+            raise UsageError(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
         machine.print0(f"{name} is left out: {why}")
     return found
 
@@ -69,7 +71,7 @@ def gathered(
     tokenizer: Tokenizer,
     most: int,
     score: Callable[[list[int], list[list[int]]], list[list[float]]],
-    machine: Machine,
+    machine: DistContext,
 ) -> Graded:
     """
     Score items 0 to count - 1, every rank its share, and put them together on all ranks.
@@ -101,7 +103,7 @@ def fit(prompt: list[int], most: int) -> list[int]:
 
 @torch.no_grad()
 def score_by_logits(
-    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: Machine
+    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: DistContext
 ) -> Graded:
     """
     Ask for the likeliest of the options' letters right where the assistant begins to speak.
@@ -141,7 +143,7 @@ def score_by_generation(
     count: int,
     settings: Sampling,
     num_samples: int,
-    machine: Machine,
+    machine: DistContext,
 ) -> Graded:
     """
     Let the model answer the first `count` items, `num_samples` times each, and score the text.

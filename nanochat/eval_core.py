@@ -32,8 +32,8 @@ from torch import Tensor
 
 from nanochat import stats
 from nanochat.attention import CacheView, KVCache
-from nanochat.common import Interrupted, Refused, base_dir, fingerprint, sha256_file
-from nanochat.distributed import Machine
+from nanochat.common import Interrupted, UsageError, base_dir, fingerprint, sha256_file
+from nanochat.distributed import DistContext
 from nanochat.engine import fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
@@ -309,7 +309,7 @@ class TaskScore:
 def examine(
     subject: EvalModel,
     task: FewShotTask,
-    machine: Machine,
+    machine: DistContext,
     max_items: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> TaskScore:
@@ -447,7 +447,7 @@ def open_suite(bundle: str | None) -> Suite:
     """
     The tasks of a bundle: a folder, a zip file or its URL, by default the published archive.
 
-    Raises ValueError, FileNotFoundError or Refused with what is wrong and the fix.
+    Raises ValueError, FileNotFoundError or UsageError with what is wrong and the fix.
     """
     return open_bundle(fetched(bundle or PUBLISHED_URL))
 
@@ -469,17 +469,17 @@ def fetched(location: str) -> Path:
 
     try:
         return Path(with_retries(location, download, PATIENCE_SECONDS))
-    except Refused as error:
-        raise Refused(error.args[0], HINT) from error
+    except UsageError as error:
+        raise UsageError(error.args[0], HINT) from error
     except ValueError as error:  # pooch's, of another digest
-        raise Refused(f"{location} is not the published bundle: {error}", HINT) from error
+        raise UsageError(f"{location} is not the published bundle: {error}", HINT) from error
     except OSError as error:  # requests' errors too
-        raise Refused(f"{location} cannot be downloaded ({error})", HINT) from error
+        raise UsageError(f"{location} cannot be downloaded ({error})", HINT) from error
 
 
 def open_bundle(path: Path) -> Suite:
     """
-    Read a bundle. Raises ValueError naming the file that is none, or the line in it; Refused for
+    Read a bundle. Raises ValueError naming the file that is none, or the line in it; UsageError for
     an archive that is damaged or unsafe.
     """
     if path.is_dir():
@@ -488,11 +488,13 @@ def open_bundle(path: Path) -> Suite:
         raise ValueError(f"{path} is neither a folder nor a zip file; {HINT}")
     try:
         if problem := danger(path):
-            raise Refused(f"{path}: {problem}", HINT)
+            raise UsageError(f"{path}: {problem}", HINT)
         return read_bundle(path, zipfile.Path(path), sha256_file(path))
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         why = f"{path} is a damaged or unusual zip file ({error})"
-        raise Refused(why, f"delete it if it was downloaded, to have it anew; or {HINT}") from error
+        raise UsageError(
+            why, f"delete it if it was downloaded, to have it anew; or {HINT}"
+        ) from error
 
 
 def danger(path: Path) -> str | None:

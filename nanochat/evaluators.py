@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanochat.dataloader import Rows, require_half
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.eval_bpb import (
     Batch,
     bits_per_byte,
@@ -94,7 +94,7 @@ class PretrainEvalConfig:
                 raise ValueError(f"{name} must be at least {bound}, got {value}")
         require_half(self.eval_half)
 
-    def tokens(self, machine: Machine) -> int:
+    def tokens(self, machine: DistContext) -> int:
         """Validation tokens per evaluation, the default included."""
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
 
@@ -112,7 +112,7 @@ class ValidationLoss(Evaluator):
         model: Trainable,
         tokenizer: Tokenizer,
         rows: Mapping[str, Rows],
-        machine: Machine,
+        machine: DistContext,
         eval_tokens: int,
         every: int,
         half: int = 0,
@@ -128,7 +128,7 @@ class ValidationLoss(Evaluator):
         """Bits per byte of each bucket, where there are several."""
 
     def require_rows(self) -> None:
-        """Wait for the validation rows of each bucket. Raises Refused where there is none."""
+        """Wait for the validation rows of each bucket. Raises UsageError where there is none."""
         for rows in self.rows.values():
             rows.require_val_rows(self.half)
 
@@ -170,7 +170,7 @@ class FewShotScore(Evaluator):
         model: GPT,
         tokenizer: Tokenizer,
         bundle: str | None,
-        machine: Machine,
+        machine: DistContext,
     ) -> None:
         self.cfg, self.model, self.tokenizer, self.machine = cfg, model, tokenizer, machine
         self.every = cfg.core_metric_every
@@ -195,7 +195,7 @@ class Samples(Evaluator):
     """Prints continuations of seven fixed prompts."""
 
     def __init__(
-        self, cfg: PretrainEvalConfig, model: GPT, tokenizer: Tokenizer, machine: Machine
+        self, cfg: PretrainEvalConfig, model: GPT, tokenizer: Tokenizer, machine: DistContext
     ) -> None:
         self.model, self.tokenizer, self.machine = model, tokenizer, machine
         self.every = cfg.sample_every

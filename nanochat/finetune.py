@@ -23,10 +23,10 @@ from nanochat.chat_packing import (
     pack_encoded,
     signed_inputs_and_targets,
 )
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, referred
-from nanochat.common import Refused
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref
+from nanochat.common import UsageError
 from nanochat.dataloader import Rows, require_half
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
@@ -153,7 +153,7 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
         require_half(self.eval_half)
 
-    def num_eval_tokens(self, machine: Machine) -> int:
+    def num_eval_tokens(self, machine: DistContext) -> int:
         """Validation tokens per evaluation, the default included."""
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
@@ -162,12 +162,12 @@ class AnswerLoss(ValidationLoss):
     """Bits per byte and loss of the answers in validation rows."""
 
     def require_rows(self) -> None:
-        """Raise Refused unless a byte of an answer is scored in every bucket."""
+        """Raise UsageError unless a byte of an answer is scored in every bucket."""
         super().require_rows()
         for name, rows in self.rows.items():
             some = rows.val_batches(64, self.num_rows, half=self.half)
             if not any(self.token_bytes[batch[batch >= 0]].any() for batch in some):
-                raise Refused(
+                raise UsageError(
                     f"the validation conversations of {name} have no byte of an answer to score",
                     "another --val_mixture, or conversations with answers",
                 )
@@ -197,7 +197,7 @@ class FineTuning:
 
 
 def open_parent(
-    source: str, stages: Sequence[str], cfg: TrainConfig, machine: Machine
+    source: str, stages: Sequence[str], cfg: TrainConfig, machine: DistContext
 ) -> Checkpoint:
     """
     The checkpoint to start from: `source` is stage[:tag[:step]]; by default the tag is --model_tag,
@@ -209,7 +209,9 @@ def open_parent(
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source}: it is one of {', '.join(stages)}, as in base:d4:400")
     name = f"{source}:{cfg.model_tag}" if source in FOLDERS and cfg.model_tag else source
-    return machine.on_node("verifying the checkpoint", lambda: referred(name, machine.print0))
+    return machine.on_node(
+        "verifying the checkpoint", lambda: parse_checkpoint_ref(name, machine.print0)
+    )
 
 
 def open_fine_tuning(
@@ -220,7 +222,7 @@ def open_fine_tuning(
     cfg: TrainConfig,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
-    machine: Machine,
+    machine: DistContext,
 ) -> FineTuning:
     """Pack the conversations and describe the run that trains `parent` on them."""
     model = load_model(parent, machine, tuning.max_seq_len)
@@ -273,7 +275,7 @@ def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def val_rows(
-    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> dict[str, Rows]:
     """Name -> packed validation rows of each bucket; one process of each node packs."""
     found, verifies = {}, machine.local_rank == 0
@@ -299,7 +301,7 @@ def encode_bucket(
     conversations: Answers,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    machine: Machine,
+    machine: DistContext,
     verify: bool = True,
 ) -> Encoded:
     """The tokens of a bucket's conversations, from the disk where that was done before."""
@@ -309,7 +311,7 @@ def encode_bucket(
 
 
 def train_rows(
-    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
 

@@ -34,7 +34,7 @@ from huggingface_hub.utils import disable_progress_bars, hf_raise_for_status
 from huggingface_hub.utils._http import default_client_factory
 
 from nanochat.common import (
-    Refused,
+    UsageError,
     locked,
     printable,
     read_json,
@@ -74,7 +74,7 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
     """
     The commit of a branch or tag, and the size in bytes of each of its files, in order of names.
 
-    Raises Refused where there is no such revision.
+    Raises UsageError where there is no such revision.
     """
 
     def resolve() -> tuple[str, dict[str, int]]:
@@ -92,7 +92,7 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
 
     commit, sizes = request(repo, revision, None, resolve)
     if outside := [name for name in sizes if not is_inside(name)]:
-        raise Refused(
+        raise UsageError(
             f"{repo} lists {outside[0]!r}, which is outside of its folder",
             "use another repository, or tell its owner",
         )
@@ -100,13 +100,13 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
-    """Run a request to the hub with retries. Raises Refused with the fix when it fails."""
+    """Run a request to the hub with retries. Raises UsageError with the fix when it fails."""
     install_client()
     try:
         return with_retries(file or repo, action)
     except Exception as error:
         if found := explain(root(error), repo, revision, file):
-            raise Refused(*found) from error
+            raise UsageError(*found) from error
         raise
 
 
@@ -159,7 +159,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
     Run a request again while its failures are transient, for PATIENCE_SECONDS by default.
 
     Pauses double up to MAX_PAUSE_SECONDS; one that the server asks for (Retry-After) is honored.
-    Raises Refused when the time is over, any other error at once.
+    Raises UsageError when the time is over, any other error at once.
     """
     patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     attempt, began = 1, None
@@ -179,7 +179,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
             limit = f"limit {patience / 60:.0f} min"
             if time.monotonic() - began + pause > patience:
                 wait = f"; the server asks to wait {asked:.0f} s" if asked is not None else ""
-                raise Refused(
+                raise UsageError(
                     f"gave up after {attempt} attempts ({limit}): {problem}{wait}",
                     f"run the same command again to continue, or {NO_NETWORK}",
                 ) from error

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nanochat.common import fingerprint, read_json
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.dataset import DataConfig, Prepare, Source, open_source
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.packing import bytes_to_pack, ensure, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
 
@@ -446,7 +446,7 @@ class Corpus:
         return fingerprint(prints) if self.texts.spec else next(iter(prints.values()))
 
     def resolve_amounts(
-        self, rows_needed: int, machine: Machine
+        self, rows_needed: int, machine: DistContext
     ) -> tuple[Resolution | None, dict[str, int]]:
         """
         The amounts that a run over `rows_needed` rows takes of a mixture, which are printed, and
@@ -482,7 +482,7 @@ class Corpus:
             return next(iter(self.rows.values()))
         return MixedRows({name: (rows, needed[name]) for name, rows in self.rows.items()})
 
-    def pack(self, needed: Mapping[str, int | None], machine: Machine) -> None:
+    def pack(self, needed: Mapping[str, int | None], machine: DistContext) -> None:
         """Pack so many rows of each bucket (None: all); every rank waits until it is done."""
         if machine.local_rank == 0:
             for name, count in needed.items():
@@ -490,14 +490,14 @@ class Corpus:
                     ensure(self.rows[name], self.texts.sources[name], self.tokenizer, count)
         machine.barrier()
 
-    def bytes_to_pack(self, needed: Mapping[str, int], machine: Machine) -> int:
+    def bytes_to_pack(self, needed: Mapping[str, int], machine: DistContext) -> int:
         """About what packing will write; 0 on all ranks but the main one."""
         if not machine.is_main:
             return 0
         sources = self.texts.sources
         return sum(bytes_to_pack(self.rows[n], sources[n], count)[0] for n, count in needed.items())
 
-    def packing(self, needed: Mapping[str, int], machine: Machine) -> ExitStack:
+    def packing(self, needed: Mapping[str, int], machine: DistContext) -> ExitStack:
         """Pack during training what it needs, in one process for each machine and bucket."""
         stack = ExitStack()
         for name, count in needed.items() if machine.local_rank == 0 else ():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 
 # ---- Learning-rate schedules: pure functions of (step, num_steps) --------------------------------
 # Nothing is remembered, so a resumed run continues exactly. A run that ends by the clock passes the
@@ -276,7 +276,7 @@ class MuonAdamW:
         named_params: Mapping[str, Tensor],
         roles: Mapping[str, str],
         table: Mapping[str, Rule],
-        machine: Machine,
+        machine: DistContext,
         ema_decay: float = 0.0,
     ):
         self.machine, self.ema_decay, self.steps_taken = machine, ema_decay, 0
@@ -504,7 +504,7 @@ def restored(*tensors: Tensor) -> Iterator[None]:
             x.copy_(before)
 
 
-def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:
+def reduce_scatter(whole: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
     """Start summing `whole` over the ranks; this rank's slice is valid after `.wait()`."""
     if machine.device.type == "cuda":
         mine = whole.new_empty(whole.size(0) // machine.world_size, *whole.shape[1:])
@@ -513,7 +513,7 @@ def reduce_scatter(whole: Tensor, machine: Machine) -> tuple[Tensor, Any]:
     return whole.chunk(machine.world_size)[machine.rank], work
 
 
-def sum_rows(grad: Tensor, machine: Machine) -> Tensor:
+def sum_rows(grad: Tensor, machine: DistContext) -> Tensor:
     """
     The sum of the ranks' gradients (rows, N) of one embedding, of which each touched few rows: only
     these travel. Sparse, every row once and in order, equal on all ranks.
@@ -532,7 +532,7 @@ def sum_rows(grad: Tensor, machine: Machine) -> Tensor:
     return summed.coalesce()
 
 
-def all_gather(mine: Tensor, machine: Machine) -> tuple[Tensor, Any]:
+def all_gather(mine: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
     """Start collecting the ranks' slices into one tensor, valid after `.wait()`."""
     whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, mine.contiguous(), async_op=True)

@@ -388,7 +388,7 @@ def lock_path(rows: Rows, shard: str) -> Path:
 
 
 def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> None:
-    """Raise Refused naming the numbers unless what is missing fits on the disk."""
+    """Raise UsageError naming the numbers unless what is missing fits on the disk."""
     needed, shards = bytes_to_pack(rows, source, rows_needed)
     if shards:
         require_free(

@@ -2,7 +2,7 @@
 Before a run: which kernels work here, what fits, how long it takes, what it costs.
 
     model shapes, device -> probe forward and backward -> the fastest kernel that agrees
-    model, machine -> rows per device, seconds, bytes on device and disk -> screen, or Refused
+    model, machine -> rows per device, seconds, bytes on device and disk -> screen, or UsageError
 
 Memory and time are measured on real micro-batches, which also compile what is compiled. Nothing
 here changes what a run computes but rounding. A run that cannot finish, for want of memory or disk,
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nanochat import hardware
 from nanochat.attention import Backend, attend, attend_plain, segment_mask
-from nanochat.common import Refused, free_bytes, require_free
-from nanochat.distributed import Machine
+from nanochat.common import UsageError, free_bytes, require_free
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.logger import duration
 from nanochat.loss import Trainable
@@ -46,7 +46,7 @@ class KernelConfig:
     enough to amortize compile time."""
 
 
-def probe_attention(backend: Backend, cfg: GPTConfig, machine: Machine) -> str | None:
+def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> str | None:
     """
     Run a kernel forward and backward on this model's shapes: as pretraining calls it, with each
     window, and as finetuning does, with a mask of segments. Returns why it failed, or None.
@@ -119,7 +119,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 1e-2
 
 
-def choose_attention(cfg: GPTConfig, machine: Machine, compiled: bool = False) -> Backend:
+def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
     The first kernel that works on all ranks: on CUDA fa3, then flex with windows; on a CPU blocks
     where the model is compiled; sdpa, plain.
@@ -137,7 +137,7 @@ def choose_attention(cfg: GPTConfig, machine: Machine, compiled: bool = False) -
     return "plain"
 
 
-def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) -> bool:
+def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float) -> bool:
     """
     Compile where asked; by default where it saves more time than it takes and works. The ranks
     agree, by the main one's `train_seconds`.
@@ -155,7 +155,7 @@ def choose_compile(cfg: KernelConfig, machine: Machine, train_seconds: float) ->
     return why is None
 
 
-def probe_compiler(machine: Machine) -> str | None:
+def probe_compiler(machine: DistContext) -> str | None:
     """Compile a trifle. Returns why that failed, or None."""
     try:
         torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
@@ -169,12 +169,12 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def fault(why: str | None, machine: Machine) -> str | None:
+def fault(why: str | None, machine: DistContext) -> str | None:
     """Why something does not work on some rank, None where it works on all: the same on all."""
     return next((reason for reason in machine.gather(why) if reason is not None), None)
 
 
-def choose_fused_engine(wanted: bool | None, machine: Machine, most_tokens: int) -> bool:
+def choose_fused_engine(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
     """
     Whether to fuse the step that writes a token: where asked; by default on a GPU, and on a CPU
     where so many tokens may be written that it pays.
@@ -185,7 +185,7 @@ def choose_fused_engine(wanted: bool | None, machine: Machine, most_tokens: int)
 
 
 def set_kernels(
-    cfg: KernelConfig, model: GPT, machine: Machine, seconds: float, optimizer: Any = None
+    cfg: KernelConfig, model: GPT, machine: DistContext, seconds: float, optimizer: Any = None
 ) -> bool:
     """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
     compiled = choose_compile(cfg, machine, seconds)
@@ -213,7 +213,7 @@ RATE_SECONDS = 0.2  # for which the matrix rate is measured
 SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 
 
-def matrix_rate(machine: Machine, width: int) -> float:
+def matrix_rate(machine: DistContext, width: int) -> float:
     """FLOP/s of this device in the compute dtype on matmuls of the model's width."""
     a = torch.randn(4096, width, device=machine.device).to(machine.dtype)
     b = torch.randn(width, 4 * width, device=machine.device).to(machine.dtype)
@@ -228,7 +228,7 @@ def matrix_rate(machine: Machine, width: int) -> float:
     return 2 * 4096 * width * 4 * width * count / spent
 
 
-def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
+def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     """
     Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
     rank measures its own device, so they differ in it.
@@ -240,7 +240,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: Machine) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def row_bytes(model: GPT, trainable: Trainable, machine: Machine) -> int:
+def row_bytes(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
     GPU memory that one more row of a micro-batch holds for the backward pass, while nothing is
     compiled. Raises torch.OutOfMemoryError where two rows do not fit.
@@ -254,7 +254,7 @@ def row_bytes(model: GPT, trainable: Trainable, machine: Machine) -> int:
     return max(1, used[1] - used[0])
 
 
-def most_rows(model: GPT, trainable: Trainable, machine: Machine) -> int:
+def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
     Rows per micro-batch to try first, the same on all ranks: on a CPU about CPU_TOKENS tokens; on a
     GPU, beside the weights' gradients, what fits if compiled blocks hold COMPILED_SHARE as much.
@@ -274,7 +274,7 @@ def most_rows(model: GPT, trainable: Trainable, machine: Machine) -> int:
 def rehearse(
     trainable: Trainable,
     optimizer: MuonAdamW,
-    machine: Machine,
+    machine: DistContext,
     ids: Tensor,
     device_rows: int,
     update: bool,
@@ -310,7 +310,7 @@ def rehearse(
     return (peak, seconds) if done else None
 
 
-def fits(work: Callable[[], None], machine: Machine) -> bool:
+def fits(work: Callable[[], None], machine: DistContext) -> bool:
     """Do it. Returns whether every rank has the memory for it."""
     short = False
     try:
@@ -379,7 +379,7 @@ def prepare(
     model: GPT,
     trainable: Trainable,
     optimizer: MuonAdamW,
-    machine: Machine,
+    machine: DistContext,
     batch_tokens: int,
     tokens_left: int,
     device_batch_size: int | None,
@@ -389,8 +389,8 @@ def prepare(
     Choose kernels and micro-batch, and set the model up for them.
 
     `timed`: the run ends by the clock, so that compiling the update must not be part of it.
-    `trainable` gives the loss: the model, or what stands around it. Raises Refused where not even
-    one row fits.
+    `trainable` gives the loss: the model, or what stands around it. Raises UsageError where not
+    even one row fits.
     """
     T, used = model.cfg.max_seq_len, hardware.used_memory_bytes(machine.device)
     rows = batch_tokens // T // machine.world_size
@@ -413,13 +413,13 @@ def prepare(
         while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_batch_size is not None and device_rows > 1:
-                raise Refused(
+                raise UsageError(
                     f"--device_batch_size={device_batch_size} takes more memory than "
                     f"{machine.device_name} has",
                     "leave it out, and the largest that fits is found",
                 )
             if device_rows == 1:
-                raise Refused(f"not even one row fits on {machine.device_name}", SMALLER)
+                raise UsageError(f"not even one row fits on {machine.device_name}", SMALLER)
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     peak_bytes, seconds = measured
@@ -428,9 +428,9 @@ def prepare(
     return Prepared(device_rows, compiled, memory, passes * seconds)
 
 
-def require_memory(model: GPT, machine: Machine) -> None:
+def require_memory(model: GPT, machine: DistContext) -> None:
     """
-    Raise Refused naming both numbers where weights, gradients and optimizer alone do not fit.
+    Raise UsageError naming both numbers where weights, gradients and optimizer alone do not fit.
 
     model: on the meta device, before anything is allocated: a process that asks for too much is
     killed without a word.
@@ -442,17 +442,17 @@ def require_memory(model: GPT, machine: Machine) -> None:
     needed = neighbours * (2 * weights + state // machine.world_size)
     free = hardware.free_memory_bytes(machine.device)
     if machine.any(needed > free):
-        raise Refused(
+        raise UsageError(
             f"{model.num_params():,} parameters with their gradients and the optimizer's state "
             f"take {needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
             SMALLER,
         )
 
 
-def require_disk(folder: Path, machine: Machine, **needed_bytes: int) -> str:
+def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str:
     """
-    What `folder`'s disk has to hold, by name, as the screen says it. Raises Refused, on every rank,
-    naming the numbers where it does not.
+    What `folder`'s disk has to hold, by name, as the screen says it. Raises UsageError, on every
+    rank, naming the numbers where it does not.
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())
@@ -462,7 +462,7 @@ def require_disk(folder: Path, machine: Machine, **needed_bytes: int) -> str:
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
-def cost(seconds: float, machine: Machine) -> str:
+def cost(seconds: float, machine: DistContext) -> str:
     """A training time and its price, at what such GPUs are rented for."""
     gpus = [machine.device_name] * machine.world_size if machine.device.type == "cuda" else []
     rate = default_rate(gpus)
@@ -470,12 +470,12 @@ def cost(seconds: float, machine: Machine) -> str:
     return f"about {duration(seconds)} of training, {price}"
 
 
-def screen(lines: Mapping[str, str], machine: Machine) -> None:
+def screen(lines: Mapping[str, str], machine: DistContext) -> None:
     """Print what a run is about to do, in one block."""
     machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
 
 
-def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
+def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
     """Where a run computes, and what."""
     cfg, visits = model.cfg, len(model.cfg.order)
     layers = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
@@ -492,7 +492,7 @@ def describe(model: GPT, machine: Machine, compiled: bool) -> dict[str, str]:
     }
 
 
-def describe_memory(memory: Memory, device_rows: int, machine: Machine) -> str:
+def describe_memory(memory: Memory, device_rows: int, machine: DistContext) -> str:
     """What a run takes on each device, and what there is for it: weights and state included."""
     parts = [f"{name} {n / 2**20:,.0f}" for name, n in memory._asdict().items()]
     available = memory.weights + memory.optimizer + hardware.free_memory_bytes(machine.device)

@@ -38,7 +38,7 @@ from nanochat.common import (
 )
 
 if TYPE_CHECKING:  # it imports torch, which records do without
-    from nanochat.distributed import Machine
+    from nanochat.distributed import DistContext
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names never change, so that reports can be compared line by line.
@@ -94,7 +94,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
 NOT_IN_KEY = frozenset(
-    "run log_every once resume keep report_dir allow_data_change device_batch_size "
+    "run log_every skip_if_done once resume keep report_dir allow_data_change device_batch_size "
     "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
     "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken buckets "
     "compile_engine".split()
@@ -130,7 +130,7 @@ class Cost:
     """Default: every device for the whole time."""
 
     @classmethod
-    def since(cls, started: float, machine: "Machine") -> "Cost":
+    def since(cls, started: float, machine: "DistContext") -> "Cost":
         """All of a machine's devices since `time.perf_counter()` was `started`."""
         return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
 

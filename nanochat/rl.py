@@ -23,7 +23,7 @@ import torch
 from nanochat import records, stats
 from nanochat.chat_format import render_prompt
 from nanochat.common import StoppedWaiting
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Outcomes,
@@ -235,7 +235,7 @@ def pad_batches(
 
 
 def kl_to_reference(
-    model: GPT, reference: GPT, batches: Sequence[MicroBatch], machine: Machine
+    model: GPT, reference: GPT, batches: Sequence[MicroBatch], machine: DistContext
 ) -> float:
     """
     KL divergence of `model` from `reference` in nats per sampled token, the same on all ranks.
@@ -276,7 +276,7 @@ class RolloutLoader(Callback):
         tokenizer: Tokenizer,
         cfg: RLConfig,
         seed: int,
-        machine: Machine,
+        machine: DistContext,
         model: GPT,
         engine: Callable[[GPT], Engine],
         questions: Sequence[int] | None = None,

@@ -45,7 +45,7 @@ from nanochat.common import (
     require_name,
 )
 from nanochat.dataloader import MixedRows, Rows
-from nanochat.distributed import Machine, MachineConfig
+from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes, utilization
 from nanochat.logger import METRICS_FILE, RunLog, RunLogConfig
@@ -84,7 +84,7 @@ class TrainConfig:
     """Folder of records. Default: report/ under the base directory."""
     saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
     log: RunLogConfig = field(default_factory=RunLogConfig)
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class RowLoader:
         split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
         batch_tokens: int,
         seed: int,
-        machine: Machine,
+        machine: DistContext,
     ):
         self.rows, self.split, self.seed, self.machine = rows, split, seed, machine
         self.num_rows = batch_tokens // rows.max_seq_len
@@ -312,7 +312,7 @@ class TrainingRun:
     model: GPT
     optimizer: MuonAdamW
     loader: Loader
-    machine: Machine
+    machine: DistContext
     cfg: TrainConfig
     tag: str
     """Name of the folder of checkpoints."""
@@ -375,8 +375,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
 
     The last thing before the final evaluation is a checkpoint. Asked to stop, it drops the
     evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
-    RanksDiffer, and Refused for more steps after the weights were averaged or where the checkpoint
-    of the finished run holds no optimizer state.
+    RanksDiffer, and UsageError for more steps after the weights were averaged or where the
+    checkpoint of the finished run holds no optimizer state.
     """
     if not run.finished(progress):
         progress.require_resumable()
@@ -449,7 +449,7 @@ def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
 
 
 @contextlib.contextmanager
-def last_evaluation(machine: Machine) -> Iterator[None]:
+def last_evaluation(machine: DistContext) -> Iterator[None]:
     """
     Around what is measured when the model is saved: out of memory, it ends the run with
     UNEVALUATED. The same command with --resume=auto then measures again, without training.
@@ -652,7 +652,7 @@ def finished_before(
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
     cfg: TrainConfig,
-    machine: Machine,
+    machine: DistContext,
 ) -> bool:
     """Whether --skip_if_done finds this very training recorded and its checkpoint intact."""
     if not cfg.skip_if_done:
@@ -670,7 +670,7 @@ def train(run: TrainingRun) -> TrainingResult:
     """
     Resume or begin, check what fits, train, save and evaluate.
 
-    Raises Refused where the run cannot finish, or where another one writes to its folder;
+    Raises UsageError where the run cannot finish, or where another one writes to its folder;
     SystemExit(PREEMPTED) when it was asked to stop: saved, not finished.
     """
     cfg, model, machine = run.cfg, run.model, run.machine

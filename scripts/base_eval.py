@@ -19,7 +19,7 @@ from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.common import MissingInput
 from nanochat.config import settings, short, start
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_core import (
     EvalModel,
     Suite,
@@ -57,11 +57,11 @@ class BaseEval:
     """Look at tasks that scripts.lab.hold_out declared final, and have it written down."""
     only_fetch: bool = False
     """Only get the tasks and say what they are; no model is needed."""
-    once: bool = False
+    skip_if_done: bool = False
     """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         if self.max_per_task is not None and self.max_per_task < 1:
@@ -89,12 +89,12 @@ def main(cfg: BaseEval) -> None:
 
     if cfg.only_fetch:
         return print(open_asked(None).about)
-    machine = init_machine(cfg.machine)
+    machine = init_distributed(cfg.machine)
     candidate = (find_hf_model if cfg.hf_path else find_own_model)(cfg, machine)
     suite = machine.on_main("opening the suite", lambda: open_asked(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
-    if cfg.once:
+    if cfg.skip_if_done:
         scores = machine.on_main("verifying files", lambda: scored_before(cfg, candidate, suite))
     if len(scores) == len(suite.tasks):
         machine.print0(f"{candidate.section}: finished already, skipped")
@@ -137,7 +137,7 @@ def scored_before(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[Tas
     return found
 
 
-def find_own_model(cfg: BaseEval, machine: Machine) -> Candidate:
+def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     """One of our checkpoints."""
     checkpoint = machine.on_node(
         "verifying the checkpoint",
@@ -154,7 +154,7 @@ def find_own_model(cfg: BaseEval, machine: Machine) -> Candidate:
     return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
 
 
-def find_hf_model(cfg: BaseEval, machine: Machine) -> Candidate:
+def find_hf_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     """
     A model of Hugging Face; nobody knows what it was trained on. Raises MissingInput without the
     packages that read it.
@@ -181,7 +181,7 @@ def describe(score: TaskScore) -> str:
 
 def write_section(
     cfg: BaseEval,
-    machine: Machine,
+    machine: DistContext,
     candidate: Candidate,
     suite: Suite,
     scores: Sequence[TaskScore],

@@ -19,7 +19,7 @@ from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, document_bpb, pooled, row_batches
 from nanochat.evaluators import samples
 from nanochat.mixture import open_corpus, open_texts
@@ -48,12 +48,12 @@ class BaseLoss:
     """Folder under base_checkpoints/. Default: the one written last."""
     model_step: int | None = short("s", None)
     """Step of the checkpoint. Default: the last good one."""
-    once: bool = False
+    skip_if_done: bool = False
     """Do nothing when this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class BaseLoss:
 
 def main(cfg: BaseLoss) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine)
+    machine = init_distributed(cfg.machine)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
@@ -71,7 +71,7 @@ def main(cfg: BaseLoss) -> None:
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.once and machine.on_main(
+    if cfg.skip_if_done and machine.on_main(
         "verifying files", lambda: records.finished(SECTION, key, cfg.report_dir) is not None
     ):
         machine.print0(f"{SECTION}: finished already, skipped")
@@ -140,7 +140,7 @@ def main(cfg: BaseLoss) -> None:
 
 
 def train_batches(
-    rows: Rows, num_rows: int, step_rows: int, machine: Machine
+    rows: Rows, num_rows: int, step_rows: int, machine: DistContext
 ) -> Iterator[np.ndarray]:
     """This rank's share of the first `num_rows` rows in the order of seed 0."""
     for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):

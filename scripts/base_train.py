@@ -23,7 +23,7 @@ from nanochat.common import write_json
 from nanochat.config import settings, start
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig, load_last_source
-from nanochat.distributed import Machine, init_machine
+from nanochat.distributed import DistContext, init_distributed
 from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes
@@ -134,7 +134,7 @@ def pretrain(
     rules: optimizer settings, horizon and width -> the update rules.
     """
     began, seed = Stopwatch.start(), cfg.train.seed
-    machine = init_machine(cfg.train.machine, seed)
+    machine = init_distributed(cfg.train.machine, seed)
 
     # Data: tokenizer, rows, and whether this very training was done before
     corpus, run_id, inputs = open_text(cfg, machine)
@@ -194,7 +194,7 @@ def pretrain(
 
 
 def plan(
-    cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: Machine
+    cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: DistContext
 ) -> tuple[Horizon, int]:
     """
     The horizon as if there were no clock, and the most steps that there can be: with a clock twice
@@ -216,7 +216,7 @@ def plan(
     return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))
 
 
-def open_text(cfg: BaseTrain, machine: Machine) -> tuple[Corpus, str, dict[str, str]]:
+def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, str, dict[str, str]]:
     """
     Open tokenizer, source and rows, the main rank first, so that one process writes. Returns the
     corpus, the id of the pipeline run, and the fingerprints of what is read.
@@ -242,7 +242,7 @@ def open_evaluators(
     corpus: Corpus,
     model: GPT,
     validation: type[ValidationLoss],
-    machine: Machine,
+    machine: DistContext,
 ) -> list[Callback]:
     """The validation loss, and what else was asked for."""
     evaluation, tokenizer = cfg.evaluation, corpus.tokenizer
@@ -263,7 +263,7 @@ def open_evaluators(
 
 
 def pack_in_background(
-    corpus: Corpus, needed: Mapping[str, int], loss: Callback, machine: Machine
+    corpus: Corpus, needed: Mapping[str, int], loss: Callback, machine: DistContext
 ) -> ExitStack:
     """Pack during training; returns when the validation rows are packed and can be scored."""
     assert isinstance(loss, ValidationLoss)

@@ -44,7 +44,7 @@ from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import start
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
 from tasks.builtin import ensure_written
@@ -80,7 +80,7 @@ class Bench:
     findings: Path | None = None
     """Also write what was found as JSON, for --what=all to collect."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ def main(cfg: Bench) -> None:
 
 def bench_model(cfg: Bench, found: Findings) -> None:
     """Training, generation or evaluation by an untrained model."""
-    machine = init_machine(cfg.machine)
+    machine = init_distributed(cfg.machine)
     arch = "default" if cfg.what == "train" else "classic"  # which transformers has too
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch)
     peers = None if cfg.what == "train" else find_peers()
@@ -163,7 +163,7 @@ def read_texts(source: Source, max_megabytes: float) -> list[str]:
 
 def everything(cfg: Bench) -> None:
     """Each benchmark in a process of its own, so that none uses memory during another."""
-    began, machine = time.perf_counter(), init_machine(cfg.machine)
+    began, machine = time.perf_counter(), init_distributed(cfg.machine)
     kind, given = machine.device.type, sys.argv[1:]
     found = Findings()
     for num_processes, flags in jobs(kind):

@@ -28,7 +28,7 @@ from nanochat.chat_format import Transcript, render_fitting
 from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
@@ -75,12 +75,12 @@ class ChatCli:
     compile_engine: bool | None = None
     """Fuse the step that writes a token: faster answers, a slower start. Default: on a GPU,
     for more than one question."""
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
 
 def main(cfg: ChatCli) -> None:
     prompt = cfg.prompt if cfg.prompt is not None or sys.stdin.isatty() else piped_text()
-    machine = init_machine(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.seed)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from nanochat import records, report, stats
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.config import settings, short, start
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import Graded, Outcomes, left_out, score_by_generation, score_by_logits
 from nanochat.finetune import parent_inputs
@@ -29,10 +29,13 @@ from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from tasks.base import Task
-from tasks.defaults import defaults
 from tasks.registry import exam, key_of, why_unavailable
 
 MEAN = "ChatCORE"
+EVAL_TASKS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling")
+BUILTIN_EVAL_TASKS = {  # by the data set that the base model was trained on
+    "embedded": ("world_choice", "world_facts", "world_problems", "world_spelling")
+}
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class ChatEval:
     final: bool = False
     """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
     it, they are rejected by name and otherwise left out."""
-    once: bool = False
+    skip_if_done: bool = False
     """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples", "batch_size", "max_problems"):
@@ -104,14 +107,19 @@ class ChatEval:
         )
 
 
+def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a model is scored on that was pretrained on `source`, as a checkpoint describes it."""
+    return BUILTIN_EVAL_TASKS.get(source.get("dataset", ""), EVAL_TASKS)
+
+
 def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.seed)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0),
     )
-    every_task = defaults(checkpoint.state["source"]).evaluated
+    every_task = default_tasks(checkpoint.state["source"])
     names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
     missing = left_out(reasons, bool(cfg.task_name), machine)
@@ -120,7 +128,7 @@ def main(cfg: ChatEval) -> None:
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # of each task's score
     known: dict[str, Estimate] = {}
-    if cfg.once:
+    if cfg.skip_if_done:
         known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
     todo = [task for task in tasks if task.name not in known]
     if not todo and (cfg.task_name or MEAN in known):

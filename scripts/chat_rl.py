@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from nanochat import records
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
-from nanochat.distributed import Machine, init_machine
+from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
@@ -113,7 +113,7 @@ class ChatRL:
 
 def main(cfg: ChatRL) -> None:
     began, seed = Stopwatch.start(), cfg.train.seed
-    machine = init_machine(cfg.train.machine, seed)
+    machine = init_distributed(cfg.train.machine, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     asked, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
@@ -176,7 +176,7 @@ def main(cfg: ChatRL) -> None:
 
 
 def open_rollouts(
-    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: Machine
+    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: DistContext
 ) -> RolloutLoader:
     """Rollouts on the questions of `task` that are wanted, by one engine."""
     tokenizer, samples = Tokenizer.read(parent.folder / "tokenizer.json"), cfg.rl.num_samples
@@ -198,7 +198,7 @@ def open_rollouts(
 
 
 def filter_by_pass_rate(
-    cfg: ChatRL, task: Task, engine: Engine, machine: Machine
+    cfg: ChatRL, task: Task, engine: Engine, machine: DistContext
 ) -> list[int] | None:
     """The questions that are neither too hard nor too easy, by number; None for all of them."""
     if cfg.min_pass_rate <= 0 and cfg.max_pass_rate >= 1:

@@ -19,7 +19,7 @@ import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
 from nanochat.config import refuse, short, start
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Sampling
 from nanochat.preflight import choose_fused_engine
 from nanochat.serve.handler import RequestHandler
@@ -52,7 +52,7 @@ class ChatWeb:
     compile_engine: bool | None = None
     """Fuse the step that writes a token: faster answers, a slower start. Default: on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
 
 def main(cfg: ChatWeb) -> None:
@@ -60,7 +60,7 @@ def main(cfg: ChatWeb) -> None:
         key, bound = cfg.server.key(), listen(cfg.server)
     except (ValueError, OSError) as error:
         refuse(str(error))
-    machine = init_machine(cfg.machine, steady=False)
+    machine = init_distributed(cfg.machine, steady=False)
     # Leave a core to the event loop. On 2 cores, served tokens/s with one core left against none:
     # of one user 1.6 times (depth 4) and 1.25 times (depth 10), of 64 users 0.97 and 0.84 times
     # (bf16, 2026-11)

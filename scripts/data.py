@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nanochat.common import Refused, base_dir, printable, require_free
+from nanochat.common import UsageError, base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
@@ -131,7 +131,7 @@ def pack(
                 progress.advance(task)
                 say(f"packed {shard}: {rows.counts(shard)['rows']:,} rows")
             if failure := packing.failure():
-                raise Refused(f"packing failed: {failure}", "mend it and run this again")
+                raise UsageError(f"packing failed: {failure}", "mend it and run this again")
             assert running or not missing, f"packing ended without {missing}"
             time.sleep(POLL_SECONDS)
 

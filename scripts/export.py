@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanochat.checkpoint import Checkpoint, carried, find_checkpoint, load_model, newest_stage
+from nanochat.checkpoint import Checkpoint, find_checkpoint, lineage, load_model, newest_stage
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import field_docs, short, start
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.golf.artifact import Compressor, Container, store
 from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import describe, require_within, smallest
@@ -55,12 +55,12 @@ class Export:
     """Of an artifact: the most that file and code may take together."""
     count_code: bool = True
     """Of an artifact: whether the code that scores it counts towards the limit."""
-    machine: MachineConfig = field(default_factory=lambda: MachineConfig("cpu", "float32"))
+    machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
     """Its dtype is that of the weights as they are written."""
 
 
 def main(cfg: Export) -> None:
-    machine = init_machine(cfg.machine, steady=False)
+    machine = init_distributed(cfg.machine, steady=False)
     stage = cfg.source or newest_stage()
     checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
     tag = checkpoint.folder.parent.name
@@ -76,11 +76,11 @@ def main(cfg: Export) -> None:
 
 
 def write_folder(
-    folder: Path, model: GPT, checkpoint: Checkpoint, stage: str, machine: Machine
+    folder: Path, model: GPT, checkpoint: Checkpoint, stage: str, machine: DistContext
 ) -> None:
     """For Hugging Face."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    origin = {"stage": stage, "step": checkpoint.step, **carried(checkpoint.state)}
+    origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
     write_hf(folder, model, tokenizer, machine.dtype, origin)
     code = "" if is_native(model.cfg) else ", trust_remote_code=True"
     print(
@@ -90,7 +90,7 @@ def write_folder(
 
 
 def write_artifact(cfg: Export, model: GPT, checkpoint: Checkpoint, stage: str, path: Path) -> None:
-    """One file, or Refused; the table of what everything costs in any case."""
+    """One file, or UsageError; the table of what everything costs in any case."""
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file")
     trained = checkpoint.state.get("settings", {})

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.checkpoint import Checkpoints, carried, new_model, save_checkpoint, stage_folder
+from nanochat.checkpoint import Checkpoints, lineage, new_model, save_checkpoint, stage_folder
 from nanochat.common import printable, require_name
 from nanochat.config import start
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.hf.export import Imported, read_hf
 from nanochat.records import new_run_id
 
@@ -31,20 +31,20 @@ class ImportHF:
     """What it is to be. Default: what it was, else base."""
     model_tag: str = "imported"
     """Name of the folder of the checkpoint."""
-    machine: MachineConfig = field(default_factory=lambda: MachineConfig("cpu", "float32"))
+    machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
 
 
 def main(cfg: ImportHF) -> None:
     if not cfg.hf_path:
         raise ValueError("name the folder of a model: --hf_path=<folder>")
-    machine = init_machine(cfg.machine, steady=False)
+    machine = init_distributed(cfg.machine, steady=False)
     found = read_hf(Path(cfg.hf_path).expanduser())
     model = new_model(found.cfg)
     model.load_state_dict(found.weights)
     origin = found.origin or unknown(found)
     stage = cfg.stage or origin["stage"]
     folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
-    state = {"stage": stage, **carried(origin)}
+    state = {"stage": stage, **lineage(origin)}
     with Checkpoints(folder, machine):  # no training writes there meanwhile
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nanochat.common import fingerprint, write_json
 from nanochat.config import settings, start
-from nanochat.distributed import init_machine
+from nanochat.distributed import init_distributed
 from nanochat.finetune import (
     ChatMixture,
     FinetuneConfig,
@@ -96,7 +96,7 @@ def fine_tune(
     mixture: the default; builtin_mixtures: that of a model trained on a built-in data set.
     """
     began = Stopwatch.start()
-    machine = init_machine(cfg.train.machine, cfg.train.seed)
+    machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
 
     # Data: the conversations of the mixture, and those that measure the loss

@@ -42,7 +42,7 @@ FETCH_SECONDS = 10.0  # for a vocabulary to come, and to count its tokens
 class TokEval:
     tokenizer_tag: str = "main"
     """Which tokenizer under tokenizer/ to judge."""
-    once: bool = False
+    skip_if_done: bool = False
     """Do nothing when the same evaluation has ended before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
@@ -54,7 +54,7 @@ def main(cfg: TokEval) -> None:
     source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
+    if cfg.skip_if_done and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()

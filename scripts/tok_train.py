@@ -34,7 +34,7 @@ class TokTrain:
     """Number of ids, the nine special tokens included."""
     tokenizer_tag: str = "main"
     """Name of the tokenizer: its folder under tokenizer/."""
-    once: bool = False
+    skip_if_done: bool = False
     """Do nothing when the same training has ended before and its tokenizer is still there."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
@@ -104,7 +104,7 @@ def main(cfg: TokTrain) -> None:
     texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"data": texts.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.once and records.finished(SECTION, key, cfg.report_dir):
+    if cfg.skip_if_done and records.finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()

@@ -17,7 +17,7 @@ import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.config import silence_teardown
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
 from tests.commands import Command
@@ -93,23 +93,23 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def machine() -> Machine:
+def machine() -> DistContext:
     """One process on the CPU in float32."""
-    return Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+    return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
 def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the work that ranks report at the moment (`Machine.working`)."""
+    """The names of the work that ranks report at the moment (`DistContext.working`)."""
     active: list[str] = []
 
     @contextmanager
-    def working(machine: Machine, what: str) -> Iterator[Callable[[str], None]]:
+    def working(machine: DistContext, what: str) -> Iterator[Callable[[str], None]]:
         active.append(what)
         yield lambda progress: None
         active.pop()
 
-    monkeypatch.setattr(Machine, "working", working)
+    monkeypatch.setattr(DistContext, "working", working)
     return active
 
 

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from nanochat import train
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.train import TrainingRun
 
 FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -29,7 +29,7 @@ def strike(run: TrainingRun) -> None:
 
 
 def faulty_step(run: TrainingRun, step: int, *rest):
-    machine: Machine = run.machine
+    machine: DistContext = run.machine
     if machine.rank == RANK and step == STEP:
         strike(run)
     return plain_step(run, step, *rest)

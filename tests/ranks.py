@@ -17,7 +17,7 @@ import torch
 from nanochat import attention
 from nanochat.checkpoint import Progress, build_model
 from nanochat.common import MissingInput
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, rules
 from nanochat.preflight import KernelConfig, set_kernels
@@ -37,7 +37,7 @@ def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, targets
 
 
-def check_work_for_others(machine: Machine) -> None:
+def check_work_for_others(machine: DistContext) -> None:
     """One rank works, all get its result or its error."""
     for share in (machine.on_main, machine.on_node):
         done: list[int] = []
@@ -55,7 +55,7 @@ def check_work_for_others(machine: Machine) -> None:
 
 
 def main() -> None:
-    machine = init_machine(MachineConfig("cpu", "float32"))
+    machine = init_distributed(DistConfig("cpu", "float32"))
     check_work_for_others(machine)
     share = ROWS // machine.world_size
     mine = slice(machine.rank * share, (machine.rank + 1) * share)

@@ -15,7 +15,7 @@ from nanochat.chat_packing import (
     signed_ids,
     signed_inputs_and_targets,
 )
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def test_R28_damaged_rows_of_conversations_are_packed_again():
     path = rows.bin_path("train")
     whole = path.read_bytes()
     flip(path)
-    with pytest.raises(Refused, match="train.bin is damaged"):
+    with pytest.raises(UsageError, match="train.bin is damaged"):
         open_chat_rows({"rows": "x"}, TOKENIZER, 63).batch(0, 4, seed=0)
     packed(chats)
     assert path.read_bytes() == whole

@@ -20,7 +20,7 @@ from nanochat import packing as packing_module
 from nanochat.common import (
     REPOSITORY,
     MissingInput,
-    Refused,
+    UsageError,
     read_json,
     read_sealed,
     sealed,
@@ -373,7 +373,7 @@ def test_R28_no_flipped_bit_of_packed_rows_reaches_a_batch(folder, tokenizer, sh
         path.write_bytes(damaged)
         reader = open_rows(source_of(folder), tokenizer, T, say=lambda line: None)
         assert reader.is_packed(shard)
-        with pytest.raises(Refused, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
+        with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
             read_everything(reader)
         assert digests(packed(folder, tokenizer)) == expected  # packed again, as it was
 
@@ -390,7 +390,7 @@ def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
     boundary = found.counts("shard_0.jsonl")["rows"]
     flip(found.bin_path("shard_1.jsonl"))
     found.batch(0, 2 * (boundary // 2), SEED)  # the shard that follows is only read ahead
-    with pytest.raises(Refused, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
+    with pytest.raises(UsageError, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
         found.batch(0, 2 * boundary, SEED, 0, 2)
 
 
@@ -409,7 +409,7 @@ def test_R28_a_rank_that_does_not_verify_rejects_foreign_ids(folder, tokenizer, 
         stored[stored != tokenizer.bos_id] = tokenizer.vocab_size
         stored.tofile(found.bin_path(shard))
         other = open_rows(source, tokenizer, T, verifies=False)
-        with pytest.raises(Refused, match=r"holds token id 300, but the vocabulary(.|\n)*again"):
+        with pytest.raises(UsageError, match=r"holds token id 300, but the vocabulary(.|\n)*again"):
             read(other)
     assert not hashed
 
@@ -428,7 +428,7 @@ def test_R28_ids_beyond_the_vocabulary_are_rejected(folder, tokenizer):
     rows.tofile(path)
     write_json(record, sealed({**read_sealed(record), "sha256": sha256_file(path)}))
     reader = open_rows(source_of(folder), tokenizer, T)
-    with pytest.raises(Refused, match=r"holds token id 300, but the vocabulary size is 300"):
+    with pytest.raises(UsageError, match=r"holds token id 300, but the vocabulary size is 300"):
         reader.batch(0, 2, SEED)
 
 
@@ -444,7 +444,7 @@ def test_R28_a_shard_cut_by_a_row_with_its_count_adjusted(folder, tokenizer, sea
         counts = sealed({name: value for name, value in counts.items() if name != "seal"})
     write_json(record, counts)
     if seal:
-        with pytest.raises(Refused, match="SHA-256 is not the recorded one"):
+        with pytest.raises(UsageError, match="SHA-256 is not the recorded one"):
             open_rows(source_of(folder), tokenizer, T).batch(0, 2, SEED)
     assert digests(packed(folder, tokenizer)) == expected
 
@@ -518,7 +518,7 @@ def test_R9_rows_that_do_not_fit_on_the_disk_are_refused_with_both_numbers(
     found = open_rows(source, tokenizer, T)
     monkeypatch.setattr(common, "free_bytes", lambda path: 200 << 20)
     for start in (lambda: ensure(found, source, tokenizer), lambda: start_packing(found, source)):
-        with pytest.raises(Refused, match=r"packing 5 shards needs about .*0\.21 GB free"):
+        with pytest.raises(UsageError, match=r"packing 5 shards needs about .*0\.21 GB free"):
             start()
     assert not digests(found)
 

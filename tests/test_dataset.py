@@ -21,7 +21,7 @@ from nanochat import common, dataset
 from nanochat import hub as hub_files
 from nanochat.common import (
     REPOSITORY,
-    Refused,
+    UsageError,
     read_json,
     sha256_file,
     write_json,
@@ -409,9 +409,9 @@ def test_another_revision_than_the_pinned_one_is_refused_with_both_names(serve):
 
 def test_a_revision_or_repository_that_does_not_exist_is_named(serve):
     serve()
-    with pytest.raises(Refused, match="no revision 'nowhere'"):
+    with pytest.raises(UsageError, match="no revision 'nowhere'"):
         mini(revision="nowhere")
-    with pytest.raises(Refused, match="no data set local/nothing"):
+    with pytest.raises(UsageError, match="no data set local/nothing"):
         open_source(DataConfig(dataset="local/nothing"))
 
 
@@ -447,7 +447,7 @@ def test_R12_an_overloaded_hub_is_asked_again_and_that_is_said(serve, hub, capsy
 def test_R12_attempts_are_bounded_and_the_error_says_how_to_go_on(serve, monkeypatch):
     server = serve(fail_first=1000)
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(Refused, match="run the same command again"):
+    with pytest.raises(UsageError, match="run the same command again"):
         mini().fetch("shard_00005.parquet")
     assert 4 <= max(server.counts.values()) <= 7
 
@@ -488,7 +488,7 @@ def test_R12_only_what_may_pass_is_tried_again(monkeypatch, status, again):
         calls.append(1)
         raise error
 
-    with pytest.raises(Refused if again else HfHubHTTPError):
+    with pytest.raises(UsageError if again else HfHubHTTPError):
         hub_files.with_retries("a file", action)
     assert (len(calls) > 3) == again and (again or len(calls) == 1)
 
@@ -572,5 +572,5 @@ def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, mon
     serve()
     source = mini()
     monkeypatch.setattr(common, "free_bytes", lambda path: 257 << 20)
-    with pytest.raises(Refused, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
+    with pytest.raises(UsageError, match=r"0\.00 GB and a reserve of 0\.27 GB.*0\.27 GB free"):
         source.fetch("shard_00005.parquet")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanochat import eval_bpb
 from nanochat.checkpoint import build_model
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.eval_bpb import (
     bits_per_byte,
     document_batches,
@@ -71,10 +71,10 @@ def test_specials_and_ignored_targets_are_outside_both_sums(machine):
 
 
 def test_R34_nothing_scored_and_broken_models_give_no_figure(machine):
-    with pytest.raises(Refused, match="no token of the text could be scored"):
+    with pytest.raises(UsageError, match="no token of the text could be scored"):
         _ = bits_per_byte(Uniform(), [], TOKEN_BYTES, machine).value
     targets = np.array([[1, 2]])
-    with pytest.raises(Refused, match="loss on 2 tokens is nan"):
+    with pytest.raises(UsageError, match="loss on 2 tokens is nan"):
         bits_per_byte(Broken(), [(targets, targets)], TOKEN_BYTES, machine)
 
 

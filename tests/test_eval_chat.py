@@ -6,8 +6,8 @@ import torch
 from nanochat import sandbox
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
-from nanochat.common import Refused, read_json
-from nanochat.distributed import Machine, MachineConfig
+from nanochat.common import UsageError, read_json
+from nanochat.distributed import DistConfig, DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
     fit,
@@ -82,7 +82,7 @@ def test_what_is_written_scores_the_same_for_any_number_of_slots(model, machine)
 
 
 def test_ranks_share_the_items_and_put_them_in_order():
-    class Rank(Machine):
+    class Rank(DistContext):
         def gather(self, value):
             return [{i: [float(i)] for i in range(r, 10, 3)} for r in range(3)]
 
@@ -141,7 +141,7 @@ def save_model(dataset: str) -> None:
 
 
 def evaluate(**settings) -> None:
-    machine = MachineConfig(device_type="cpu", dtype="float32")
+    machine = DistConfig(device_type="cpu", dtype="float32")
     cfg = {"max_problems": 4, "max_new_tokens": 4, **settings}
     chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
 
@@ -190,5 +190,5 @@ def test_without_a_sandbox_humaneval_is_left_out_and_the_record_says_so(
     assert "HumanEval" not in values and values["ChatCORE"]
     assert values["ChatCORE without"].startswith("HumanEval: nothing here confines")
     assert "ChatCORE without" in (base / "report.md").read_text()
-    with pytest.raises(Refused, match="humaneval cannot be scored here"):
+    with pytest.raises(UsageError, match="humaneval cannot be scored here"):
         evaluate(task_name="gsm8k|humaneval")

@@ -12,7 +12,7 @@ import torch
 from nanochat import records
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
-from nanochat.distributed import Machine, MachineConfig
+from nanochat.distributed import DistConfig, DistContext
 from nanochat.eval_core import (
     EXAMPLE_DELIMITER,
     EvalModel,
@@ -294,7 +294,7 @@ def test_the_fast_path_reads_fewer_tokens(gpt):
 
 
 @dataclass(frozen=True)
-class Together(Machine):
+class Together(DistContext):
     """One of several ranks that are threads of this process."""
 
     box: list = field(kw_only=True)
@@ -425,7 +425,7 @@ def save_base(tag, seed, dataset):
 
 def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
     """Run the script as a user does; returns the record."""
-    machine, suite = MachineConfig("cpu", "float32"), SuiteConfig(suite, eval_bundle)
+    machine, suite = DistConfig("cpu", "float32"), SuiteConfig(suite, eval_bundle)
     base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, suite=suite, **settings))
     return read_json(base / "report" / "base-model-evaluation.json")
 

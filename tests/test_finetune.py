@@ -17,7 +17,7 @@ from nanochat.chat_packing import (
     signed_inputs_and_targets,
 )
 from nanochat.checkpoint import build_model
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.finetune import (
     AnswerLoss,
     DocumentMaskedModel,
@@ -112,10 +112,10 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
 
     figures = answer_loss(good=good).measure(lambda: False)
     assert figures and np.isfinite(list(figures.values())).all()
-    with pytest.raises(Refused, match="of empty have no byte of an answer"):
+    with pytest.raises(UsageError, match="of empty have no byte of an answer"):
         answer_loss(good=good, empty=empty)
     one = val_rows_of("one", ["a"])
-    with pytest.raises(Refused, match="--eval_half=2 has no row: val holds 1 validation rows"):
+    with pytest.raises(UsageError, match="--eval_half=2 has no row: val holds 1 validation rows"):
         answer_loss(half=2, one=one)
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import hub
-from nanochat.common import REPOSITORY, Refused, read_json
+from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.dataset import DataConfig, open_source
 from tests.hub_server import use_endpoint
 
@@ -154,7 +154,7 @@ def test_R35_a_rate_limit_of_minutes_is_waited_for(served, pauses, capsys, kind,
 @pytest.mark.parametrize("kind", KINDS)
 def test_R35_retries_end_after_15_minutes_with_the_fix(served, pauses, kind):
     served.faults[kind], served.forever = [status(503)], True
-    with pytest.raises(Refused, match=r"(?s)15 min.*503.*run the same command again"):
+    with pytest.raises(UsageError, match=r"(?s)15 min.*503.*run the same command again"):
         read_shard()
     assert 800 <= sum(pauses) <= 900
     assert max(pauses) <= 75 and pauses[0] < 2 < pauses[3], "growing up to a limit"
@@ -163,7 +163,7 @@ def test_R35_retries_end_after_15_minutes_with_the_fix(served, pauses, kind):
 
 def test_R35_a_wait_beyond_the_limit_is_refused_at_once(served, pauses):
     served.faults["info"] = [status(429, {"Retry-After": 7200})]
-    with pytest.raises(Refused, match="asks to wait 7200 s"):
+    with pytest.raises(UsageError, match="asks to wait 7200 s"):
         read_shard()
     assert not pauses
 
@@ -181,7 +181,7 @@ def test_R35_a_hub_that_never_answers_times_out(served, pauses, monkeypatch, cap
     monkeypatch.setattr(hub, "PATIENCE_SECONDS", 60.0)
     served.faults[kind], served.forever = [silence], True
     began = time.perf_counter()
-    with pytest.raises(Refused, match="(?s)timed out.*run the same command again"):
+    with pytest.raises(UsageError, match="(?s)timed out.*run the same command again"):
         read_shard()
     assert "timed out" in capsys.readouterr().out
     assert served.counts[kind] > 2 and time.perf_counter() - began < 60
@@ -210,7 +210,7 @@ REFUSED = [(k, c) for k in KINDS for c in REFUSALS if (k, c) != ("get", "page wi
 def test_R35_a_refusal_is_one_sentence_with_the_fix(served, pauses, base, kind, case):
     fault, message = REFUSALS[case]
     served.faults[kind], served.forever = [fault], True
-    with pytest.raises(Refused, match=f"(?s){message}") as refusal:
+    with pytest.raises(UsageError, match=f"(?s){message}") as refusal:
         read_shard()
     why, fix = refusal.value.args
     assert "\n" not in why + fix and fix
@@ -229,7 +229,7 @@ def check_nothing_is_pinned(base):
 @pytest.mark.parametrize("kind", ["head", "get"])
 def test_R35_a_listed_file_that_is_gone_is_named(served, base, kind):
     served.faults[kind] = [status(404, error="EntryNotFound")]
-    with pytest.raises(Refused, match=f"(?s){SHARD}.*{COMMIT}.*delete its folder.*--revision"):
+    with pytest.raises(UsageError, match=f"(?s){SHARD}.*{COMMIT}.*delete its folder.*--revision"):
         read_shard()
     check_nothing_is_pinned(base)
 
@@ -237,21 +237,21 @@ def test_R35_a_listed_file_that_is_gone_is_named(served, base, kind):
 def test_R35_a_pinned_commit_that_is_gone_is_named(served, base):
     open_source(DataConfig(dataset=NAME))
     served.faults["head"] = [status(404, error="RevisionNotFound")]
-    with pytest.raises(Refused, match=f"(?s){NAME} no longer has commit {COMMIT}.*BASE_DIR"):
+    with pytest.raises(UsageError, match=f"(?s){NAME} no longer has commit {COMMIT}.*BASE_DIR"):
         read_shard()
     check_nothing_is_pinned(base)
 
 
 def test_R35_offline_mode_is_named_with_what_needs_no_network(served, monkeypatch, base):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(Refused, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
+    with pytest.raises(UsageError, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
         read_shard()
     check_nothing_is_pinned(base)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     source = read_shard()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert read_shard() == source, "what is downloaded needs no network"
-    with pytest.raises(Refused, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
+    with pytest.raises(UsageError, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
         source.fetch("a.parquet")
 
 
@@ -260,7 +260,7 @@ def test_R35_an_answer_of_another_shape_is_not_the_hubs(served, pauses, base):
         for body in (b"[]", b"3", b'{"a": 1}', b'[{"type": "file"}]'):
             served.faults[kind] = [status(200, body=body)]
             if (kind, body) != ("tree", b"[]"):  # that is a repository without files
-                with pytest.raises(Refused, match="is not the hub"):
+                with pytest.raises(UsageError, match="is not the hub"):
                     read_shard()
     assert not list(base.rglob("manifest.json"))
 
@@ -278,13 +278,13 @@ def test_R35_a_file_of_another_size_than_listed_is_not_pinned(served, pauses, ba
 @pytest.mark.parametrize("name", ["../up.parquet", "/root.parquet", "x/../../y.parquet"])
 def test_a_listed_name_outside_of_the_folder_is_refused(served, base, name):
     served.names.append(name)
-    with pytest.raises(Refused, match="outside"):
+    with pytest.raises(UsageError, match="outside"):
         read_shard()
     assert not list(base.rglob("manifest.json"))
 
 
 def test_R35_a_name_that_the_hub_cannot_have_is_refused(served, pauses):
-    with pytest.raises(Refused, match="no name of a repository"):
+    with pytest.raises(UsageError, match="no name of a repository"):
         open_source(DataConfig(dataset="owner/te xts"))
     assert not pauses and not served.counts
 
@@ -293,7 +293,7 @@ def test_R35_a_name_that_the_hub_cannot_have_is_refused(served, pauses):
 def test_R35_a_wrong_endpoint_is_an_error_with_the_fix(monkeypatch, pauses, url):
     monkeypatch.setattr(hub, "PATIENCE_SECONDS", 5.0)
     use_endpoint(url, monkeypatch)
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         read_shard()
     assert bool(pauses) == url.endswith(":1"), "only an address may answer later"
 

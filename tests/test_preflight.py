@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanochat import hardware, preflight
-from nanochat.common import REPOSITORY, Refused, read_json
-from nanochat.distributed import Machine
+from nanochat.common import REPOSITORY, UsageError, read_json
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.preflight import (
@@ -123,7 +123,7 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(optimizer, "muon_kernel", out_of_memory)
-    with pytest.raises(Refused, match="smaller --depth"):
+    with pytest.raises(UsageError, match="smaller --depth"):
         prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None, timed=True)
     assert all(torch.equal(p, weights[n]) for n, p in tiny_gpt.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
@@ -135,7 +135,7 @@ def test_R37_ranks_rehearse_under_the_same_memory_limit(
 ):
     """The rank with more memory rehearses with as much as the one with less."""
 
-    class SecondRank(Machine):
+    class SecondRank(DistContext):
         def gather(self, value):
             return [40 << 30, value] if value == 64 << 30 else [value]
 
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
     if fits and asked is None:
         assert run().device_rows == 2  # 8 and 4 do not fit
         return
-    with pytest.raises(Refused, match="leave it out" if asked == 4 else "smaller --depth"):
+    with pytest.raises(UsageError, match="leave it out" if asked == 4 else "smaller --depth"):
         run()
 
 
@@ -187,7 +187,9 @@ def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine,
 
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: 64e9)
     huge = replace(TINY, vocab_size=32768, n_layer=64, d_model=8192, head_dim=2048)
-    with pytest.raises(Refused, match=r"parameters.* GB, but cpu has 64.00 GB free.*\n.*--depth"):
+    with pytest.raises(
+        UsageError, match=r"parameters.* GB, but cpu has 64.00 GB free.*\n.*--depth"
+    ):
         require_memory(meta(huge), machine)
     require_memory(meta(TINY), machine)
 
@@ -197,7 +199,7 @@ def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
 ):
     monkeypatch.setattr("nanochat.common.free_bytes", lambda folder: int(5e9))
     with pytest.raises(
-        Refused, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
+        UsageError, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
     ):
         require_disk(base, machine, checkpoints=4 * 10**9, rows=15 * 10**8)
     text = require_disk(base, machine, checkpoints=4 * 10**9, rows=0)

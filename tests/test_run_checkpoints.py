@@ -26,9 +26,9 @@ from nanochat.checkpoint import (
     open_checkpoint,
     stage_folder,
 )
-from nanochat.common import REPOSITORY, Refused, base_dir
+from nanochat.common import REPOSITORY, UsageError, base_dir
 from nanochat.config import user_message
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.optim import MuonAdamW, OptimConfig, rules
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY
@@ -118,7 +118,7 @@ def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
     with run.open(resume="auto", keep_optimizer=True) as checkpoints:
         progress = checkpoints.begin(run.identity, run.model, run.optimizer, 3)
         assert progress.step == 2
-        with pytest.raises(Refused, match="step 2(.|\n)*--resume=never(.|\n)*--save_optimizer"):
+        with pytest.raises(UsageError, match="step 2(.|\n)*--resume=never(.|\n)*--save_optimizer"):
             progress.require_resumable()
         # saved again as it is, it does not get the state of an optimizer that did nothing
         progress.finished = True
@@ -189,7 +189,7 @@ def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoi
             checkpoints.begin(run.identity, run.model, run.optimizer, 9)
 
 
-class SecondNode(Machine):
+class SecondNode(DistContext):
     """The only rank of the second of two nodes; the first finds `first`."""
 
     first = None
@@ -245,7 +245,7 @@ def holder_of(lock, launch, seconds):
 def test_R22_the_lock_of_an_attempt_before_is_waited_for(run, machine):
     """On a shared disk the lock of a host that died lives on for a while."""
     process = holder_of(run.open().lock.path, "launch 7", 1.0)
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         Checkpoints(run.folder, replace(machine, launch="launch 8")).__enter__()
     with Checkpoints(run.folder, replace(machine, launch="launch 7")):
         assert process.wait(5) == 0
@@ -254,14 +254,14 @@ def test_R22_the_lock_of_an_attempt_before_is_waited_for(run, machine):
 def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run, capsys):
     lock = run.open().lock.path
     holder = holder_of(lock, "", 60)
-    with pytest.raises(Refused, match=rf"process {holder.pid} on \S+, since .*\n.*--model_tag"):
+    with pytest.raises(UsageError, match=rf"process {holder.pid} on \S+, since .*\n.*--model_tag"):
         run.open().__enter__()
     holder.kill()
     holder.wait()
     with run.open() as checkpoints:
         assert f"stale, taken over: process {holder.pid}" in capsys.readouterr().out
         run.save(checkpoints, 1)
-        with pytest.raises(Refused, match=f"process {os.getpid()}"):
+        with pytest.raises(UsageError, match=f"process {os.getpid()}"):
             run.open().__enter__()
     with run.open():
         assert "stale" not in capsys.readouterr().out  # it let go by itself

@@ -18,7 +18,7 @@ from nanochat import eval_core, hub
 from nanochat.common import (
     REPOSITORY,
     Interrupted,
-    Refused,
+    UsageError,
     read_json,
     sha256_file,
 )
@@ -212,11 +212,11 @@ def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
 
 
 def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch, capsys):
-    with pytest.raises(Refused, match="(?s)/gone.zip.*--eval_bundle"):
+    with pytest.raises(UsageError, match="(?s)/gone.zip.*--eval_bundle"):
         fetched(f"{web[0]}/gone.zip")
     assert "trying again" not in capsys.readouterr().out, "404 is final"
     monkeypatch.setattr(eval_core, "PATIENCE_SECONDS", 2.0)
-    with pytest.raises(Refused, match="(?s)gave up.*--eval_bundle"):
+    with pytest.raises(UsageError, match="(?s)gave up.*--eval_bundle"):
         fetched("http://127.0.0.1:1/refused.zip")
     assert "trying again" in capsys.readouterr().out
 
@@ -254,7 +254,7 @@ def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, b
     address, asked = web
     monkeypatch.setattr(eval_core, "PUBLISHED_URL", f"{address}/bundle.zip")
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
-    with pytest.raises(Refused, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
+    with pytest.raises(UsageError, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
         open_suite(None)
     assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
@@ -291,7 +291,7 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("it was read"))
     before = set(archive.parent.rglob("*"))
     for location in (str(archive), f"{web[0]}/bundle.zip"):
-        with pytest.raises(Refused, match=f"(?s){message}.*--eval_bundle"):
+        with pytest.raises(UsageError, match=f"(?s){message}.*--eval_bundle"):
             open_suite(location)
     new = {path.name for path in set(archive.parent.rglob("*")) - before if path.is_file()}
     assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
@@ -299,7 +299,7 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
 
 def test_S14_an_archive_with_too_much_in_it_is_refused(archive, monkeypatch):
     for limit in ("MAX_MEMBERS", "MAX_MEMBER_BYTES", "MAX_TOTAL_BYTES"):
-        with monkeypatch.context() as patch, pytest.raises(Refused, match="bytes"):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="bytes"):
             patch.setattr(eval_core, limit, 4)
             open_bundle(archive)
 
@@ -310,7 +310,7 @@ def test_S14_a_damaged_archive_is_refused_by_name(archive):
     start = content.index(name) + len(name)
     content[start + 100] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(Refused, match=f"(?s){archive.name}.*damaged"):
+    with pytest.raises(UsageError, match=f"(?s){archive.name}.*damaged"):
         open_bundle(archive)
 
 

@@ -10,6 +10,8 @@ import pytest
 from nanochat import chat_format
 from nanochat.common import fingerprint
 from nanochat.mixture import Tags
+from scripts import chat_rl, chat_sft, mid_train
+from scripts.chat_eval import default_tasks
 from tasks import base, hub, registry
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCEasy
@@ -31,7 +33,6 @@ from tasks.buckets import (
     questions,
     task_of,
 )
-from tasks.defaults import HUB, WORLD
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import HELD_OUT, JSONL
 from tasks.mmlu import MMLU
@@ -484,12 +485,13 @@ def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
 
 
 def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(loaded):
-    for world in (HUB, WORLD):
-        for spec in (world.mid, world.sft):
+    for stage in (mid_train, chat_sft):
+        for spec in (stage.MIXTURE, stage.BUILTIN_MIXTURES["embedded"]):
             assert len(buckets(spec)) > 3
-        for name in world.evaluated:
-            assert make(name, "test").kind != "talk"
-        assert len(held_out_questions(world.rl, 4)) > 0
+    for name in (*default_tasks({}), *default_tasks({"dataset": "embedded"})):
+        assert make(name, "test").kind != "talk"
+    for task in (chat_rl.TASK, chat_rl.BUILTIN_TASKS["embedded"]):
+        assert len(held_out_questions(task, 4)) > 0
 
 
 @pytest.mark.parametrize("key", registry.TASKS)

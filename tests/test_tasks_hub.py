@@ -11,7 +11,7 @@ import pytest
 
 from nanochat import chat_format, hub
 from nanochat import hub as hub_files
-from nanochat.common import Refused, read_json, sha256_file
+from nanochat.common import UsageError, read_json, sha256_file
 from nanochat.tools import calculate
 from tasks import registry
 from tasks.aqua import MARKER, AQuA
@@ -134,7 +134,7 @@ def test_what_a_repository_does_not_hold_or_holds_twice_is_named(serve, tmp_path
         load("own/data", "test", ["text"])
     with pytest.raises(ValueError, match="'data' is no repository"):
         load("data", "train", ["text"])
-    with pytest.raises(Refused, match="no data set own/nothing"):
+    with pytest.raises(UsageError, match="no data set own/nothing"):
         load("own/nothing", "test", ["text"])
 
 
@@ -144,7 +144,7 @@ def test_without_a_hub_the_error_says_what_to_do(serve, monkeypatch, tmp_path):
     server.shutdown()
     server.server_close()
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(Refused, match="run the same command again"):
+    with pytest.raises(UsageError, match="run the same command again"):
         len(make("aqua", "train"))
 
 

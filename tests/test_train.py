@@ -11,7 +11,7 @@ import torch
 
 from nanochat.anomaly import NotFinite
 from nanochat.checkpoint import Checkpoints, Progress, SavingConfig, build_model
-from nanochat.common import PREEMPTED, UNEVALUATED, Refused, StoppedWaiting
+from nanochat.common import PREEMPTED, UNEVALUATED, StoppedWaiting, UsageError
 from nanochat.dataloader import inputs_and_targets
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig, as_stored
@@ -302,7 +302,7 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
         assert torch.equal(saved[-1][1][name], p.detach())
     assert set(optimizer.state_dict()) >= {f"{name}.average" for name in named}
     assert run_loop(run, progress)  # measures again, trains nothing
-    with pytest.raises(Refused, match="ended after step 6"):
+    with pytest.raises(UsageError, match="ended after step 6"):
         run_loop(replace(run, num_steps=9), progress)
 
 

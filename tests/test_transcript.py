@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nanochat.chat_format import Transcript, render
 from nanochat.common import REPOSITORY, printable
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.logger import RunLog, RunLogConfig
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_cli import Chat, ChatCli
@@ -116,5 +116,5 @@ def test_S13_logs_print_values_and_names_as_text(tmp_path, capsys):
     with RunLog(RunLogConfig(), tmp_path, out=out) as log:
         log.log(0, {"note": HOSTILE})
     assert SHOWN in out.getvalue() and "\x1b" not in out.getvalue()
-    Machine(0, 0, 1, torch.device("cpu"), torch.float32).print0("resumed", HOSTILE)
+    DistContext(0, 0, 1, torch.device("cpu"), torch.float32).print0("resumed", HOSTILE)
     assert capsys.readouterr().out == f"resumed {SHOWN}\n"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nanochat.checkpoint import build_model
-from nanochat.distributed import Machine, init_machine
+from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import resident_peak
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
@@ -26,7 +26,7 @@ from tests.test_train import Given
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
 
-def train(model: GPT, optimizer: MuonAdamW, machine: Machine, device_rows: int) -> int:
+def train(model: GPT, optimizer: MuonAdamW, machine: DistContext, device_rows: int) -> int:
     """Train three steps; returns the peak of allocated bytes."""
     torch.cuda.reset_peak_memory_stats()
     rng = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def train(model: GPT, optimizer: MuonAdamW, machine: Machine, device_rows: int) 
 
 def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     """Bytes stated and reached by a new model of this depth, and what its preparations leave."""
-    machine = init_machine()
+    machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
     tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))
     host = resident_peak()

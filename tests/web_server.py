@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.engine import Sampling
 from nanochat.engine import sample as plain
 from nanochat.gpt import GPTConfig
@@ -31,7 +31,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 from tests.conftest import TINY, lively
 
-CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+CPU = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

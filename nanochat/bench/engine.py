@@ -18,7 +18,7 @@ import torch
 from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.hardware import peak_memory_bytes
@@ -45,10 +45,10 @@ class EngineTimes(NamedTuple):
 
 def bench_engine(
     cfg: GPTConfig,
-    machine: Machine,
+    machine: DistContext,
     repeats: int,
     found: Findings,
-    peer: Callable[[GPT, Tokenizer, Machine], Generate] | None = None,
+    peer: Callable[[GPT, Tokenizer, DistContext], Generate] | None = None,
 ) -> None:
     """
     Prefill and decode by batch, ragged prompts, and many users. `peer` returns another library's

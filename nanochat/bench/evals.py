@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from nanochat.bench.table import Findings, Line, in_turn
 from nanochat.checkpoint import build_model
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.eval_core import (
     FewShotTask,
     Question,
@@ -36,10 +36,10 @@ Score = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
 
 def bench_evaluation(
     cfg: GPTConfig,
-    machine: Machine,
+    machine: DistContext,
     repeats: int,
     found: Findings,
-    peer: Callable[[GPT, Tokenizer, Machine, int], Score] | None = None,
+    peer: Callable[[GPT, Tokenizer, DistContext, int], Score] | None = None,
 ) -> None:
     """Score the largest task of each kind of item; `peer` returns another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))

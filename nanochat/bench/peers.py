@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from nanochat.bench.engine import TOP_K, Generate
 from nanochat.bench.evals import Score
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
 from nanochat.hf.export import write_hf
@@ -36,7 +36,7 @@ def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
         return loader.from_pretrained(folder, dtype=dtype).to(model.device)
 
 
-def generation(model: GPT, tokenizer: Tokenizer, machine: Machine) -> Generate:
+def generation(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Generate:
     """For `bench_engine`: transformers' generate, with prompts padded on the left."""
     theirs = exported(model, tokenizer, machine.dtype).eval()
     theirs.generation_config.eos_token_id = None
@@ -58,7 +58,7 @@ def generation(model: GPT, tokenizer: Tokenizer, machine: Machine) -> Generate:
 
 
 def training(
-    model: GPT, tokenizer: Tokenizer, machine: Machine, compiled: bool
+    model: GPT, tokenizer: Tokenizer, machine: DistContext, compiled: bool
 ) -> Callable[[torch.Tensor], float]:
     """A training step of transformers' model with PyTorch's AdamW: ids (B, T + 1) -> seconds."""
     theirs = exported(model, tokenizer, torch.float32).train()
@@ -84,7 +84,7 @@ def training(
     return step
 
 
-def scoring(model: GPT, tokenizer: Tokenizer, machine: Machine, batch_size: int) -> Score:
+def scoring(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> Score:
     """For `bench_evaluation`: the harness's own class for transformers, on the same ids."""
     from lm_eval.models.huggingface import HFLM
 

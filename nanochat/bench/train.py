@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.checkpoint import build_model
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import known_peak, peak_memory_bytes
 from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
@@ -44,7 +44,7 @@ class StepTimes(NamedTuple):
 class Work:
     """A model with its optimizer, kernels and random rows: the parts of a training step."""
 
-    def __init__(self, cfg: GPTConfig, rows: int, machine: Machine, kernels: KernelConfig):
+    def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
         table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
         named = dict(self.model.named_parameters())
@@ -84,7 +84,7 @@ class Work:
 def bench_training(
     cfg: GPTConfig,
     rows: int,
-    machine: Machine,
+    machine: DistContext,
     kernels: KernelConfig,
     steps: int,
     repeats: int,
@@ -141,7 +141,7 @@ def bench_training(
     found.points.append(point)
 
 
-def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
+def products_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     """
     How long the matmuls of a training step take alone: of every matrix, forward and both backward;
     of attention, the half that a causal mask leaves; and Muon's, where each rank has its share of
@@ -182,11 +182,11 @@ def products_seconds(model: GPT, rows: int, machine: Machine) -> float:
 def bench_against(
     cfg: GPTConfig,
     rows: int,
-    machine: Machine,
+    machine: DistContext,
     kernels: KernelConfig,
     repeats: int,
     found: Findings,
-    peer: Callable[[GPT, Tokenizer, Machine, bool], Callable[[Tensor], float]] | None,
+    peer: Callable[[GPT, Tokenizer, DistContext, bool], Callable[[Tensor], float]] | None,
 ) -> None:
     """A step alongside that of `peer`, which returns the seconds for ids (B, T + 1)."""
     work = Work(cfg, rows, machine, kernels)
@@ -203,19 +203,19 @@ def bench_against(
     found.line(Line(PATH, label, "tokens/s", ours, "transformers", others))
 
 
-def clock(machine: Machine) -> float:
+def clock(machine: DistContext) -> float:
     """The time when the device has finished its queued work."""
     machine.synchronize()
     return time.perf_counter()
 
 
-def read_bandwidth(machine: Machine) -> float:
+def read_bandwidth(machine: DistContext) -> float:
     """Bytes read per second by a large sum: the best of nine."""
     source = torch.ones(LARGE_BYTES // 4, device=machine.device)
     return LARGE_BYTES / min(time_calls(source.sum, machine, 9))
 
 
-def time_calls(work: Callable[[], Tensor], machine: Machine, repeats: int) -> list[float]:
+def time_calls(work: Callable[[], Tensor], machine: DistContext, repeats: int) -> list[float]:
     """The seconds of each call."""
     times = []
     for _ in range(repeats):

@@ -25,7 +25,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.golf.model import new_model, read_config
 from nanochat.golf.quantize import (
     BITS,
@@ -79,7 +79,7 @@ class Artifact:
     origin: dict[str, Any]
     """What the writer was told of it."""
 
-    def build(self, machine: Machine) -> GPT:
+    def build(self, machine: DistContext) -> GPT:
         """The model on the machine's device."""
         with torch.device("meta"):
             model = new_model(self.cfg, machine.dtype)

@@ -1,7 +1,7 @@
 """
 What an artifact costs: every container with every compressor, the code, each tensor; and the limit.
 
-    stored tensors -> the smallest file there is, its sizes -> a table, or Refused
+    stored tensors -> the smallest file there is, its sizes -> a table, or UsageError
 
 The code that is charged is what it takes to read a file and score it: `artifact.py`, `eval_bpb.py`
 and all of ours that they import. Packages are not: torch, numpy, pyarrow, tiktoken, rustbpe.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanochat.common import Refused, code_of, source_of
+from nanochat.common import UsageError, code_of, source_of
 from nanochat.golf.artifact import (
     COMPRESSORS,
     CONTAINERS,
@@ -116,14 +116,14 @@ def describe(written: Written, limit: int, count_code: bool) -> str:
 
 
 def require_within(written: Written, limit: int, count_code: bool) -> None:
-    """Raises Refused naming the tensors that cost most where the artifact is above the limit."""
+    """Raises UsageError naming the tensors that cost most where the artifact is above the limit."""
     total = written.total_bytes(count_code)
     if total <= limit:
         return
     costly = sorted(written.tensors, key=lambda t: -t.compressed)[:COSTLIEST]
     named = ", ".join(f"{t.name} {t.compressed:,} ({t.form})" for t in costly)
     code = f", {written.code_bytes:,} of them code" if count_code else ""
-    raise Refused(
+    raise UsageError(
         f"{total:,} bytes{code} are {total - limit:,} above the limit of {limit:,}; most cost "
         + named,
         "fewer bits for those (--quantize), a smaller model, or more weight decay, which makes "

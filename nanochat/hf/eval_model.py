@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanochat.attention import CacheView
 from nanochat.common import fingerprint, sha256_file
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.eval_core import EvalModel
 
 LOGIT_BYTES = 2**30  # of the logits of one forward pass: these models give them for every token
@@ -71,7 +71,7 @@ class Found:
     revision: str
     """Its commit on the hub, or a fingerprint of the files of its folder."""
 
-    def load(self, machine: Machine) -> EvalModel:
+    def load(self, machine: DistContext) -> EvalModel:
         """Load it in the machine's compute dtype."""
         options = {"trust_remote_code": self.trust_remote_code}
         encoder = HFEncoder(AutoTokenizer.from_pretrained(self.path, **options))

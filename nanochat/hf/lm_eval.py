@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import fit
 from nanochat.eval_core import (
@@ -60,7 +60,7 @@ class NanochatLM(LM):
         kind: Any = (device or "").split(":")[0] or None
         if kind == "cuda" and not torch.cuda.is_available():
             kind = None  # the harness names a GPU where nobody said anything
-        self.machine = init_machine(MachineConfig(kind, dtype))
+        self.machine = init_distributed(DistConfig(kind, dtype))
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         self.model = for_inference(load_model(checkpoint, self.machine))

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 from nanochat.checkpoint import Checkpoint, Progress
-from nanochat.common import BROKEN, Refused
-from nanochat.distributed import Machine
+from nanochat.common import BROKEN, UsageError
+from nanochat.distributed import DistContext
 from nanochat.finetune import FineTuning, split
 from nanochat.gpt import GPT
 from nanochat.lab.canary_suite import Suite, pretraining_text
@@ -87,7 +87,7 @@ class CanaryConfig:
         return step in {max(1, round(share * num_steps)) for share in shares}
 
 
-class Broken(Refused):
+class Broken(UsageError):
     """A run that its canaries stopped."""
 
     status = BROKEN
@@ -117,7 +117,7 @@ class CanaryMonitor(Callback):
     parent: Mapping[str, float]
     model: GPT
     num_steps: int
-    machine: Machine
+    machine: DistContext
     epoch_steps: float = 0.0
     """Steps until rows repeat: from then on the training loss may fall by memorization."""
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -222,7 +222,7 @@ def open_monitor(
     model: GPT,
     chats: Mapping[str, Task],
     num_steps: int,
-    machine: Machine,
+    machine: DistContext,
     taught: Mapping[str, Task] = {},
     shares: Mapping[str, float] = {},
 ) -> CanaryMonitor | None:

@@ -17,10 +17,10 @@ import torch
 
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import Checkpoint
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch
 from nanochat.gpt import GPT, for_inference
@@ -197,7 +197,7 @@ def repeated_share(answer: Completion) -> float:
 
 
 def pretraining_text(
-    parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, machine: Machine
+    parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> list[Batch]:
     """
     Validation rows of the text that the base model was trained on, on the main rank, which alone
@@ -215,7 +215,7 @@ def pretraining_text(
             each = max(1, TEXT_TOKENS // max_seq_len // len(corpus.rows))
             for rows in corpus.rows.values():
                 found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
-    except (OSError, ValueError, Refused) as error:
+    except (OSError, ValueError, UsageError) as error:
         machine.print0(f"canaries without pretraining text, which cannot be opened: {error}")
         return []
     return found

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import Refused, base_dir, locked, read_sealed, sealed, write_json
+from nanochat.common import UsageError, base_dir, locked, read_sealed, sealed, write_json
 from nanochat.records import append_line, one_line, read_sealed_lines
 from nanochat.records import plain as plain_json
 
@@ -32,14 +32,14 @@ def final_benchmarks() -> dict[str, str]:
 
 
 def declared() -> dict[str, dict[str, str]]:
-    """What held_out.json says: `final` and `since`. Raises Refused where it is damaged."""
+    """What held_out.json says: `final` and `since`. Raises UsageError where it is damaged."""
     path = base_dir() / FILE
     if not path.exists():
         return {"final": {}, "since": {}}
     try:
         return read_sealed(path)
     except ValueError as error:
-        raise Refused(
+        raise UsageError(
             f"{error}; it lists what is held out",
             "restore the file, or delete it and declare again what is final: "
             'python -m scripts.lab.hold_out --final="..."',
@@ -80,12 +80,12 @@ def admitted(
 
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
     """
-    Raise Refused for a final benchmark that nobody allowed to be looked at; write down the access
-    to one that is. who: what looks, for the ledger.
+    Raise UsageError for a final benchmark that nobody allowed to be looked at; write down the
+    access to one that is. who: what looks, for the ledger.
     """
     wanted = [name for name in names if is_final(name)]
     if wanted and not allowed:
-        raise Refused(
+        raise UsageError(
             f"{', '.join(wanted)} is final: held out until the end, for nothing to be chosen by it",
             "leave it out; where there is a flag --final, that looks at it, and is written down",
         )
@@ -103,7 +103,7 @@ def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
 
 def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = ()) -> None:
     """
-    Raise Refused for a bucket whose parent is that of a final benchmark, and not waived.
+    Raise UsageError for a bucket whose parent is that of a final benchmark, and not waived.
 
     parents: bucket -> the data set that it is made of, empty where nobody said.
     """
@@ -111,7 +111,7 @@ def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = (
     for bucket, parent in parents.items():
         name = families.get(plain(parent)) if parent else None
         if name and plain(parent) not in map(plain, waived):
-            raise Refused(
+            raise UsageError(
                 f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
                 "its source and style is not measured by it",
                 f"leave it out; in mid_train and chat_sft --waive_families={parent} allows it",
@@ -122,8 +122,8 @@ def require_fair(
     learned: Sequence["Bucket"], measured: Sequence["Bucket"], waived: str = ""
 ) -> None:
     """
-    Raise Refused for conversations of the family of a final benchmark, unless its data set is among
-    the names in `waived`, separated by commas; or measured by a final benchmark.
+    Raise UsageError for conversations of the family of a final benchmark, unless its data set is
+    among the names in `waived`, separated by commas; or measured by a final benchmark.
     """
     parents = {bucket.name: bucket.tags.parent for bucket in learned}
     require_other_families(parents, waived.split(","))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.lab.significance import expected_maximum
 
 DIGITS = 4  # significant, of a value that is tried
@@ -99,7 +99,7 @@ class Found:
 
 
 def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -> Found:
-    """Search. Raises Refused for an optimum at the edge, ValueError for an impossible grid."""
+    """Search. Raises UsageError for an optimum at the edge, ValueError for an impossible grid."""
 
     def once(values: Sequence[float]) -> dict[float, float]:
         return {value: scores[0] for value, scores in tried(values, [0]).items()}
@@ -109,7 +109,7 @@ def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -
     i = values.index(rank(wide, lower_is_better)[0])
     if i in (0, len(values) - 1):
         side, flag = ("smallest", "--low") if i == 0 else ("largest", "--high")
-        raise Refused(
+        raise UsageError(
             f"the best {cfg.search} of the wide grid is the {side} that was tried, "
             f"{shown(values[i])}: the optimum may lie beyond",
             f"extend the grid by {flag} and start again; finished runs are kept",

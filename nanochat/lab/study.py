@@ -11,13 +11,13 @@ more alike than two runs are.
 import csv
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanochat import records
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.lab.ablation import arm_counts, parse_arm
 from nanochat.lab.significance import Contrast, Scores, adjusted, contrasts, table
 from nanochat.lab.sweep import Done, Job, gathered
@@ -34,7 +34,6 @@ from nanochat.mixture import (
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import known as known_parts
 from tasks.buckets import tags as tags_of_part
-from tasks.defaults import defaults
 
 CONTROL = "control"
 SEEDS_OF_ARM = 100  # arm number n has seeds from n times this
@@ -100,9 +99,18 @@ def of_grid(spec: str) -> list[Arm]:
 class Study:
     """Makes the jobs of a study. Raises MissingInput where a base does not exist."""
 
-    def __init__(self, cfg: StudyConfig, mix: MixConfig, data: str = ""):
-        """data: a fingerprint of training and validation data, where flags do not identify it."""
-        self.cfg, self.mix = cfg, mix
+    def __init__(
+        self,
+        cfg: StudyConfig,
+        mix: MixConfig,
+        data: str = "",
+        default_mixture: Callable[[str | None], str] = lambda dataset: "",
+    ):
+        """
+        data: a fingerprint of training and validation data, where flags do not identify it.
+        default_mixture: data set of the base model -> the mixture where `mix` names none.
+        """
+        self.cfg, self.mix, self.default_mixture = cfg, mix, default_mixture
         self.bases = cfg.bases.split("|")
         self.parents: dict[str, Checkpoint] = {}
         self.starts: dict[str, dict[str, str]] = {}
@@ -141,26 +149,27 @@ class Study:
         for the same tokens. Raises ValueError for an arm that sets the number of steps.
         """
         cfg, mix = self.cfg, self.mix
+        source = "base" if cfg.stage == "mid" else cfg.source
         own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
         if "num_iterations" in own:
             raise ValueError(f"{arm.name}: runs of a study are of one length, --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))
         steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
-        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--from_tag={base}"
+        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={source}:{base}"
         words = [
             *(SCRIPTS[cfg.stage], f"--num_iterations={steps}"),
             f"--total_batch_size={cfg.total_batch_size}",
-            *"--eval_every=0 --log_every=50 --keep=1 --resume=auto --once".split(),
+            *"--eval_every=0 --keep=1 --resume=auto --skip_if_done".split(),
             *("--model_tag={tag}", f"--seed={seed}", start),
-            *([f"--source={cfg.source}"] if cfg.stage == "sft" else []),
         ]
         for name, value in vars(mix).items():
             if name not in own and value != getattr(MixConfig(), name):
                 words.append(f"--{name}={value}")
         commands = [[*words, *cfg.flags.split(), *arm.flags]]
         if cfg.tasks:
-            scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}", "--once"]
-            commands.append([*scored, f"--task_name={cfg.tasks}", *cfg.eval_flags.split()])
+            scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
+            tasks = ["--skip_if_done", f"--task_name={cfg.tasks}"]
+            commands.append([*scored, *tasks, *cfg.eval_flags.split()])
         return Job(f"{base} {arm.name} seed {seed}", commands, self.starts[base])
 
     # ---- data ablations ----------------------------------------------------------------------
@@ -177,7 +186,7 @@ class Study:
                 raise ValueError("--arms changes the proportions of a mixture: give --mixture")
             parts = parse_mixture(spec)
             return {part.label: (part, tags_of(declared.get(part.name, {}))) for part in parts}
-        spec = spec or getattr(defaults(self.parents[base].state["source"]), self.cfg.stage)
+        spec = spec or self.default_mixture(self.parents[base].state["source"].get("dataset"))
         parts = known_parts(spec, declared)
         return {part.label: (part, tags_of_part(part, declared)) for part in parts}
 
@@ -204,14 +213,14 @@ class Study:
         """
         The control of a base and the arms of a data ablation, each with the tokens of every bucket.
 
-        control: its finished runs. Raises Refused where their checkpoints were deleted.
+        control: its finished runs. Raises UsageError where their checkpoints were deleted.
         """
         runs = [run for run in control if not run.is_broken]
         if not runs:
             raise ValueError(no_control(base))
         state = newest_state(stage_folder(self.cfg.stage) / runs[0].tag)
         if state is None:
-            raise Refused(
+            raise UsageError(
                 f"the checkpoints of {runs[0].job.name} are gone, and with them its mixture",
                 f"delete {runs[0].folder}, and the same command trains it again",
             )
@@ -237,7 +246,7 @@ class Study:
 
     def confirmation(self, run: Done) -> Job:
         """The same model measured on validation rows that did not choose it."""
-        words = [word for word in run.job.commands[0] if word not in ("--once", FIRST_HALF)]
+        words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
         words = [word.replace("{tag}", run.tag) for word in words]
         return Job(f"{run.job.name}, measured anew", [[*words, OTHER_HALF]], run.job.starts_from)
 

@@ -32,9 +32,9 @@ from nanochat.common import (
     BROKEN,
     PREEMPTED,
     REPOSITORY,
-    Refused,
     RunLock,
     StopRequest,
+    UsageError,
     base_dir,
     fingerprint,
     locked,
@@ -168,7 +168,7 @@ class Sweep:
         self.counting = threading.Lock()
 
     def __enter__(self) -> "Sweep":
-        """Raises Refused where another process runs the same sweep."""
+        """Raises UsageError where another process runs the same sweep."""
         self.lock.acquire()
         return self
 
@@ -179,7 +179,7 @@ class Sweep:
         """
         Name -> outcome of every job; those that ended before are not repeated.
 
-        Raises Refused when interrupted, when the cap is reached, or where a command fails: with
+        Raises UsageError when interrupted, when the cap is reached, or where a command fails: with
         the number of jobs that are left, after the running ones have ended.
         """
         found = {job.name: self.finished(job) for job in jobs}
@@ -197,7 +197,7 @@ class Sweep:
             raise SystemExit(PREEMPTED)
         if problems:
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-            raise Refused(
+            raise UsageError(
                 f"{len(jobs) - len(done)} of {len(jobs)} runs are not done: {problems[0]}{more}",
                 "rerun the same command to continue; --cap_hours raises the cap",
             )

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte_of
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
@@ -109,7 +109,7 @@ def bpb_by_loop(
     loops: Sequence[int],
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
-    machine: Machine,
+    machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
     """`bits_per_byte` of the model as it is after each of so many loops, ascending; one pass."""

@@ -10,9 +10,9 @@ least recently used model that is idle is unloaded.
 import asyncio
 from collections.abc import Callable
 
-from nanochat.checkpoint import FOLDERS, load_model, referred, stage_folder
+from nanochat.checkpoint import FOLDERS, load_model, parse_checkpoint_ref, stage_folder
 from nanochat.common import printable
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.gpt import for_inference
 from nanochat.hardware import free_memory_bytes
@@ -33,7 +33,7 @@ class ModelLibrary:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: DistContext,
         default: str,
         tool: Tool | None = None,
         slots: int | None = None,
@@ -94,7 +94,7 @@ class ModelLibrary:
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises whatever a damaged one raises."""
-        checkpoint = referred(name)
+        checkpoint = parse_checkpoint_ref(name)
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         model = for_inference(load_model(checkpoint, self.machine))
         free = int(CACHE_SHARE * free_memory_bytes(self.machine.device))

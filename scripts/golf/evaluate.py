@@ -21,7 +21,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint
 from nanochat.common import MissingInput, base_dir, sha256_file
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, open_source
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, document_bpb
 from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.size import code_bytes
@@ -51,7 +51,7 @@ class GolfEval:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Scored(NamedTuple):
 
 def main(cfg: GolfEval) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine)
+    machine = init_distributed(cfg.machine)
     paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
     if not paths:
         raise MissingInput(
@@ -89,7 +89,7 @@ def main(cfg: GolfEval) -> None:
     machine.close()
 
 
-def score(cfg: GolfEval, path: Path, machine: Machine) -> Scored:
+def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
     """Read a file and score what is in it; then, in the same model, the weights it was made of."""
     artifact = read_artifact(path)
     model = artifact.build(machine)
@@ -134,7 +134,7 @@ def require_one_recipe(scored: list[Scored]) -> None:
             )
 
 
-def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
+def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
     """The checkpoint an artifact was made of; None where it is missing or has changed."""
     origin = artifact.origin
     try:
@@ -147,7 +147,9 @@ def parent_of(artifact: Artifact, machine: Machine) -> Checkpoint | None:
     return found if found.fingerprint == origin["checkpoint"] else None
 
 
-def write_section(cfg: GolfEval, machine: Machine, scored: list[Scored], started: float) -> None:
+def write_section(
+    cfg: GolfEval, machine: DistContext, scored: list[Scored], started: float
+) -> None:
     """The record and the report."""
     plain = np.array([s.plain.value for s in scored])
     sliding = np.array([s.sliding.value for s in scored if s.sliding])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nanochat import records, report
-from nanochat.checkpoint import referred
+from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.common import MissingInput, printable
 from nanochat.config import settings, start
 
@@ -79,7 +79,7 @@ def find(name: str, report_dir: str | None) -> Scored:
     if stage == "hf":
         maker = f"python -m scripts.base_eval --hf_path={path}"
     else:
-        checkpoint = referred(name)
+        checkpoint = parse_checkpoint_ref(name)
         stage, fingerprint = checkpoint.state["stage"], checkpoint.fingerprint
         tag, step = checkpoint.folder.parent.name, checkpoint.step
         maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"

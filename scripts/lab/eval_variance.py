@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, load_model, referred
+from nanochat.checkpoint import Checkpoint, load_model, parse_checkpoint_ref
 from nanochat.config import settings, start
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import left_out, score_by_generation
 from nanochat.gpt import for_inference
@@ -25,8 +25,8 @@ from nanochat.lab.held_out import admitted, require_access
 from nanochat.preflight import choose_fused_engine
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
+from scripts.chat_eval import default_tasks
 from tasks.base import Task
-from tasks.defaults import defaults
 from tasks.registry import exam, why_unavailable
 
 SECTION = "Evaluation variance"
@@ -62,7 +62,7 @@ class EvalVariance:
     """Run what the model wrote with all your rights where this machine has no sandbox."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         if self.runs < 2 or self.temperature <= 0:
@@ -74,12 +74,13 @@ class EvalVariance:
 
 def main(cfg: EvalVariance) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.seed)
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
-        "verifying checkpoints", lambda: [referred(name, machine.print0) for name in names]
+        "verifying checkpoints",
+        lambda: [parse_checkpoint_ref(name, machine.print0) for name in names],
     )
-    evaluated = defaults(models[0].state["source"]).evaluated
+    evaluated = default_tasks(models[0].state["source"])
     wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in wanted}
     missing = left_out(reasons, bool(cfg.task_name), machine)
@@ -115,7 +116,7 @@ def main(cfg: EvalVariance) -> None:
 
 
 def answers(
-    cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: Machine
+    cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
 ) -> dict[str, list[list[float]]]:
     """Task -> the score of every run of every item."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")

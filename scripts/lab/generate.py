@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import Refused, fingerprint, printable, read_json, write_json
+from nanochat.common import UsageError, fingerprint, printable, read_json, write_json
 from nanochat.config import settings, start
 from nanochat.dataset import json_lines
 from nanochat.records import append_line, read_lines
@@ -71,7 +71,7 @@ def main(cfg: Generate) -> None:
     note = out.with_name(f"{out.name}.pilot.json")
     if not cfg.pilot and not note.exists():
         fix = "--pilot=2000 first; train on it, compare, then answer the rest"
-        raise Refused("there is no pilot: the value of such answers is unknown", fix)
+        raise UsageError("there is no pilot: the value of such answers is unknown", fix)
     todo = sorted(read_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
     known = {row.get("key") for row in read_lines(out)} if out.exists() else set()
     left = [row for row in todo if row["key"] not in known]
@@ -81,11 +81,13 @@ def main(cfg: Generate) -> None:
     print(f"by {printable(model)}")
     if not cfg.pilot and (teacher := read_json(note)["model"]) != model:
         fix = "--pilot=2000 for this teacher first, with another --out"
-        raise Refused(f"the pilot was answered by {teacher}, not by {model}", fix)
+        raise UsageError(f"the pilot was answered by {teacher}, not by {model}", fix)
     counts = answer_all(cfg, client, model, left, out)
     answered = num_known + counts["Answered"]
     if not answered:
-        raise Refused(f"none of {len(left):,} prompts was answered", "see the first failure above")
+        raise UsageError(
+            f"none of {len(left):,} prompts was answered", "see the first failure above"
+        )
     if cfg.pilot:
         write_json(note, {"answered": answered, "model": model, "settings": settings(cfg)})
     values = {"Teacher": model, "Prompts": len(todo), "Answered before": num_known, **counts}
@@ -112,14 +114,14 @@ def connect(cfg: Generate) -> tuple[Any, str]:
     try:
         import openai  # of the group interop: not needed for --help
     except ImportError as error:
-        raise Refused("the client of OpenAI's API is not installed", INSTALL) from error
+        raise UsageError("the client of OpenAI's API is not installed", INSTALL) from error
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
     client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=cfg.retries)
     try:
         return client, cfg.model or client.models.list().data[0].id
     except openai.APIConnectionError as error:
         fix = "python -m scripts.chat_web serves ours; --base_url names another"
-        raise Refused(f"there is no server at {cfg.base_url}", fix) from error
+        raise UsageError(f"there is no server at {cfg.base_url}", fix) from error
 
 
 def answer_all(

@@ -19,17 +19,17 @@ from nanochat import records, report
 from nanochat.chat_packing import signed_inputs_and_targets
 from nanochat.checkpoint import (
     Checkpoint,
-    carried,
+    lineage,
     load_model,
-    referred,
+    parse_checkpoint_ref,
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.config import settings, start
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import (
@@ -78,7 +78,7 @@ class MergeScript:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     merging: MergeConfig = field(default_factory=MergeConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         if self.greedy and self.merging != MergeConfig():
@@ -90,7 +90,7 @@ class MergeScript:
 class Judge:
     """Scores weights on fixed validation rows, in a model of their shape."""
 
-    def __init__(self, cfg: MergeScript, first: Checkpoint, machine: Machine):
+    def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
         self.model = load_model(first, machine)
         self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
         T = self.model.cfg.max_seq_len
@@ -127,12 +127,12 @@ def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
 
 def main(cfg: MergeScript) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine, steady=False)
+    machine = init_distributed(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
     if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
-    parents = [referred(name, machine.print0) for name in names]
-    base = referred(cfg.base, machine.print0) if cfg.base else None
+    parents = [parse_checkpoint_ref(name, machine.print0) for name in names]
+    base = parse_checkpoint_ref(cfg.base, machine.print0) if cfg.base else None
     require_kin(parents, base, cfg)
 
     # Every parent, then the merge
@@ -164,7 +164,7 @@ def main(cfg: MergeScript) -> None:
 
 def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
     """
-    Raise Refused for models of another shape or tokenizer, without a common ancestor, or that do
+    Raise UsageError for models of another shape or tokenizer, without a common ancestor, or that do
     not come from the base.
     """
     models = [*parents, *([base] if base else [])]
@@ -175,7 +175,7 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
         for other, value in zip(models, values, strict=True):
             if value != values[0]:
                 message = f"{other.folder} has another {what} than {models[0].folder}"
-                raise Refused(message, "merge models of one shape and tokenizer")
+                raise UsageError(message, "merge models of one shape and tokenizer")
     lines = [
         ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
     ]
@@ -183,7 +183,7 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
     if not (base.fingerprint in common if base else common) and not cfg.unrelated:
         origin = base.folder if base else "one checkpoint"
         message = f"nothing says that these models come from {origin}: other means are noise"
-        raise Refused(message, "--unrelated merges them all the same")
+        raise UsageError(message, "--unrelated merges them all the same")
 
 
 def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) -> set[str]:
@@ -217,7 +217,7 @@ def save(
     first, origin = parents[0], parents[0].state["provenance"]
     named = zip(cfg.models.split("|"), parents, shares, strict=True)
     state = {
-        **carried(first.state),
+        **lineage(first.state),
         "stage": first.state["stage"],
         "settings": first.state["settings"],  # of a training: they decide the validation rows
         "provenance": {**origin, "inputs": {**origin["inputs"], **inputs}},

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nanochat import records, report
@@ -43,6 +44,7 @@ from nanochat.lab.study import (
 from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_buckets
 from nanochat.records import over_seeds
+from scripts import chat_sft, mid_train
 from tasks.buckets import buckets
 
 
@@ -83,12 +85,18 @@ class SweepScript:
             )
 
 
+def default_mixture(stage: str, dataset: str | None) -> str:
+    """What mid or sft trains on, after a base model of a data set."""
+    script = {"mid": mid_train, "sft": chat_sft}[stage]
+    return script.BUILTIN_MIXTURES.get(dataset, script.MIXTURE)
+
+
 def main(cfg: SweepScript) -> None:
     started = time.perf_counter()
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
         raise ValueError("give one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
-    study = Study(cfg.study, cfg.mix, data_of(cfg))
+    study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
     if cfg.arms:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
     with sweep:

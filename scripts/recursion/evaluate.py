@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, open_source
-from nanochat.distributed import Machine, MachineConfig, init_machine
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, read_metrics
@@ -55,7 +55,7 @@ class RecursionEval:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: MachineConfig = field(default_factory=MachineConfig)
+    machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
@@ -84,7 +84,7 @@ class Scored(NamedTuple):
 
 def main(cfg: RecursionEval) -> None:
     started = time.perf_counter()
-    machine = init_machine(cfg.machine)
+    machine = init_distributed(cfg.machine)
 
     def find(tags: Sequence[str | None]) -> list[Checkpoint]:
         return [find_checkpoint("base", tag, None, machine.print0) for tag in tags]
@@ -105,14 +105,16 @@ def main(cfg: RecursionEval) -> None:
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raises Refused where checkpoints differ in text or tokens, or one has no count of FLOPs."""
+    """
+    Raises UsageError where checkpoints differ in text or tokens, or one has no count of FLOPs.
+    """
     inputs = [checkpoint.state["provenance"]["inputs"] for checkpoint in checkpoints]
     for checkpoint, theirs in zip(checkpoints, inputs, strict=True):
         if "flops" not in checkpoint.state["progress"]:
-            raise Refused(f"{checkpoint.folder} has no count of FLOPs", "train it anew")
+            raise UsageError(f"{checkpoint.folder} has no count of FLOPs", "train it anew")
         for name in ("data", "tokenizer", "rows"):
             if theirs[name] != inputs[0][name]:
-                raise Refused(
+                raise UsageError(
                     f"{checkpoint.folder} and {checkpoints[0].folder} were trained on different "
                     f"{name}",
                     "compare runs with the same one",
@@ -120,21 +122,23 @@ def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def require_one_recipe(recursive: Sequence[Scored], plain: Sequence[Scored]) -> None:
-    """Raises Refused where a model is of the wrong kind, or no seed of the first one's recipe."""
+    """
+    Raises UsageError where a model is of the wrong kind, or no seed of the first one's recipe.
+    """
     first = recursive[0]
     for s in recursive:
         if not isinstance(s.model, RecursiveGPT):
-            raise Refused(f"{s.tag} is not recursive", "name it with --plain_tags")
+            raise UsageError(f"{s.tag} is not recursive", "name it with --plain_tags")
         if s.recipe != first.recipe:
-            raise Refused(
+            raise UsageError(
                 f"{s.tag} and {first.tag} are not seeds of one recipe", "judge them apart"
             )
     for s in plain:
         if isinstance(s.model, RecursiveGPT):
-            raise Refused(f"{s.tag} is recursive", "name it with --model_tags, alone")
+            raise UsageError(f"{s.tag} is recursive", "name it with --model_tags, alone")
 
 
-def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: Machine) -> Scored:
+def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> Scored:
     """Bits per byte of a checkpoint, of a recursive one after every number of loops."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
@@ -193,7 +197,9 @@ def arm_of(seeds: Sequence[Scored]) -> Arm:
     cfg, passes = model.cfg, len(model.cfg.order)
     if len({state["identity"]["seed"] for state in states}) < len(seeds):
         tags = ", ".join(s.tag for s in seeds)
-        raise Refused(f"{tags} are one recipe, but not of different seeds", "name one of each seed")
+        raise UsageError(
+            f"{tags} are one recipe, but not of different seeds", "name one of each seed"
+        )
     shape = f"{cfg.n_layer} layers" + (f" in {passes} visits" if passes > cfg.n_layer else "")
     tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
     return Arm(
@@ -225,7 +231,7 @@ def show(values: Sequence[float]) -> str:
 
 def write_section(
     cfg: RecursionEval,
-    machine: Machine,
+    machine: DistContext,
     recursive: Sequence[Scored],
     plain: Sequence[Scored],
     criteria: Sequence[Criterion],

@@ -26,7 +26,7 @@ from nanochat.bench.table import (
 )
 from nanochat.bench.train import products_seconds
 from nanochat.config import parse
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import resident_peak
 from nanochat.preflight import KernelConfig
@@ -34,7 +34,7 @@ from nanochat.scaling import shape_for_depth
 from scripts import bench
 from scripts.bench import Bench, DataConfig, main
 
-CPU = MachineConfig("cpu", "float32")
+CPU = DistConfig("cpu", "float32")
 interop = pytest.mark.skipif(
     not importlib.util.find_spec("lm_eval"), reason="the group interop is not installed"
 )
@@ -76,14 +76,14 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
     assert point.seconds == 3  # forward, backward and update: a second each
     assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
-    assert line.ceiling == pytest.approx(products_seconds(model, 2, init_machine(CPU)) / 3)
+    assert line.ceiling == pytest.approx(products_seconds(model, 2, init_distributed(CPU)) / 3)
     assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
     for part in ("forward and loss 33%", "backward 33%", "update 33%"):
         assert part in found.notes[0]
 
 
 def test_the_products_of_a_step_grow_with_the_model(monkeypatch):
-    machine, spent = init_machine(CPU), []
+    machine, spent = init_distributed(CPU), []
     for depth in (1, 4):
         model = GPT(shape_for_depth(depth, 256, 64)).requires_grad_(False)
         with FlopCounterMode(display=False) as counted:  # FLOPs are the seconds
@@ -115,7 +115,7 @@ def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
     from nanochat.bench import peers
 
     monkeypatch.setattr(evals, "ITEMS", 3)
-    machine, seen = init_machine(CPU), []
+    machine, seen = init_distributed(CPU), []
 
     def watched(*args):
         score = peers.scoring(*args)

@@ -20,8 +20,8 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import REPOSITORY, Refused, read_json
-from nanochat.distributed import MachineConfig
+from nanochat.common import REPOSITORY, UsageError, read_json
+from nanochat.distributed import DistConfig
 from nanochat.eval_bpb import document_bpb
 from nanochat.golf.artifact import (
     COMPRESSORS,
@@ -135,12 +135,12 @@ def test_more_than_the_limit_is_refused_naming_what_costs_most(tokenizer):
     written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     size = len(written.data)
     require_within(written, size, count_code=False)
-    with pytest.raises(Refused, match="1 above the limit") as refused:
+    with pytest.raises(UsageError, match="1 above the limit") as refused:
         require_within(written, size - 1, count_code=False)
     costliest = max(written.tensors, key=lambda t: t.compressed)
     assert f"most cost {costliest.name}" in str(refused.value)
     require_within(written, size + written.code_bytes, count_code=True)
-    with pytest.raises(Refused, match="of them code"):
+    with pytest.raises(UsageError, match="of them code"):
         require_within(written, size + written.code_bytes - 1, count_code=True)
 
 
@@ -171,8 +171,8 @@ import json, sys, torch
 from pathlib import Path
 from nanochat.golf.artifact import read_artifact
 from nanochat.eval_bpb import document_bpb
-from nanochat.distributed import Machine
-machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32)
+from nanochat.distributed import DistContext
+machine = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 found = read_artifact(Path("model.golf"))
 texts = json.loads(Path("texts.json").read_text())
 bpb = document_bpb(found.build(machine), texts, found.tokenizer, 32, 8, 4, machine)
@@ -229,7 +229,7 @@ def test_export_and_score_fill_the_section(base, tokenizer, machine, capsys):
     table = capsys.readouterr().out
     assert "embed.weight" in table and "int8" in table and "int6" in table  # as it was trained
     data = {"dataset": "embedded", "num_shards": 1}
-    on_cpu = MachineConfig("cpu", "float32")
+    on_cpu = DistConfig("cpu", "float32")
     cfg = evaluate.GolfEval(max_documents=6, eval_stride=4, machine=on_cpu)
     evaluate.main(replace(cfg, data=evaluate.DataConfig(**data)))
     values = read_json(base / "report" / "parameter-golf.json")["values"]
@@ -261,7 +261,7 @@ def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path
         max_documents=3,
         eval_stride=0,
         data=evaluate.DataConfig(dataset="embedded", num_shards=1),
-        machine=MachineConfig("cpu", "float32"),
+        machine=DistConfig("cpu", "float32"),
     )
     evaluate.main(cfg)
     values = read_json(base / "report" / "parameter-golf.json")["values"]
@@ -271,7 +271,7 @@ def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path
 
 def test_an_artifact_above_the_limit_is_not_written(base, tokenizer, capsys):
     save(tokenizer)
-    with pytest.raises(Refused, match="above the limit of 40,000"):
+    with pytest.raises(UsageError, match="above the limit of 40,000"):
         export_it(limit_bytes=40_000)
     assert "embed.weight" in capsys.readouterr().out  # the table tells where the bytes are
     assert not list((base / "export").glob("*"))

@@ -24,7 +24,7 @@ from nanochat.checkpoint import (
     stage_folder,
 )
 from nanochat.common import MissingInput, read_json
-from nanochat.distributed import MachineConfig
+from nanochat.distributed import DistConfig
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import is_native, read_hf, write_hf
 from nanochat.hf.tokenizer import byte_letters, halves
@@ -709,7 +709,7 @@ def test_base_evaluators_take_tag_and_step_as_letters(base, script, command, tok
 
 def score(base, folder, **settings):
     """scripts.base_eval of a model in Hugging Face's format; returns the record."""
-    machine = MachineConfig("cpu", "float32")
+    machine = DistConfig("cpu", "float32")
     suite = base_eval.SuiteConfig("embedded")
     base_eval.main(
         base_eval.BaseEval(

@@ -15,7 +15,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
-from nanochat.distributed import MachineConfig, init_machine
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def ours(checkpoint):
 @pytest.fixture
 def exported(checkpoint, tokenizer, tmp_path):
     """The same model under the harness's own class for Hugging Face."""
-    machine = init_machine(MachineConfig("cpu", "float32"))
+    machine = init_distributed(DistConfig("cpu", "float32"))
     write_hf(tmp_path / "model", load_model(checkpoint, machine), tokenizer)
     return HFLM(
         pretrained=str(tmp_path / "model"),

@@ -7,8 +7,8 @@ import pytest
 from dev.plant import PLANTS
 from nanochat import chat_packing, finetune
 from nanochat.checkpoint import stage_folder
-from nanochat.common import Refused, read_json
-from nanochat.distributed import MachineConfig
+from nanochat.common import UsageError, read_json
+from nanochat.distributed import DistConfig
 from nanochat.finetune import FinetuneConfig
 from nanochat.lab import canary_suite
 from nanochat.lab.canaries import Broken, CanaryConfig
@@ -39,7 +39,7 @@ def tune(trained_base, base, monkeypatch):
             init_lr_frac=init_lr_frac,
             eval_tokens=1024,
         )
-        cfg = TrainConfig(model_tag="tuned", machine=MachineConfig("cpu", "float32"))
+        cfg = TrainConfig(model_tag="tuned", machine=DistConfig("cpu", "float32"))
         mix, canaries = (
             MixConfig("world_facts=300,world_chat=100"),
             CanaryConfig(on_broken=on_broken),
@@ -59,7 +59,7 @@ def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_canaries_saw(tun
 
 def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, capsys):
     def unreachable(*args, **kwargs):
-        raise Refused("the hub is unreachable", "check the network")
+        raise UsageError("the hub is unreachable", "check the network")
 
     monkeypatch.setattr(canary_suite, "open_texts", unreachable)
     tune()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat.common import Refused, read_json
+from nanochat.common import UsageError, read_json
 from scripts.lab import filter as filter_script
 from scripts.lab import generate
 from scripts.lab.filter import Filter
@@ -96,7 +96,7 @@ def teacher(monkeypatch):
 def test_a_pilot_comes_first_then_the_rest_and_nothing_is_asked_twice(tmp_path, base, teacher):
     rows = [{"prompt": f"Question {i}", "gold": i} for i in range(20)]
     files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    with pytest.raises(Refused, match="--pilot=2000 first"):
+    with pytest.raises(UsageError, match="--pilot=2000 first"):
         generate.main(Generate(**files))
     assert not teacher.asked
     generate.main(Generate(**files, pilot=5, system="Be brief."))
@@ -135,14 +135,14 @@ def test_a_pilot_without_answers_or_of_another_teacher_opens_nothing(
 ):
     files = {"prompts": "", "out": str(tmp_path / "made.jsonl")}
     files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fail {i}"} for i in range(3)])
-    with pytest.raises(Refused, match="none of 2 prompts was answered"):
+    with pytest.raises(UsageError, match="none of 2 prompts was answered"):
         generate.main(Generate(**files, pilot=2))
-    with pytest.raises(Refused, match="--pilot=2000 first"):
+    with pytest.raises(UsageError, match="--pilot=2000 first"):
         generate.main(Generate(**files))
     files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fine {i}"} for i in range(3)])
     generate.main(Generate(**files, pilot=2))
     monkeypatch.setattr(generate, "connect", lambda cfg: (teacher, "fool"))
-    with pytest.raises(Refused, match="answered by sage, not by fool"):
+    with pytest.raises(UsageError, match="answered by sage, not by fool"):
         generate.main(Generate(**files))
 
 

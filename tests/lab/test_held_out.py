@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nanochat.common import Refused, read_json
+from nanochat.common import UsageError, read_json
 from nanochat.lab import held_out
 from scripts.lab import hold_out
 from scripts.lab.hold_out import HoldOut
@@ -23,7 +23,7 @@ def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_w
     held_out.declare({"ARC-Easy": "arc", "HumanEval": "humaneval"})
     held_out.require_access(["MMLU"], False, {})
     for name in ("ARC-Easy", "arc_easy"):  # under any spelling
-        with pytest.raises(Refused, match=f"{name} is final(.|\n)*there is a flag --final"):
+        with pytest.raises(UsageError, match=f"{name} is final(.|\n)*there is a flag --final"):
             held_out.require_access(["MMLU", name], False, {})
     assert held_out.accesses() == []
     held_out.require_access(["MMLU", "ARC-Easy"], True, {"checkpoint": "x", "section": "y"})
@@ -43,7 +43,7 @@ def test_what_is_final_stays_final_and_keeps_its_date():
 def test_a_bucket_of_the_family_of_a_final_benchmark_is_refused_unless_waived():
     held_out.declare({"ARC-Challenge": "arc"})
     held_out.require_other_families({"gsm8k": "gsm8k", "mine": ""})
-    with pytest.raises(Refused, match="is made of arc, as is ARC-Challenge, which is final"):
+    with pytest.raises(UsageError, match="is made of arc, as is ARC-Challenge, which is final"):
         held_out.require_other_families({"arc_easy": "arc"})
     held_out.require_other_families({"arc_easy": "arc"}, ["arc"])
 
@@ -74,7 +74,9 @@ def test_R29_every_flipped_bit_of_the_ledger_is_found(base):
 def test_R29_damage_to_what_is_final_is_refused_and_frees_no_benchmark(base):
     held_out.declare({"ARC-Easy": "arc"})
     for _ in flips(base / held_out.FILE, 100):
-        with pytest.raises(Refused, match="held_out.json.* is damaged(.|\n)*scripts.lab.hold_out"):
+        with pytest.raises(
+            UsageError, match="held_out.json.* is damaged(.|\n)*scripts.lab.hold_out"
+        ):
             held_out.require_access(["ARC-Easy"], False, {})
     assert held_out.is_final("arc_easy")
 
@@ -127,7 +129,7 @@ def test_an_evaluation_leaves_final_tasks_out_unless_they_are_asked_for():
     assert held_out.admitted(None, every, True, said.append) == every
     # by name it is not left out but refused, before anything is asked
     named = held_out.admitted("ARC-Easy|GSM8K", every, False, said.append)
-    with pytest.raises(Refused, match="ARC-Easy is final"):
+    with pytest.raises(UsageError, match="ARC-Easy is final"):
         held_out.require_access(named, False, {})
 
 

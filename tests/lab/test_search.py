@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from nanochat.common import Refused
+from nanochat.common import UsageError
 from nanochat.lab.search import (
     SearchConfig,
     inside,
@@ -58,7 +58,7 @@ def test_higher_can_be_better():
 @pytest.mark.parametrize("optimum, flag", [(0.0001, "--low"), (50.0, "--high"), (0.01, "--low")])
 def test_an_optimum_at_the_edge_is_refused_with_the_way_out(optimum, flag):
     tried, calls = valley(optimum)
-    with pytest.raises(Refused, match=f"optimum may lie beyond(.|\n)*extend the grid by {flag}"):
+    with pytest.raises(UsageError, match=f"optimum may lie beyond(.|\n)*extend the grid by {flag}"):
         seek(CFG, tried, True, 3)
     assert len(calls) == 1
 

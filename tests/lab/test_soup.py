@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Refused, read_json
+from nanochat.common import UsageError, read_json
 from nanochat.lab.merge import MergeConfig, greedy, paths, rise, warnings
 from nanochat.lab.row_bpb import ByRow
 from scripts.lab import merge as merge_script
@@ -55,7 +55,7 @@ def two(trained_base, base):
 
 def test_a_merge_is_an_ordinary_checkpoint_that_names_its_parents(two):
     words = dict(models="base:one|base:two", tag="soup", eval_tokens=2048)
-    with pytest.raises(Refused, match="nothing says that these models come from one checkpoint"):
+    with pytest.raises(UsageError, match="nothing says that these models come from one checkpoint"):
         merge_script.main(MergeScript(**words))
     merge_script.main(MergeScript(**words, unrelated=True, merging=MergeConfig(weights="3,1")))
     merged = find_checkpoint("base", "soup")
@@ -93,7 +93,7 @@ def test_a_merge_can_be_merged_and_a_base_must_be_where_all_come_from(two):
     merge_script.main(
         MergeScript(models="base:first", base="base:two", merging=towards, eval_tokens=2048)
     )
-    with pytest.raises(Refused, match="nothing says that these models come from .*first"):
+    with pytest.raises(UsageError, match="nothing says that these models come from .*first"):
         merge_script.main(MergeScript(models="base:one", base="base:first", merging=towards))
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.common import REPOSITORY, Refused, read_json
+from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.lab import study as study_module
 from nanochat.lab import sweep
 from nanochat.lab.search import SearchConfig
@@ -115,9 +115,9 @@ def test_every_run_has_one_of_the_gpus_that_are_ours(monkeypatch):
 def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
     bad = job("bad", status=3)
     with Sweep(SweepConfig(), "one") as runner:
-        with pytest.raises(Refused, match="1 of 2 runs are not done: bad failed with status 3"):
+        with pytest.raises(UsageError, match="1 of 2 runs are not done: bad failed with status 3"):
             runner.run_all([job("good"), bad])
-        with pytest.raises(Refused):
+        with pytest.raises(UsageError):
             runner.run_all([job("good"), bad])
         assert [entry["status"] for entry in runner.ledger()] == [0, 3, 3]
         table = ledger_table(runner.ledger(), 2.0)
@@ -146,13 +146,13 @@ def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
         each = runner.typical_seconds() / 3600
     with (
         Sweep(SweepConfig(cap_hours=2.9 * each), "one") as runner,
-        pytest.raises(Refused, match=r"more than the cap(.|\n)*--cap_hours raises"),
+        pytest.raises(UsageError, match=r"more than the cap(.|\n)*--cap_hours raises"),
     ):
         runner.run_all(jobs)
     assert 1 <= len(runner.ledger()) <= 3
     with (
         Sweep(SweepConfig(devices=2, cap_hours=1.5 * each), "one") as runner,
-        pytest.raises(Refused, match="more than the cap"),
+        pytest.raises(UsageError, match="more than the cap"),
     ):
         runner.run_all(jobs)  # what is under way counts too
     with Sweep(SweepConfig(), "one") as runner:
@@ -163,7 +163,7 @@ def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
 def test_two_sweeps_of_a_name_do_not_run_at_once():
     with (
         Sweep(SweepConfig(), "one"),
-        pytest.raises(Refused, match=r"another run writes there(.|\n)*another --name"),
+        pytest.raises(UsageError, match=r"another run writes there(.|\n)*another --name"),
         Sweep(SweepConfig(), "one"),
     ):
         pass
@@ -329,7 +329,7 @@ def test_an_ablation_needs_the_mixture_that_its_control_learned(study, monkeypat
     with pytest.raises(ValueError, match="no run of the control of d4 was whole"):
         found.ablation("d4", [replace(control[0], is_broken=True)], ["drop:world_chat"], {})
     monkeypatch.setattr(study_module, "newest_state", lambda folder: None)
-    with pytest.raises(Refused, match=r"checkpoints of d4 control seed 0 are gone(.|\n)*delete"):
+    with pytest.raises(UsageError, match=r"checkpoints of d4 control seed 0 are gone(.|\n)*delete"):
         found.ablation("d4", control, ["drop:world_chat"], {})
 
 
@@ -374,7 +374,7 @@ def test_the_script_compares_a_grid(faked, base, capsys):
 
 def test_the_script_searches_a_value_and_measures_it_anew(faked, base, monkeypatch):
     search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
-    with pytest.raises(Refused, match="smallest that was tried"):
+    with pytest.raises(UsageError, match="smallest that was tried"):
         sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
     monkeypatch.setattr(Done, "metric", lambda run, name: abs(math.log(score_of(run))))
     sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))

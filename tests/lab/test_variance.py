@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import build_model, referred, save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
-from nanochat.distributed import MachineConfig
+from nanochat.distributed import DistConfig
 from nanochat.lab import variance
 from nanochat.lab.variance import (
     Variance,
@@ -25,7 +25,7 @@ from scripts import base_eval, chat_eval
 from scripts.lab import compare, eval_variance
 from tests.conftest import TINY, lively
 
-CPU = MachineConfig("cpu", "float32")
+CPU = DistConfig("cpu", "float32")
 
 
 def runs(rng, chances, num_runs):
@@ -203,7 +203,7 @@ def test_two_checkpoints_of_one_run_are_compared_item_by_item(base, tokenizer, c
             for r in records_of(base)
             if r["provenance"]["inputs"].get("base") == print_ and "CORE metric" in r["values"]
         ][0]
-        for print_ in (referred(f"base:d2:{step}").fingerprint for step in (5, 10))
+        for print_ in (parse_checkpoint_ref(f"base:d2:{step}").fingerprint for step in (5, 10))
     )
     change = new["values"]["CORE metric"]["value"] - old["values"]["CORE metric"]["value"]
     assert float(rows["CORE"][2]) == pytest.approx(change, abs=1e-4)
@@ -235,7 +235,7 @@ def test_what_was_not_scored_is_named_with_the_command(base, tokenizer):
 @pytest.mark.parametrize("name", ["d4", "base:d4:x", "sft:a:1:2", ""])
 def test_a_name_of_no_checkpoint_is_refused(base, name):
     with pytest.raises(ValueError, match="stage"):
-        referred(name)
+        parse_checkpoint_ref(name)
 
 
 def test_repeats_tell_hard_items_from_unsteady_answers():

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
-from nanochat.distributed import Machine
+from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, rules
@@ -362,7 +362,7 @@ def test_figures_of_loops():
     assert not in_order([3.0, 2.0, 2.1]) and in_order([2.0, 2.0])
 
 
-def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: Machine):
+def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: DistContext):
     model = model_of(recursive(supervise="full"))
     table = rules(OptimConfig(weight_decay=0.1), 32)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
