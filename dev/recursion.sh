@@ -42,15 +42,15 @@ smoke)
 esac
 shape+=(--bigram_rows=0 --value_every=2) # as it was measured: no more tables than the layers need
 
-rate=
-want=
-for flag in "$@"; do
-    [ -z "$want" ] || rate=$flag
-    want=
-    case "$flag" in
-    --hourly_rate=* | --hourly-rate=*) rate=${flag#*=} ;;
-    --hourly_rate | --hourly-rate) want=1 ;;
+rate= # a flag of scripts.report; all others are for the trainings
+flags=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --hourly_rate=* | --hourly-rate=*) rate=${1#*=} ;;
+    --hourly_rate | --hourly-rate) rate=${2:-} && shift ;;
+    *) flags+=("$1") ;;
     esac
+    shift
 done
 mkdir -p logs
 exec > >(tee -a logs/train.log) 2>&1
@@ -67,7 +67,8 @@ stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}
 recursive="" plain=""
 for seed in $seeds; do
     tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds
-    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "$@" --seed="$seed" --resume=auto --skip_if_done)
+    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" ${flags[@]+"${flags[@]}"} --seed="$seed"
+        --resume=auto --skip_if_done)
     report=$folder/$tag
     [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # it opens the report card
     stage "recursive model, seed $seed" train scripts.recursion.base_train --recursion_preset="$preset" \

@@ -55,7 +55,7 @@ TITLES = {  # metric of a training run -> title of its panel
     "loss": "Training loss (nats per token)",
     "val_bpb": "Validation loss (bits per byte)",
     "grad_norm": "Gradient norm",
-    "core_metric": "CORE (mean centered accuracy)",
+    "core_metric": "Few-shot score during training (mean centered accuracy)",
     "reward": "Mean reward",
     "pass_at_1": "Held-out pass@1",
     "lr": "Learning rate (share of its peak)",

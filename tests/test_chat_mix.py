@@ -8,7 +8,7 @@ import pytest
 
 from nanochat.chat_packing import choose_conversations, encode, mix_conversations, mixed_chat_rows
 from nanochat.dataloader import interleave
-from nanochat.finetune import Talk, train_rows
+from nanochat.finetune import ChatMixture, train_rows
 from nanochat.mixture import MixConfig, Tags
 from nanochat.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ def test_what_a_stage_learns_is_resolved_in_tokens_and_told(machine):
     learned = [Bucket("a", 40, 12, "en"), Bucket("b", 40, 12, "ko"), Bucket("c", 40, 12, "ko")]
 
     def resolved(**mix):
-        talk = Talk(MixConfig(**mix), learned, learned)
+        talk = ChatMixture(MixConfig(**mix), learned, learned)
         return train_rows(talk, 0, TOKENIZER, 63, machine)
 
     whole, rows = resolved(mixture="a,b,c=0%")

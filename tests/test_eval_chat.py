@@ -158,17 +158,17 @@ def test_an_aborted_evaluation_continues_with_the_next_task(base, tmp_path, caps
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(chat_eval, "score_by_generation", abort_at)
-        evaluate(once=True)
+        evaluate(skip_if_done=True)
     values = read_json(path)["values"]
     kept = {name: values[name] for name in ("World-Choice", "World-Facts")}
     assert all(value["n"] == 4 for value in kept.values()) and values["World-Problems"]["n"] == 3
 
     capsys.readouterr()
-    evaluate(once=True)
+    evaluate(skip_if_done=True)
     logged = capsys.readouterr().out
     assert "World-Problems" in logged and "World-Spelling" in logged
     assert "World-Choice" not in logged and "World-Facts" not in logged
-    evaluate(once=True)
+    evaluate(skip_if_done=True)
     assert "finished already, skipped" in capsys.readouterr().out
     evaluate(report_dir=str(tmp_path / "straight"))
     straight = read_json(tmp_path / "straight" / path.name)
@@ -184,7 +184,7 @@ def test_without_a_sandbox_humaneval_is_left_out_and_the_record_says_so(
     with hub_served(hub, monkeypatch) as serve:
         serve()
         for expected in ("humaneval is left out: nothing here confines", "skipped"):
-            evaluate(once=True, max_problems=1)
+            evaluate(skip_if_done=True, max_problems=1)
             assert expected in capsys.readouterr().out
     values = read_json(base / "report" / "chat-evaluation-sft.json")["values"]
     assert "HumanEval" not in values and values["ChatCORE"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import records
+from nanochat import report
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
 from nanochat.distributed import DistConfig, DistContext
@@ -466,22 +466,22 @@ def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite)
     for tag, seed in (("one", 1), ("two", 2)):
         save_base(tag, seed, "embedded")
     one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
-    paired = records.paired("CORE metric", one["items"], two["items"])
+    paired = report.paired("CORE metric", one["items"], two["items"])
     change = two["values"]["CORE metric"]["value"] - one["values"]["CORE metric"]["value"]
     assert paired.n == one["values"]["CORE metric"]["n"] == 71
     assert paired.difference == pytest.approx(change) and paired.difference != 0
     all_items = evaluate(base, "two")["items"]
-    assert records.paired("CORE metric", one["items"], all_items) is None
+    assert report.paired("CORE metric", one["items"], all_items) is None
 
 
 def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys, monkeypatch):
     save_base("one", 1, "embedded")
-    first = evaluate(base, "one", once=True)
-    assert evaluate(base, "one", once=True) == first
+    first = evaluate(base, "one", skip_if_done=True)
+    assert evaluate(base, "one", skip_if_done=True) == first
     assert "finished already" in capsys.readouterr().out
     small_suite.pop()
     monkeypatch.setattr(write, "VERSION", "another")
-    assert len(evaluate(base, "one", once=True)["items"]) == len(first["items"]) - 1
+    assert len(evaluate(base, "one", skip_if_done=True)["items"]) == len(first["items"]) - 1
 
 
 def test_an_aborted_evaluation_continues_with_the_next_task(base, small_suite, capsys, monkeypatch):
@@ -497,13 +497,13 @@ def test_an_aborted_evaluation_continues_with_the_next_task(base, small_suite, c
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(base_eval, "examine", abort_at)
-        evaluate(base, "one", once=True)
+        evaluate(base, "one", skip_if_done=True)
     partial = read_json(base / "report" / "base-model-evaluation.json")
     assert len(partial["items"]) == 2 and "CORE metric" not in partial["values"]
     assert partial["values"]["Tasks"] == "2 of 4, the evaluation has not ended"
 
     capsys.readouterr()
-    resumed = evaluate(base, "one", once=True)
+    resumed = evaluate(base, "one", skip_if_done=True)
     scored = re.findall(r"^(\S+): .* right, centred", capsys.readouterr().out, re.M)
     assert scored == [one_task.name for one_task in made_up_suite()[2:]]
     assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]

@@ -443,7 +443,7 @@ def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, 
     values = read_json(base / "report" / "base-model-training.json")["values"]
     assert values["CORE metric estimate"]["n"] == 6
     assert metrics[-1]["core_metric"] == values["CORE metric estimate"]["value"]
-    assert "Few-shot score on the way" in (base / "report.md").read_text()
+    assert "Few-shot score during training" in (base / "report.md").read_text()
 
 
 def test_a_stop_leaves_an_examination_on_every_rank(machine):

@@ -86,7 +86,7 @@ def test_P6_the_same_training_gives_the_same_file(base):
 
 def test_once_skips_a_finished_training_and_no_other(base, capsys):
     def trains(**changes) -> bool:
-        tok_train.main(TokTrain(**{**vars(SMALL), "once": True, **changes}))
+        tok_train.main(TokTrain(**{**vars(SMALL), "skip_if_done": True, **changes}))
         return "finished already" not in capsys.readouterr().out
 
     assert trains()

@@ -767,7 +767,7 @@ def test_an_exported_model_scores_item_by_item_as_ours(base, tokenizer, tmp_path
 def test_code_of_strangers_runs_only_where_it_is_allowed(tokenizer, tmp_path):
     write_hf(tmp_path, model_of(tokenizer, "default"), tokenizer)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        base_eval.open_hf(base_eval.BaseEval(hf_path=str(tmp_path)), None)
+        base_eval.find_hf_model(base_eval.BaseEval(hf_path=str(tmp_path)), None)
 
 
 def test_without_the_optional_packages_the_command_that_installs_them_is_named(monkeypatch):
@@ -775,7 +775,7 @@ def test_without_the_optional_packages_the_command_that_installs_them_is_named(m
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
     with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
-        base_eval.open_hf(base_eval.BaseEval(hf_path="x"), None)
+        base_eval.find_hf_model(base_eval.BaseEval(hf_path="x"), None)
 
 
 def test_a_rebuilt_model_computes_what_the_first_did(exported):
