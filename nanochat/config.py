@@ -47,6 +47,18 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "attention": "the fastest kernel that passes its probe is used",
     "checkpoint_activations": "leave out --device_batch_size, and the largest that fits is found",
     "wandb_mode": "set WANDB_MODE=offline or WANDB_MODE=disabled in the environment",
+    "once": "it is now --skip_if_done",
+    "hourly_rate": "it is a flag of scripts.report",
+    "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
+    "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",
+    **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
+    **dict.fromkeys(("from_tag", "from_step"), "--source=stage:tag:step names tag and step"),
+    **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
+    "async_save": "checkpoints are saved asynchronously on GPUs",
+    "max_bad_steps": "five non-finite steps in a row stop a run",
+    "on_spike": "a loss spike is reported",
+    "check_ranks_every": "ranks compare their weights every 100 steps",
+    "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 

@@ -39,11 +39,6 @@ FORM = (
     "=10000*500000t, or a share as in =20%"
 )
 
-MOVED_FLAGS = {
-    "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
-    "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",
-}
-
 
 @dataclass(frozen=True)
 class MixConfig:

@@ -29,7 +29,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
-from nanochat.mixture import MIXTURE_FILE, MOVED_FLAGS, Corpus, MixConfig, open_corpus, open_texts
+from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
@@ -67,7 +67,6 @@ ELSEWHERE = {
         "it is a flag of scripts.golf.base_train",
     ),
     "value_embeddings": "--value_every=0 leaves the value embeddings out",
-    **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
     **dict.fromkeys(
         ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
         + ("supervision_base", "improvement_bonus", "bptt_loops"),
@@ -76,10 +75,6 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
-    **MOVED_FLAGS,
-    **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
-    "once": "it is now --skip_if_done",
-    "hourly_rate": "it is a flag of scripts.report",
     "suite": "the few-shot tasks follow from the data set, or are those of --eval_bundle",
     "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
     "arm_floor": "it is a flag of scripts.lab.sweep",

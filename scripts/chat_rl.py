@@ -44,9 +44,6 @@ BUILTIN_TASKS = {"embedded": "world_facts"}  # by the data set that the base mod
 SLOTS = 64  # answers generated at a time on one device
 RETIRED = {
     **RETIRED_FLAGS,
-    "once": "it is now --skip_if_done",
-    "hourly_rate": "it is a flag of scripts.report",
-    **dict.fromkeys(("from_tag", "from_step"), "--source=sft:d4:400 names tag and step"),
     "resample": "it is now --resample_zero_signal",
     "solved_from": "it is now --min_pass_rate",
     "solved_to": "it is now --max_pass_rate",

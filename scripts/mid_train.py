@@ -25,7 +25,7 @@ from nanochat.finetune import (
 )
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MIXTURE_FILE, MOVED_FLAGS, MixConfig, read_buckets
+from nanochat.mixture import MIXTURE_FILE, MixConfig, read_buckets
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.train import (
     Stopwatch,
@@ -44,13 +44,7 @@ BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
 }
 RETIRED = {
     **RETIRED_FLAGS,
-    **MOVED_FLAGS,
-    **MOVED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
-    "once": "it is now --skip_if_done",
-    "hourly_rate": "it is a flag of scripts.report",
-    **dict.fromkeys(("from_tag", "from_step"), "--source=base:d4:400 names tag and step"),
-    "warm_start": "it was deleted; the last commit that has it is 484885b",
     "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
     "arm_floor": "it is a flag of scripts.lab.sweep",
 }
