@@ -230,8 +230,9 @@ def pad_batches(
         T = len(batch[-1].ids)
         tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
         targets = [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch]
+        count = sum(target != IGNORE for row in targets for target in row)
         weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
-        yield MicroBatch(tokens, torch.tensor(targets, device=device), weights)
+        yield MicroBatch(tokens, torch.tensor(targets, device=device), count, weights)
 
 
 def kl_to_reference(
@@ -243,13 +244,12 @@ def kl_to_reference(
     Estimated by exp(d) - 1 - d of d = log p_reference - log p_model at the sampled tokens: never
     negative, and of little variance. Source: Schulman, "Approximating KL Divergence", 2020.
     """
-    total = count = 0.0
-    for tokens, targets, *_ in batches:
-        losses, others = (m.token_losses(tokens, targets) for m in (model, reference))
+    total = 0.0
+    for each in batches:
+        losses, others = (m.token_losses(each.tokens, each.targets) for m in (model, reference))
         d = losses - others  # 0 where a target does not count
         total += float((torch.expm1(d) - d).double().sum())
-        count += float((targets >= 0).sum())
-    nats, count = machine.sum(total, count)
+    nats, count = machine.sum(total, float(sum(each.num_targets for each in batches)))
     return nats / count if count else 0.0
 
 

@@ -190,6 +190,8 @@ class MicroBatch(NamedTuple):
     """(B, T) int64."""
     targets: Tensor
     """(B, T) int64, IGNORE where one does not count."""
+    num_targets: int
+    """How many count."""
     weights: Tensor | None = None
     """(B, T) factors of the targets' losses. Default: 1."""
     times_seen: int | None = None
@@ -286,7 +288,8 @@ def cut(
         rows = slice(i, i + device_rows)
         same = seen is not None and len(set(seen[rows].tolist())) == 1
         times = min(int(seen[i]), MAX_TIMES_SEEN) if seen is not None and same else None
-        found.append(MicroBatch(x[rows], y[rows], times_seen=times))
+        count = int((targets[rows] >= 0).sum())
+        found.append(MicroBatch(x[rows], y[rows], count, times_seen=times))
     return found
 
 
@@ -505,13 +508,12 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             # divided by what a full step counts, so that gradients have a fixed scale in bf16
             (loss / run.batch_tokens).backward()
             losses.append(loss.detach())
-    counted = [(each.targets >= 0).sum() for each in micro_batches]
-    for each, loss, count in zip(micro_batches, losses, counted, strict=False):
+    for each, loss in zip(micro_batches, losses, strict=False):
         if each.times_seen is not None:
-            loss_by_times_seen[each.times_seen] += torch.tensor([float(loss), float(count)])
+            loss_by_times_seen[each.times_seen] += torch.tensor([float(loss), each.num_targets])
     nats, count, tokens, stopping, *by_times_seen = machine.sum(
         float(sum(losses)),
-        float(sum(counted)),
+        float(sum(each.num_targets for each in micro_batches)),
         float(sum(each.tokens.numel() for each in micro_batches)),
         float(run.stop.asked),
         *loss_by_times_seen.flatten().tolist(),

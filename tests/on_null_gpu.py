@@ -6,8 +6,10 @@ Run a script on a GPU whose kernels compute nothing, by replacing what branches 
 Sizes, dtypes, devices, memory and compiled graphs are those of a real GPU; every value is garbage.
 """
 
+import math
 import runpy
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -24,7 +26,8 @@ argmax = torch.Tensor.argmax
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # its libraries would be asked for a plan
 torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # compiled by the driver when first used
-train.first_not_finite = checkpoint.first_not_finite = lambda named: None
+checkpoint.first_not_finite = lambda named: None
+train.math = SimpleNamespace(**{**vars(math), "isfinite": lambda x: True})
 preflight.probe_attention = lambda backend, *shape: "not here" if backend == "fa3" else None
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
