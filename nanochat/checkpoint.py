@@ -614,7 +614,10 @@ class Checkpoints:
         found = self.newest()
         if found is None:
             return progress
-        changed = differences(upgrade_identity(found.state["identity"]), identity)
+        recorded = upgrade_identity(found.state["identity"])
+        if "init_lr_frac" in identity:  # which earlier commits did not record
+            recorded.setdefault("init_lr_frac", identity["init_lr_frac"])
+        changed = differences(recorded, identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(

@@ -257,7 +257,7 @@ def open_fine_tuning(
         kernels=tuning.kernels,
         callbacks=[answers],
         tokenizer=tokenizer,
-        identity={"parent": parent.fingerprint},
+        identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
         provenance={"run_id": run_id, "seed": seed, "inputs": dict(inputs)},
         state={
             "source": parent.state["source"],

@@ -4,9 +4,10 @@ Reinforcement learning on questions whose answers can be scored.
     questions -> engine: n answers each -> advantages -> weighted micro-batches -> train
 
 REINFORCE on policy: every batch of answers is used for one update, so there is no ratio to clip.
-The loss of a step is divided by all tokens that its answers sampled, on all ranks, so long answers
-weigh more than short ones, and no question more than another (Dr. GRPO, arXiv:2503.20783; the
-group's mean as baseline: arXiv:2402.03300).
+The loss of a step is the mean over all sampled tokens that are learned from, on all ranks, so every
+token weighs alike whatever the length of its answer (as in Dr. GRPO, arXiv:2503.20783, but for its
+constant divisor; the group's mean as baseline: arXiv:2402.03300). Gradients are those of the plain
+softmax: they ignore top_k and temperature.
 """
 
 import math
@@ -121,7 +122,7 @@ class RLConfig:
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 1.0
-    """Of the answers that are learned from."""
+    """Sampling temperature of the rollouts."""
     top_k: int | None = 50
     """Among how many likeliest tokens answers are sampled. Default: all of them."""
     advantage: Literal["mean", "std", "leave_one_out"] = "mean"
@@ -153,10 +154,10 @@ class RLConfig:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
 
-class Rewarding(Questions, Protocol):
-    """What is practised; `tasks.base.Task` has it."""
+class RewardTask(Questions, Protocol):
+    """A task whose answers can be scored; `tasks.base.Task` is one."""
 
-    def locate(self, i: int) -> "tuple[Rewarding, int]": ...
+    def locate(self, i: int) -> "tuple[RewardTask, int]": ...
     def answered(self, answer: str) -> bool: ...
 
 
@@ -272,7 +273,7 @@ class RolloutLoader(Callback):
 
     def __init__(
         self,
-        task: Rewarding,
+        task: RewardTask,
         tokenizer: Tokenizer,
         cfg: RLConfig,
         seed: int,
@@ -315,7 +316,7 @@ class RolloutLoader(Callback):
         started = time.perf_counter()
         engine = self.engine(self.model)
         groups = self.roll_out(engine, step)
-        self.metrics = self.count(groups)
+        self.metrics = self.rollout_metrics(groups)
         groups = self.resampled(engine, step, groups)
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         learned = examples(groups, self.cfg)
@@ -336,7 +337,7 @@ class RolloutLoader(Callback):
         cfg = self.cfg
         return {"rollouts": f"{cfg.examples_per_step} questions, {cfg.num_samples} answers to each"}
 
-    def count(self, groups: Sequence[Group]) -> dict[str, float]:
+    def rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Means over the groups and answers of all ranks."""
         answers = [answer for group in groups for answer in group.answers]
         num_groups, silent, reward, count, tokens, cut_off, spread = self.machine.sum(

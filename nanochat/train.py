@@ -62,7 +62,7 @@ from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
 
 MAX_TIMES_SEEN = 7  # times that a row came before; more are counted as this many
-UNTIMED_STEPS = 3  # the first steps compile and allocate; they are left out of a median
+UNTIMED_STEPS = 3  # of each attempt, which compile and allocate, are left out of a median
 CHECK_RANKS_EVERY = 100  # steps between checks that all ranks hold the same weights
 
 
@@ -250,7 +250,7 @@ class RowLoader:
         with self.machine.working("waiting for rows that are being packed"):
             mine = self.rows.batch(*share)
         seen = self.rows.times_seen(*share)
-        return cut(*self.split(mine), device_rows, self.machine.device, seen)
+        return split_micro_batches(*self.split(mine), device_rows, self.machine.device, seen)
 
     def row_names(self, step: int) -> str:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
@@ -267,7 +267,7 @@ class RowLoader:
         }
 
 
-def cut(
+def split_micro_batches(
     tokens: np.ndarray,
     targets: np.ndarray,
     device_rows: int,
@@ -383,6 +383,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     """
     if not run.finished(progress):
         progress.require_resumable()
+    first_step = progress.step
     detector = AnomalyDetector(progress.health, run.machine, run.finds_spikes)
     for callback in run.callbacks:
         callback.start(run)
@@ -406,19 +407,19 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if run.max_seconds is not None:  # all ranks must agree on when to end
                 seconds = run.machine.sum(seconds)[0] / run.machine.world_size
             spiked = detector.is_norm_spike(done.norm)
-            count_step(run, progress, detector, done, seconds)
+            count_step(run, progress, detector, done, seconds, step - first_step >= UNTIMED_STEPS)
             log_step(run, progress, horizon, done, seconds, spiked)
             for callback in run.callbacks:
                 callback.after_step(done, progress)
-            if step == 0:
+            if step == first_step:
                 gc.collect()
                 gc.freeze()  # what is alive now stays: keep it out of every later collection
             if detector.should_abort:
                 run.save(progress, final=True)
                 raise NotFinite(
                     f"{detector.bad_in_a_row} steps in a row were not finite, the last one step "
-                    f"{step}; the weights before them are saved. Lower the learning rates, or look "
-                    "at those rows"
+                    f"{step}; the weights before them are saved. Look at those rows, or train anew "
+                    "with lower learning rates and another --model_tag"
                 )
             every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
@@ -476,7 +477,7 @@ class Step(NamedTuple):
     norm: float
     """Of the gradient."""
     tokens: int = 0
-    """That were trained on, padding included, all ranks together."""
+    """Tokens processed, also in skipped steps, padding included, all ranks together."""
     stopped: bool = False
     """A rank was asked to stop meanwhile: it is as if the step had not begun."""
     metrics: Mapping[str, float] = {}
@@ -504,10 +505,10 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             if run.stop.asked:
                 break
             weights = {} if each.weights is None else {"weights": each.weights}
-            loss = objective.loss(each.tokens, each.targets, **weights)
-            # divided by what a full step counts, so that gradients have a fixed scale in bf16
-            (loss / run.batch_tokens).backward()
-            losses.append(loss.detach())
+            loss_sum = objective.loss(each.tokens, each.targets, **weights)
+            # a constant divisor, so that gradients have a fixed scale in bf16; `scale` corrects it
+            (loss_sum / run.batch_tokens).backward()
+            losses.append(loss_sum.detach())
     for each, loss in zip(micro_batches, losses, strict=False):
         if each.times_seen is not None:
             loss_by_times_seen[each.times_seen] += torch.tensor([float(loss), each.num_targets])
@@ -524,7 +525,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
     pairs = zip(by_times_seen[::2], by_times_seen[1::2], strict=True)
-    metrics = {f"loss_seen_{n}": loss / of for n, (loss, of) in enumerate(pairs) if of}
+    metrics = {f"loss_seen_{n}": bucket / of for n, (bucket, of) in enumerate(pairs) if of}
     for callback in run.callbacks:
         metrics |= callback.after_backward(scale)
     loss, norm = nats / count if count else 0.0, norm * scale
@@ -544,9 +545,14 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
 
 
 def count_step(
-    run: TrainingRun, progress: Progress, detector: AnomalyDetector, done: Step, seconds: float
+    run: TrainingRun,
+    progress: Progress,
+    detector: AnomalyDetector,
+    done: Step,
+    seconds: float,
+    timed: bool,
 ) -> None:
-    """Enter a step into the progress of the run."""
+    """Enter a step into the progress of the run; `timed` steps count towards its throughput."""
     step = progress.step
     verdict = detector.record(step, done.loss, done.norm, lambda: run.loader.row_names(step))
     loss = done.loss if verdict == "good" else progress.smooth_loss
@@ -555,7 +561,7 @@ def count_step(
     progress.step += 1
     progress.flops += done.tokens * run.model.flops_per_token()
     progress.clock_seconds += seconds
-    if step >= UNTIMED_STEPS:
+    if timed:
         progress.train_seconds += seconds
         progress.timed_steps += 1
         progress.step_seconds = [*progress.step_seconds[-999:], seconds]

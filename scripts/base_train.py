@@ -4,7 +4,7 @@ Pretrain a base model.
     python -m scripts.base_train --depth=4 --num_iterations=20     # laptop, a minute
     torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node of 8 GPUs
 
-Reads   tokenizer/ (scripts.tok_train); rows/, packed in the background where scripts.data has not
+Reads   tokenizer/ (scripts.tok_train) and rows/; missing rows are packed in the background
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
 """
 
@@ -49,7 +49,7 @@ from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
 # Flags that other trainers of this kind have, or that moved.
-ELSEWHERE = {
+RETIRED = {
     "n_embd": "the width is --d_model; by default it follows from --depth",
     "n_layer": "the number of layers is --depth",
     "n_head": "heads follow from the width and --head_dim",
@@ -139,15 +139,16 @@ def pretrain(
         return machine.close()
 
     # Model: everything follows from depth
-    shape = cfg.depth, tokenizer.vocab_size, T, cfg.arch, cfg.window_pattern, cfg.shape
-    shape = adapt(shape_for_depth(*shape))
+    vocab_size, windows = tokenizer.vocab_size, cfg.window_pattern
+    plain_cfg = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, windows, cfg.shape)
+    model_cfg = adapt(plain_cfg)
     with torch.device("meta"):
-        require_memory(new_model(shape), machine)
-    model = build_model(shape, machine.device, machine.dtype, seed)
+        require_memory(new_model(model_cfg), machine)
+    model = build_model(model_cfg, machine.device, machine.dtype, seed)
 
     # Horizon and optimizer
     horizon, num_steps = plan(cfg, model, max_seconds, machine)
-    table = rules(cfg.train.optim, horizon, shape.d_model)
+    table = rules(cfg.train.optim, horizon, model_cfg.d_model)
     named = dict(model.named_parameters())
     optimizer = MuonAdamW(named, model.param_roles(), table, machine, ema_decay)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
@@ -295,4 +296,4 @@ def summarize(result: TrainingResult) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    start(pretrain, BaseTrain(), __doc__, retired=ELSEWHERE)
+    start(pretrain, BaseTrain(), __doc__, retired=RETIRED)

@@ -159,7 +159,7 @@ def main(cfg: ChatRL) -> None:
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         finds_spikes=False,
         tokenizer=rollouts.tokenizer,
-        identity={"task": spec, **inputs},
+        identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, **inputs},
         provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={"source": parent.state["source"]},
         settings=asked,

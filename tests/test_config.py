@@ -16,7 +16,7 @@ from nanochat.config import (
     user_message,
 )
 from nanochat.lab.ablation import read_floor
-from scripts.base_train import ELSEWHERE, BaseTrain
+from scripts.base_train import RETIRED, BaseTrain
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def test_a_flag_removed_from_every_script_is_refused_with_the_fix(capsys):
 ])  # fmt: skip
 def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, ours):
     with pytest.raises(SystemExit) as exit:
-        parse(BaseTrain(), None, [flag], retired=ELSEWHERE)
+        parse(BaseTrain(), None, [flag], retired=RETIRED)
     assert exit.value.code == 2 and ours in capsys.readouterr().err
     cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--d_model=64"])
     assert cfg.kernels.compile is False and cfg.shape.d_model == 64

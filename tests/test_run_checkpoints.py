@@ -100,6 +100,19 @@ def test_R6_another_model_text_or_seed_is_refused_by_name(run):
             resume({**other, "seed": 1}, True)
 
 
+def test_R6_another_share_of_the_learning_rates_is_refused(run, tokenizer):
+    with run.open(resume="auto") as checkpoints:
+        for recorded, refused in (({"init_lr_frac": 0.3}, True), ({}, False)):
+            state = {"identity": {**run.identity, **recorded}}
+            checkpoints.save(run.model, run.optimizer, tokenizer, state, Progress(step=1))
+            asked = {**run.identity, "init_lr_frac": 0.7}
+            if refused:
+                with pytest.raises(ValueError, match="init_lr_frac: was 0.3, now 0.7"):
+                    checkpoints.begin(asked, run.model, run.optimizer, 10)
+            else:  # earlier commits did not record it
+                assert checkpoints.begin(asked, run.model, run.optimizer, 10).step == 1
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, kept):
     with run.open(keep_optimizer=kept) as checkpoints:

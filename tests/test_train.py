@@ -23,8 +23,8 @@ from nanochat.train import (
     Evaluator,
     TrainConfig,
     TrainingRun,
-    cut,
     run_loop,
+    split_micro_batches,
     to_device,
     train_step,
 )
@@ -67,7 +67,7 @@ class Given:
         self.device = torch.device(device)
 
     def micro_batches(self, step, device_rows):
-        return cut(*self.rows(step), device_rows, self.device, self.times_seen)
+        return split_micro_batches(*self.rows(step), device_rows, self.device, self.times_seen)
 
     def row_names(self, step):
         return f"rows of {step}"
