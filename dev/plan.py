@@ -20,6 +20,7 @@ import torch
 from nanochat.checkpoint import checkpoint_bytes, stage_folder
 from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
+from nanochat.dataset import is_folder
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_of
@@ -209,7 +210,7 @@ def disk_uses(
     """What the run writes, part by part, in order."""
     tag = base.train.model_tag or f"d{base.depth}"
     data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
-    hub = not (embedded or base.data.data_dir or tokenizer.data.data_dir)
+    hub = not (embedded or is_folder(base.data.dataset or tokenizer.data.dataset or ""))
     text = max(horizon.tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
     rows = horizon.tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
     mid = parse(mid_train.DEFAULTS, args=shlex.split(cfg.mid))

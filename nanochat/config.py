@@ -48,6 +48,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "checkpoint_activations": "leave out --device_batch_size, and the largest that fits is found",
     "wandb_mode": "set WANDB_MODE=offline or WANDB_MODE=disabled in the environment",
     "once": "it is now --skip_if_done",
+    "data_dir": "a local folder is named by --dataset=<folder>",
     "hourly_rate": "it is a flag of scripts.report",
     "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
     "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",

@@ -1,7 +1,7 @@
 """
 Files of data sets on the Hugging Face Hub: requests with retries, pinned downloads.
 
-    repository, revision -> HubRepo: manifest of commit and digests -> fetch(file) -> verified file
+    repository, revision -> pin_repo -> manifest: commit and files -> HubRepo.fetch -> verified file
 
 huggingface_hub sends the requests (HF_ENDPOINT, HF_TOKEN and the timeouts HF_HUB_DOWNLOAD_TIMEOUT
 and HF_HUB_ETAG_TIMEOUT are its own) and resumes interrupted downloads. This module adds a timeout
@@ -13,10 +13,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -61,7 +59,7 @@ TRANSIENT_ERRORS = {
     "LocalEntryNotFoundError",  # without a cause
 }
 NO_NETWORK = (
-    "work without network: --dataset=embedded or --data_dir for text, jsonl:<file> for "
+    "work without network: --dataset=embedded or --dataset=<folder> for text, jsonl:<file> for "
     "conversations"
 )
 
@@ -79,16 +77,9 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
 
     def resolve() -> tuple[str, dict[str, int]]:
         api = HfApi()  # of the endpoint that is set by now
-        try:
-            commit = api.dataset_info(repo, revision=revision).sha
-            tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
-            files = sorted((f for f in tree if isinstance(f, RepoFile)), key=lambda f: f.path)
-            return commit or revision, {file.path: file.size for file in files}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            is_answer = getattr(error, "response", None) is not None
-            if is_answer or isinstance(error, errors.HFValidationError):
-                raise
-            raise NotTheHub(f"unexpected content: {error!r}") from error
+        commit = api.dataset_info(repo, revision=revision).sha or revision
+        tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
+        return commit, {file.path: file.size for file in tree if isinstance(file, RepoFile)}
 
     commit, sizes = request(repo, revision, None, resolve)
     if outside := [name for name in sizes if not is_inside(name)]:
@@ -96,7 +87,7 @@ def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
             f"{repo} lists {outside[0]!r}, which is outside of its folder",
             "use another repository, or tell its owner",
         )
-    return commit, sizes
+    return commit, dict(sorted(sizes.items()))
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -114,13 +105,15 @@ def explain(
     error: BaseException, repo: str, revision: str, file: str | None
 ) -> tuple[str, str] | None:
     """Cause and fix of an error that another attempt cannot mend, where known."""
-    hub, wanted, line = constants.ENDPOINT, file or repo, first_line(error)
+    hub, line = constants.ENDPOINT, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
+    # Content that huggingface_hub cannot parse raises any of these
+    unexpected = (ValueError, TypeError, KeyError, AttributeError, errors.FileMetadataError)
     if isinstance(error, errors.HFValidationError):
         why = f"{repo!r} is no name of a repository ({line})"
         fix = "name one as <owner>/<name>"
     elif isinstance(error, errors.OfflineModeIsEnabled):
-        why = f"{wanted} is not on the disk, and HF_HUB_OFFLINE forbids to download it"
+        why = f"{file or repo} is not on the disk, and HF_HUB_OFFLINE forbids to download it"
         fix = f"unset HF_HUB_OFFLINE, or {NO_NETWORK}"
     elif isinstance(error, errors.GatedRepoError) or code == 403:
         why = f"{repo} is gated or forbidden to you ({code})"
@@ -134,21 +127,15 @@ def explain(
     elif isinstance(error, errors.EntryNotFoundError):
         why = f"{repo} has no file {file} at commit {revision}, although the hub listed it"
         fix = "delete its folder below NANOCHAT_BASE_DIR/data and name another --revision"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        why = f"{hub} has no data set {repo}, or it is private"
-        fix = "check its name; log in with `hf auth login` if it is private"
-    elif code == 401:
-        why = f"{hub} rejects your token (401)"
-        fix = "log in again with `hf auth login`, or unset HF_TOKEN"
-    elif isinstance(error, NotTheHub | errors.FileMetadataError) or is_client_error(error):
-        why = f"what answers at {hub} is not the hub ({line})"
+    elif isinstance(error, errors.RepositoryNotFoundError) or code == 401:
+        why = f"{hub} has no data set {repo}, or it is private, or your token is wrong ({code})"
+        fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
+    elif isinstance(error, unexpected) or is_client_error(error) or code is not None:
+        why = f"the answer of {hub} to {file or repo} is not the hub's ({line})"
         fix = (
             "open that address in a browser to log in to the network if it asks for it; check "
             f"HF_ENDPOINT and the proxy; or {NO_NETWORK}"
         )
-    elif code is not None:
-        why = f"{hub} answers to {wanted}: {line}"
-        fix = f"check the name and HF_ENDPOINT, or {NO_NETWORK}"
     else:
         return None
     return why, fix
@@ -162,7 +149,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
     Raises UsageError when the time is over, any other error at once.
     """
     patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-    attempt, began = 1, None
+    attempt, began = 1, time.monotonic()
     while True:
         attempted = time.monotonic()
         try:
@@ -170,7 +157,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
         except Exception as error:
             if not is_transient(error):
                 raise
-            if began is None or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
+            if attempt == 1 or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
                 began = time.monotonic()  # data came in between: a new period of failures
             asked, problem = retry_after(error), printable(f"{what}: {first_line(error)}")
             backoff = min(MAX_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** min(attempt - 1, 30))
@@ -209,20 +196,10 @@ def is_client_error(error: BaseException) -> bool:
 
 def retry_after(error: BaseException) -> float | None:
     """Seconds that the server asks to wait: Retry-After, or the end of a rate limit."""
-    response = getattr(root(error), "response", None)
-    headers = getattr(response, "headers", {})
-    wish = str(headers.get("Retry-After", "")).strip()
-    if wish.isdigit():
-        return float(wish)
+    headers = getattr(getattr(root(error), "response", None), "headers", {})
+    asked = headers.get("Retry-After", "").strip()
     limit = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
-    if limit and getattr(response, "status_code", None) == 429:
-        return float(limit[1])
-    try:
-        at = parsedate_to_datetime(wish)
-    except ValueError:
-        return None
-    at = at if at.tzinfo else at.replace(tzinfo=UTC)
-    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+    return float(asked) if asked.isdigit() else float(limit[1]) if limit else None
 
 
 def root(error: BaseException) -> BaseException:
@@ -247,6 +224,8 @@ def is_inside(name: str) -> bool:
 def install_client() -> None:
     """Add timeouts and `check_answer`, before its own retries, to huggingface_hub's client."""
 
+    disable_progress_bars()  # one per file; `download` prints a line instead
+
     def new_client() -> Any:
         client = default_client_factory()
         client.event_hooks["request"].append(limit_time)
@@ -270,14 +249,32 @@ def check_answer(response: Any) -> None:
         raise NotTheHub("a web page")
 
 
-def hide_progress() -> None:
-    """Silence the library's own progress bars, one per file, where another one shows them all."""
-    disable_progress_bars()
-
-
 # ---- A data set repository pinned to its first use -----------------------------------------------
 # The manifest names the commit and the SHA-256 of every file from its first download on; both are
 # enforced. Where the hub gives no digest, the whole content is decoded before one is recorded.
+
+
+def pin_repo(
+    name: str, path: Path, suffixes: tuple[str, ...], revision: str | None = None
+) -> dict[str, Any]:
+    """
+    The manifest of a repository that `path` records; else a new one, which the caller records.
+
+    suffixes: of the files that it lists, in order of names. Raises UsageError when there is no such
+    repository or revision, ValueError when another revision is pinned.
+    """
+    if not path.exists():
+        branch = revision or "main"
+        commit, sizes = list_files(name, branch)
+        files = {file: {"bytes": n} for file, n in sizes.items() if file.endswith(suffixes)}
+        return {"dataset": name, "revision": branch, "commit": commit, "files": files}
+    manifest = read_json(path)
+    if revision not in (None, manifest["revision"], manifest["commit"]):
+        raise ValueError(
+            f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
+            f"commit {manifest['commit']}; delete {path.parent} to start over with another"
+        )
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -287,10 +284,8 @@ class HubRepo:
     name: str
     folder: Path
     commit: str
-    find_damage: Callable[[Path, bool], str | None]
-    """(a new file, decode all of it?) -> why it cannot be read, or None."""
-    check: Callable[[Path], None] = lambda path: None
-    """May reject, by a ValueError, a new file that is whole."""
+    find_problem: Callable[[Path, bool], str | None]
+    """(a new file, decode all of it?) -> why it cannot be used, or None."""
 
     @property
     def manifest(self) -> Path:
@@ -300,24 +295,17 @@ class HubRepo:
         """Name -> bytes, and sha256 once it has been fetched."""
         return read_json(self.manifest)["files"]
 
-    def record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        """Replace the manifest by what `change` makes of it; returns the new one."""
+    def record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Replace the manifest by what `change` makes of it."""
         with locked(self.folder / ".lock", "writing the manifest"):
-            manifest = change(read_json(self.manifest))
-            write_json(self.manifest, manifest)
-        return manifest
-
-    def forget(self, path: Path) -> None:
-        """Delete the manifest, and a file that makes the repository of no use."""
-        self.manifest.unlink()
-        path.unlink()
+            write_json(self.manifest, change(read_json(self.manifest)))
 
     def fetch(self, file: str) -> Path:
         """
         A file, complete and verified. One process fetches it, the others wait.
 
         A file that is damaged is set aside as `<name>.bad` and fetched anew, once; after that
-        ValueError names it.
+        ValueError names it, and a manifest without any verified file is deleted.
         """
         path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
@@ -329,6 +317,8 @@ class HubRepo:
                 bad = path.with_name(path.name + ".bad")
                 os.replace(path, bad)
                 print(printable(f"{path}: {problem}; set aside as {bad.name}"), flush=True)
+            if not any("sha256" in each for each in self.files().values()):
+                self.manifest.unlink()
         raise ValueError(
             f"{self.name}: {file} is refused, twice: {problem}; when the hub's file is wrong, "
             f"use fewer --num_shards, or delete {self.folder} and name another --revision"
@@ -351,14 +341,8 @@ class HubRepo:
             return None
         if entry.get("bytes") not in (None, size):
             return f"it has {size} bytes, the listing says {entry['bytes']}"
-        if problem := self.find_damage(path, promised is None):
+        if problem := self.find_problem(path, promised is None):
             return problem
-        try:
-            self.check(path)
-        except ValueError:
-            if not any("sha256" in each for each in self.files().values()):
-                self.forget(path)
-            raise
         entry = {"bytes": size, "sha256": digest}
         self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
@@ -383,36 +367,3 @@ class HubRepo:
         get = functools.partial(hf_hub_download, self.name, file, repo_type="dataset", **where)
         request(self.name, self.commit, file, get)
         print(printable(f"downloaded {file} in {time.monotonic() - began:.1f} s"), flush=True)
-
-
-def open_repo(
-    name: str,
-    folder: Path,
-    suffixes: tuple[str, ...],
-    find_damage: Callable[[Path, bool], str | None],
-    check: Callable[[Path], None] = lambda path: None,
-    revision: str | None = None,
-    choose: Callable[[Sequence[str]], dict[str, Any]] = lambda files: {},
-) -> tuple[HubRepo, dict[str, Any]]:
-    """
-    A repository and its manifest, which is written at first use.
-
-    suffixes: of the files that the manifest lists, in order of names; from these names, `choose`
-    makes further entries. find_damage, check: as for `HubRepo`. Raises ValueError when there is no
-    such repository or revision, or when another one is pinned.
-    """
-    path = folder / "manifest.json"
-    with locked(folder / ".lock", f"resolving {name}"):
-        if not path.exists():
-            branch = revision or "main"
-            commit, sizes = list_files(name, branch)
-            files = {file: {"bytes": n} for file, n in sizes.items() if file.endswith(suffixes)}
-            about = {"dataset": name, "revision": branch, "commit": commit, "files": files}
-            write_json(path, about | choose(list(files)))
-        manifest = read_json(path)
-    if revision not in (None, manifest["revision"], manifest["commit"]):
-        raise ValueError(
-            f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
-            f"commit {manifest['commit']}; delete {folder} to start over with another"
-        )
-    return HubRepo(name, folder, manifest["commit"], find_damage, check), manifest

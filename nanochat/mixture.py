@@ -532,11 +532,11 @@ def open_texts(
     if mix and mix.mixture:
         if replace(cfg, num_shards=None) != type(cfg)():
             raise ValueError(
-                "--mixture names its texts itself: give no --dataset, --data_dir, --val_shard or "
-                "--revision beside it"
+                "--mixture names its texts itself: give no --dataset, --val_shard or --revision "
+                "beside it"
             )
         return open_mixture(cfg, mix, prepare)
-    if not (cfg.dataset or cfg.data_dir) and recorded and "mixture" in recorded:
+    if cfg.dataset is None and recorded and "mixture" in recorded:
         described, spec = recorded["sources"].items(), recorded["mixture"]
         sources = {name: open_source(cfg, was, prepare) for name, was in described}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
@@ -570,9 +570,7 @@ def open_mixture(cfg: DataConfig, mix: MixConfig, prepare: Prepare | None) -> Te
             )
         if part.name in configs:
             raise ValueError(f"{part.name} comes twice in the mixture; say {part.name}*2")
-        configs[part.name] = replace(
-            cfg, dataset=entry.get("dataset"), data_dir=entry.get("data_dir")
-        )
+        configs[part.name] = replace(cfg, dataset=entry.get("dataset") or entry["data_dir"])
     sources = {name: open_source(place, None, prepare) for name, place in configs.items()}
     tags = {name: tags_of(declared.get(name, {})) for name in sources}
     return TextMixture(sources, mix.mixture, tags)

@@ -137,7 +137,7 @@ def find_peers() -> Any:
 def tokenizer(cfg: Bench, found: Findings) -> None:
     """Training and encoding on the first documents of the source, by default the built-in one."""
     data, known = cfg.data, load_last_source("main")
-    if known is None and data.dataset is None and data.data_dir is None:
+    if known is None and data.dataset is None:
         data = replace(data, dataset="embedded")
     source = open_source(data, known, ensure_written)
     sizes = cfg.vocab_sizes or ((1024, 2048) if source.name == "embedded" else (8192, 32768))

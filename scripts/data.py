@@ -2,7 +2,7 @@
 Download, verify and pack text into rows ahead of training.
 
     python -m scripts.data --dataset=karpathy/climbmix-400b-shuffle --num_shards=8 --download_only
-    python -m scripts.data --data_dir=my/texts --max_seq_len=512
+    python -m scripts.data --dataset=my/texts --max_seq_len=512
 
 Training packs what it lacks by itself, in the background; this does it with all cores, and to the
 end. Safe to run again: what is there is kept. Several machines that share the base directory may
@@ -27,7 +27,6 @@ from nanochat.common import UsageError, base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
-from nanochat.hub import hide_progress
 from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
 from nanochat.tokenizer import Tokenizer
@@ -96,7 +95,6 @@ def download(source: Source, workers: int, console: Console) -> None:
     shards = source.shards()
     missing, what = source.missing_bytes(shards), f"downloading {len(shards)} shards"
     require_free(base_dir(), missing, what, "lower --num_shards")
-    hide_progress()
     with progress_bar(console) as progress, ThreadPoolExecutor(workers) as pool:
         task = progress.add_task("downloading", total=len(shards))
         try:

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir
+from nanochat.common import base_dir, locked, write_json
 from nanochat.dataset import CSV_FORMAT, find_damage, json_lines
-from nanochat.hub import open_repo
+from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
@@ -64,7 +64,12 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
     if len(words) < 2 or not all(words):
         raise ValueError(f"{repo!r} is no repository of the hub: <owner>/<name>[/<folder>]")
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
-    source, _ = open_repo(repo, where, SUFFIXES, find_damage)
+    path = where / "manifest.json"
+    with locked(where / ".lock", f"resolving {repo}"):
+        manifest = pin_repo(repo, path, SUFFIXES)
+        if not path.exists():
+            write_json(path, manifest)
+    source = HubRepo(repo, where, manifest["commit"], find_damage)
     files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read(path, columns) for path in paths])

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from nanochat.common import read_json, sha256_file
-from nanochat.dataset import DataConfig, LocalSource, open_source
+from nanochat.dataset import DataConfig, open_source
 from nanochat.eval_core import FewShotTask, open_bundle
 from nanochat.mixture import MixConfig, open_texts
 from tasks.builtin import ensure_written
@@ -37,8 +37,8 @@ def test_the_documents_are_written_as_they_are_generated(base):
 def test_the_folder_is_an_ordinary_data_set(base, monkeypatch):
     text = ensure_written("embedded", 2) / "text"
     moved = shutil.copytree(text, base / "elsewhere")
-    source = open_source(DataConfig(data_dir=str(moved)))
-    assert type(source) is LocalSource and source.val_shard == "world_val.jsonl"
+    source = open_source(DataConfig(dataset=str(moved)))
+    assert source.identity["kind"] == "local" and source.val_shard == "world_val.jsonl"
     assert source.train_shards == ["world_00000.jsonl", "world_00001.jsonl"]
     assert texts_of(source, "world_00001.jsonl") == list(documents(0, 1, "train"))
 

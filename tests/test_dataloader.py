@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def source_of(folder: Path, **settings):
-    return open_source(DataConfig(data_dir=str(folder), **settings))
+    return open_source(DataConfig(dataset=str(folder), **settings))
 
 
 def packed(folder: Path, tokenizer: Tokenizer, max_seq_len: int = T, **settings) -> Rows:
@@ -631,7 +631,7 @@ def test_a_packing_process_dies_with_its_parent(folder, tokenizer, base):
         "from nanochat.dataset import DataConfig\n"
         "from nanochat.packing import open_rows, start_packing\n"
         "from nanochat.tokenizer import Tokenizer\n"
-        f"source = open_source(DataConfig(data_dir={str(folder)!r}))\n"
+        f"source = open_source(DataConfig(dataset={str(folder)!r}))\n"
         f"tokenizer = Tokenizer.read(Path({str(found.folder / 'tokenizer.json')!r}))\n"
         f"packing = start_packing(open_rows(source, tokenizer, {T}), source)\n"
         "print(packing.processes[0].pid, flush=True)\n"
@@ -675,7 +675,7 @@ def test_packing_a_gigabyte_stays_far_below_a_gigabyte_of_memory(tmp_path, token
         "from nanochat.dataset import DataConfig\n"
         "from nanochat.packing import ensure, open_rows\n"
         "from nanochat.tokenizer import Tokenizer\n"
-        f"source = open_source(DataConfig(data_dir={str(folder)!r}))\n"
+        f"source = open_source(DataConfig(dataset={str(folder)!r}))\n"
         f"tokenizer = Tokenizer.read(Path({str(tmp_path / 'tokenizer.json')!r}))\n"
         "ensure(open_rows(source, tokenizer, 2048), source, tokenizer)\n"
         "import resource\n"

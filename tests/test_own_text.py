@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.common import write_json
 from nanochat.dataset import find_damage
-from nanochat.hub import open_repo
+from nanochat.hub import HubRepo, pin_repo
 from tests.hub_server import hub_served
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
@@ -98,48 +99,48 @@ def content(name: str) -> bytes:
 )
 def test_R33_leaving_out_a_refused_file_works(folder, base, train, name, said):
     (folder / name).write_bytes(content(name))
-    text = train("rejects", f"--data_dir={folder}")
+    text = train("rejects", f"--dataset={folder}")
     assert re.search(said, text) and f"{folder / name}" in text
     assert re.search(r"remove it|leave it out|leave the file out", text)
     assert not manifests(base)
     (folder / name).unlink()
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
 
 
 @pytest.mark.parametrize(
     "flags, said, fixed",
     [
         (["--num_shards=2"], "use --num_shards=1", ["--num_shards=1"]),
-        (["--val_shard=z.jsonl"], "files are a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
-        (["--revision=dev"], "leave it out with --data_dir", []),
+        (["--val_shard=z.jsonl"], "2 files, a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
+        (["--revision=dev"], "has no --revision: leave that out", []),
         (["--num_shards=0"], "at least 1", ["--num_shards=1"]),
-        (["--dataset=a/b"], "not both", []),
+        ([f"--data_dir={Path.home()}"], "named by --dataset=<folder>", []),
         (["--mixture=a"], "give no", []),
     ],
 )
 def test_R33_correcting_a_refused_flag_works(folder, base, train, flags, said, fixed):
-    assert said in train("rejects", f"--data_dir={folder}", *flags)
+    assert said in train("rejects", f"--dataset={folder}", *flags)
     assert not manifests(base)
-    train("works", f"--data_dir={folder}", *fixed)
+    train("works", f"--dataset={folder}", *fixed)
 
 
 def test_R33_naming_a_folder_that_has_text_works(folder, base, train):
-    assert "there is no such folder" in train("rejects", f"--data_dir={folder}x")
-    said = train("rejects", f"--data_dir={folder / 'a.jsonl'}")
-    assert f"use the folder it is in: --data_dir={folder}" in said
+    assert "there is no such folder" in train("rejects", f"--dataset={folder}x")
+    said = train("rejects", f"--dataset={folder / 'a.jsonl'}")
+    assert f"use the folder it is in: --dataset={folder}" in said
     (folder.parent / "none").mkdir()
-    assert "add one" in train("rejects", f"--data_dir={folder.parent / 'none'}")
+    assert "add one" in train("rejects", f"--dataset={folder.parent / 'none'}")
     write(folder.parent / "none/a.jsonl")
     assert not manifests(base)
-    train("works", f"--data_dir={folder.parent / 'none'}")
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder.parent / 'none'}")
+    train("works", f"--dataset={folder}")
 
 
 def test_R33_naming_a_text_at_all_works(folder, base, train):
     assert "give --dataset=" in train("rejects")
     assert "<owner>/<name>" in train("rejects", "--dataset=climbmix")
     assert not manifests(base)
-    assert "leave both out" in train("rejects", "--dataset=embedded", "--val_shard=a.jsonl")
+    assert "leave --val_shard out" in train("rejects", "--dataset=embedded", "--val_shard=a.jsonl")
     train("works", "--dataset=embedded", "--max_chars=20000")
 
 
@@ -147,18 +148,18 @@ def test_R33_of_one_document_either_fix_works(tmp_path, base, train):
     one = write(tmp_path / "one/a.jsonl", STORIES[:1])
     two = write(tmp_path / "two/a.jsonl", STORIES[:1])
     for file in (one, two):
-        said = train("rejects", f"--data_dir={file.parent}")
+        said = train("rejects", f"--dataset={file.parent}")
         assert "divide it into documents, or add a file" in said
     assert not manifests(base)
     write(one, STORIES[:2])
-    train("works", f"--data_dir={one.parent}")
+    train("works", f"--dataset={one.parent}")
     write(two.with_name("b.jsonl"), STORIES[:1])
-    train("works", f"--data_dir={two.parent}")
+    train("works", f"--dataset={two.parent}")
 
 
 def test_R33_a_single_file_named_for_validation_can_be_fixed(tmp_path, base, train):
     file = write(tmp_path / "one/a.jsonl")
-    flags = [f"--data_dir={file.parent}", "--val_shard=a.jsonl"]
+    flags = [f"--dataset={file.parent}", "--val_shard=a.jsonl"]
     assert "leave --val_shard out" in train("rejects", *flags)
     assert not manifests(base)
     train("works", *flags[:1])
@@ -180,13 +181,13 @@ def deleted(text: str) -> None:
 @pytest.mark.parametrize("fix", ["back", "delete"])
 @pytest.mark.parametrize("change", ["changed", "came", "went"])
 def test_R33_files_that_changed_can_be_restored_or_accepted(folder, train, change, fix):
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
     kept = shutil.copytree(folder, folder.parent / "kept")
     if change == "went":
         (folder / "a.jsonl").unlink()
     else:
         write(folder / {"changed": "a.jsonl", "came": "c.jsonl"}[change], STORIES[:9])
-    said = train("rejects", f"--data_dir={folder}")
+    said = train("rejects", f"--dataset={folder}")
     assert {"changed": "a.jsonl is not the file", "came": "c.jsonl", "went": "a.jsonl"}[
         change
     ] in said
@@ -195,19 +196,19 @@ def test_R33_files_that_changed_can_be_restored_or_accepted(folder, train, chang
         shutil.copytree(kept, folder)
     else:
         deleted(said)
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
 
 
 def test_R33_another_validation_shard_can_be_accepted(folder, train):
-    train("works", f"--data_dir={folder}")
-    said = train("rejects", f"--data_dir={folder}", "--val_shard=a.jsonl")
+    train("works", f"--dataset={folder}")
+    said = train("rejects", f"--dataset={folder}", "--val_shard=a.jsonl")
     deleted(said)
-    train("works", f"--data_dir={folder}", "--val_shard=a.jsonl")
+    train("works", f"--dataset={folder}", "--val_shard=a.jsonl")
 
 
 @pytest.mark.parametrize("fix", ["back", "accept"])
 def test_R33_a_recorded_text_that_changed_can_be_fixed(folder, base, train, fix):
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
     old = (folder / "a.jsonl").read_bytes()
     write(folder / "a.jsonl", STORIES[:9])
     for path in base.rglob("manifest.json"):  # as on another machine
@@ -219,14 +220,14 @@ def test_R33_a_recorded_text_that_changed_can_be_fixed(folder, base, train, fix)
         (folder / "a.jsonl").write_bytes(old)
         train("works")
     else:
-        train("works", f"--data_dir={folder}")
+        train("works", f"--dataset={folder}")
         train("works")
 
 
 def test_R33_a_refused_mixture_can_be_corrected(folder, base, train, tmp_path):
     write(tmp_path / "more/a.jsonl")
     own = tmp_path / "buckets.json"
-    places = {"a": {"data_dir": str(folder)}, "b": {"data_dir": str(tmp_path / "none")}}
+    places = {"a": {"dataset": str(folder)}, "b": {"dataset": str(tmp_path / "none")}}
     own.write_text(json.dumps({**places, "talk": {"task": "smoltalk"}}))
     for mixture, said in (
         ("a=50%,talk", "talk is declared as a task"),
@@ -257,7 +258,7 @@ def tail_of(base: Path) -> tuple[int, int]:
 def test_the_last_documents_of_a_single_file_validate(tmp_path, base, command, train, name):
     texts = [*STORIES, "quokka " * 30]
     write(tmp_path / "text" / name, texts)
-    said = train("works", f"--data_dir={tmp_path / 'text'}")
+    said = train("works", f"--dataset={tmp_path / 'text'}")
     start, documents = tail_of(base)
     assert documents == len(texts) and f"last {documents - start} of its {documents} docu" in said
     tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
@@ -276,7 +277,7 @@ def test_the_held_out_part_is_small_and_never_empty(tmp_path, base, train):
     ):
         shutil.rmtree(base, ignore_errors=True)
         write(tmp_path / "text/a.jsonl", texts)
-        train("works", f"--data_dir={tmp_path / 'text'}")
+        train("works", f"--dataset={tmp_path / 'text'}")
         start, documents = tail_of(base)
         assert 0 < documents - start <= most * documents
 
@@ -338,7 +339,7 @@ def test_a_column_of_any_type_of_text_is_read(folder, base, train, kind):
     if values != kind:
         column = column.dictionary_encode().cast(kind)
     pq.write_table(pa.table({"text": column}), folder / "a.parquet")
-    train("works", f"--data_dir={folder}", "--num_shards=2")
+    train("works", f"--dataset={folder}", "--num_shards=2")
     record = json.loads((base / "report/tokenizer-training.json").read_text())
     assert record["values"]["documents"] == len(STORIES) + 2
     tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
@@ -346,10 +347,10 @@ def test_a_column_of_any_type_of_text_is_read(folder, base, train, kind):
 
 
 def test_what_doc_cap_cuts_is_said_and_recorded(folder, base, train):
-    assert "--doc_cap" not in train("works", f"--data_dir={folder}")
+    assert "--doc_cap" not in train("works", f"--dataset={folder}")
     write(folder / "a.jsonl", [*STORIES, "long " * 3000, "longer " * 2000])
     next(base.rglob("manifest.json")).unlink()
-    said = train("works", f"--data_dir={folder}")
+    said = train("works", f"--dataset={folder}")
     assert "--doc_cap=10000: of 2 of 42 documents" in said and "9,000 characters were left" in said
     values = json.loads((base / "report/tokenizer-training.json").read_text())["values"]
     assert (values["documents_cut"], values["characters_cut"]) == (2, 9000)
@@ -358,7 +359,7 @@ def test_what_doc_cap_cuts_is_said_and_recorded(folder, base, train):
 def test_links_to_folders_of_text_are_followed(folder, base, train, tmp_path):
     write(tmp_path / "elsewhere/below/c.jsonl", ["quokka " * 40] * 9)
     (folder / "0").symlink_to(tmp_path / "elsewhere")
-    train("works", f"--data_dir={folder}", "--num_shards=1")
+    train("works", f"--dataset={folder}", "--num_shards=1")
     tokens = json.loads((base / "tokenizer/main/tokenizer.json").read_text())["tokens"]
     assert any("uo" in token for token in tokens)
 
@@ -368,18 +369,18 @@ def test_R33_removing_a_refused_link_works(folder, base, train, target):
     write(folder / "sub/c.jsonl")
     link = folder / ("z.jsonl" if "missing" in target else "z")
     link.symlink_to(folder / target)
-    said = train("rejects", f"--data_dir={folder}")
+    said = train("rejects", f"--dataset={folder}")
     assert str(link) in said and "remove" in said
     assert not manifests(base)
     link.unlink()
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
 
 
 def test_R33_removing_a_pipe_that_is_named_like_text_works(folder, train):
     os.mkfifo(folder / "c.jsonl")
-    assert "no regular file" in train("rejects", f"--data_dir={folder}")
+    assert "no regular file" in train("rejects", f"--dataset={folder}")
     (folder / "c.jsonl").unlink()
-    train("works", f"--data_dir={folder}")
+    train("works", f"--dataset={folder}")
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.csv", "data.parquet"])
@@ -399,14 +400,18 @@ def test_damage_the_hub_has_no_digest_of_is_never_recorded(tmp_path, hub, base, 
     served.write_bytes(bad)
     with hub_served(hub, monkeypatch) as serve:
         serve(tmp_path / "hub", handler=without_digest)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
         with pytest.raises(ValueError, match="refused, twice"):
-            repo.fetch(name)
-        assert "sha256" not in repo.files()[name]
+            pinned("local/nodigest", base / "data" / "nodigest").fetch(name)
+        assert not manifests(base)
         served.write_bytes(good)
-        shutil.rmtree(repo.folder)
-        repo, _ = open_repo("local/nodigest", base / "data" / "nodigest", (name,), find_damage)
-        assert repo.fetch(name).read_bytes() == good
+        assert pinned("local/nodigest", base / "data" / "nodigest").fetch(name).read_bytes() == good
+
+
+def pinned(name: str, folder: Path) -> HubRepo:
+    """A repository whose files may be of any format."""
+    manifest = pin_repo(name, folder / "manifest.json", ("",))
+    write_json(folder / "manifest.json", manifest)
+    return HubRepo(name, folder, manifest["commit"], find_damage)
 
 
 def without_digest(module) -> type:

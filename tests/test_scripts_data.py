@@ -45,16 +45,16 @@ def tokenizer(base) -> Tokenizer:
 
 
 def test_without_a_tokenizer_the_error_names_the_command_that_makes_one(folder):
-    done = data(f"--data_dir={folder}")
+    done = data(f"--dataset={folder}")
     assert done.returncode == 2
     assert "python -m scripts.tok_train" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_it_packs_everything_prints_a_table_and_keeps_what_is_there(folder, tokenizer):
-    first = data("--data-dir", str(folder), "--max_seq_len=32", "--workers=2")
+    first = data("--dataset", str(folder), "--max_seq_len=32", "--workers=2")
     assert first.returncode == 0, first.stderr
-    rows = open_rows(open_source(DataConfig(data_dir=str(folder))), tokenizer, 32)
+    rows = open_rows(open_source(DataConfig(dataset=str(folder))), tokenizer, 32)
     assert all(map(rows.is_packed, rows.shards))
     assert rows.files[rows.train_shards[0]] == ["0.jsonl", "1.jsonl"]  # together, as they are small
     rows.verify(rows.shards)
@@ -72,13 +72,13 @@ def test_it_packs_everything_prints_a_table_and_keeps_what_is_there(folder, toke
 
 
 def test_R28_verify_packs_damaged_rows_again(folder, tokenizer):
-    source = open_source(DataConfig(data_dir=str(folder)))
+    source = open_source(DataConfig(dataset=str(folder)))
     rows = open_rows(source, tokenizer, 32)
     ensure(rows, source, tokenizer)
     path = rows.bin_path(rows.val_shard)
     whole = path.read_bytes()
     path.write_bytes(whole[:100] + b"X" + whole[101:])
-    done = data(f"--data_dir={folder}", "--max_seq_len=32", "--verify")
+    done = data(f"--dataset={folder}", "--max_seq_len=32", "--verify")
     assert done.returncode == 0, done.stderr
     assert f"{path} is damaged" in done.stdout
     assert path.read_bytes() == whole
@@ -100,9 +100,9 @@ def test_R34_text_of_any_form_is_packed_almost_whole(kind, tmp_path, tokenizer):
         "one giant document": {"a": [text.format(1) * 20_000], "b": [text.format(2) * 9]},
         "few tokens": {"a": ["The boat sails."], "b": ["a"]},
     }[kind]
-    done = data(f"--data_dir={written_texts(tmp_path / 'own', **files)}", "--max_seq_len=2048")
+    done = data(f"--dataset={written_texts(tmp_path / 'own', **files)}", "--max_seq_len=2048")
     assert done.returncode == 0, done.stderr
-    source = open_source(DataConfig(data_dir=str(tmp_path / "own")))
+    source = open_source(DataConfig(dataset=str(tmp_path / "own")))
     rows = open_rows(source, tokenizer, 2048)
     shards = [rows.counts(shard) for shard in rows.shards]
     for part in (rows.totals(), shards[-1]):
@@ -114,13 +114,13 @@ def test_R34_text_of_any_form_is_packed_almost_whole(kind, tmp_path, tokenizer):
 
 def test_a_shard_that_cannot_be_packed_stops_it_with_the_reason(folder, tokenizer):
     (folder / "1.jsonl").write_text('{"text": "fine"}\nnot fine\n')
-    done = data(f"--data_dir={folder}", "--max_seq_len=32")
+    done = data(f"--dataset={folder}", "--max_seq_len=32")
     assert done.returncode != 0
     assert "1.jsonl, line 2" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_downloading_needs_no_tokenizer(folder):
-    done = data(f"--data_dir={folder}", "--download_only")
+    done = data(f"--dataset={folder}", "--download_only")
     assert done.returncode == 0, done.stderr
     assert "3 shards are there and verified" in done.stdout
 

@@ -35,7 +35,7 @@ def text(tmp_path: Path, base: Path) -> Path:
 
 def train(base: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *TRAIN, *SMALL.split(), f"--data_dir={text}", *more],
+        [sys.executable, *TRAIN, *SMALL.split(), f"--dataset={text}", *more],
         cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_R34_half_of_one_validation_row_is_rejected(text, base):
 
 
 def test_R28_damaged_rows_stop_a_run_and_are_packed_again(text, base):
-    source = open_texts(DataConfig(data_dir=str(text))).only
+    source = open_texts(DataConfig(dataset=str(text))).only
     tokenizer = Tokenizer.load("main")
     rows = open_rows(source, tokenizer, 256)
     ensure(rows, source, tokenizer)

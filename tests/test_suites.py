@@ -430,7 +430,7 @@ def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, 
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[shard::2])
         (tmp_path / "text" / f"{shard}.jsonl").write_text(lines)
     flags = (
-        f"--data_dir={tmp_path / 'text'} --depth=1 --max_seq_len=32 --total_batch_size=64 "
+        f"--dataset={tmp_path / 'text'} --depth=1 --max_seq_len=32 --total_batch_size=64 "
         "--num_iterations=5 --eval_every=0 --eval_tokens=64 --run=dummy --device_type=cpu "
         f"--eval_bundle={bundle} --core_metric_every=2 --core_metric_max_per_task=3"
     )

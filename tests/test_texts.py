@@ -23,7 +23,7 @@ def own(tmp_path):
         for shard in ("a", "b"):
             lines = [json.dumps({"text": f"{name[0] * 40} {i}"}) for i in range(count)]
             (folder / f"{shard}.jsonl").write_text("\n".join(lines))
-        declared[name] = {"data_dir": str(folder), "language": name}
+        declared[name] = {"dataset": str(folder), "language": name}
     path = tmp_path / "buckets.json"
     path.write_text(json.dumps(declared))
     return str(path)

@@ -103,7 +103,7 @@ def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
     for name, texts in files.items():
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return FirstUseConfig(data_dir=str(folder))
+    return FirstUseConfig(dataset=str(folder))
 
 
 def test_long_documents_are_cut_and_reading_stops_at_max_chars(base, tmp_path):
@@ -130,7 +130,7 @@ def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
     for name, folder in folders.items():
         corpus(folder, text=[name * 10] * 50, val=["v"])
     own = tmp_path / "own.json"
-    own.write_text(json.dumps({name: {"data_dir": str(path)} for name, path in folders.items()}))
+    own.write_text(json.dumps({name: {"dataset": str(path)} for name, path in folders.items()}))
     texts = open_texts(FirstUseConfig(), MixConfig("a=50%,b,c", str(own)))
     read = "".join(tok_train.Reading(tok_train.shared_out(texts, 200), doc_cap=100))
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}

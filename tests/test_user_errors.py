@@ -29,7 +29,7 @@ BAD_FLAGS = [
     ),
     ("tok_train --vocab_size=many", "many", "--help"),
     ("tok_train --max_chars=0", "max_chars must be at least 1, got 0", "at least 1"),
-    ("tok_train --data_dir=", "--data_dir= names no folder", "--data_dir=."),
+    ("tok_train --dataset=", "--dataset= is no repository", "a local folder"),
     ("tok_train --tokenizer_tag=../x", "--tokenizer_tag=../x", "use letters"),
     ("tok_train --tokenizer_tag=/x", "--tokenizer_tag=/x", "use letters"),
     (
@@ -39,7 +39,7 @@ BAD_FLAGS = [
     ),
     ("tok_train --mixture=a=?", "'a=?' in the mixture", "name[:source]"),
     ("tok_train --mixture=a --buckets={file}", "{file} is not valid JSON", "correct or delete it"),
-    ("tok_train --mixture=a --buckets={types}", "data_dir of a is 5", "not a string"),
+    ("tok_train --mixture=a --buckets={types}", "dataset of a is 5", "not a string"),
     ("tok_eval --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("data --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("base_train --detph=2", "--detph", "did you mean --depth?"),
@@ -70,7 +70,7 @@ BAD_FLAGS = [
 def test_a_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line, said, fix):
     file, types = tmp_path / "words", tmp_path / "types.json"
     file.write_text("just words")
-    types.write_text(json.dumps({"a": {"data_dir": 5}}))
+    types.write_text(json.dumps({"a": {"dataset": 5}}))
     places = {"{file}": file, "{types}": types, "{none}": tmp_path / "none"}
     for name, path in places.items():
         line, said = line.replace(name, str(path)), said.replace(name, str(path))
