@@ -13,12 +13,12 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from nanochat.common import (
     base_dir,
     fingerprint,
     locked,
-    read_json,
     read_sealed,
     sealed,
     sha256_file,
@@ -35,7 +34,7 @@ from nanochat.common import (
 )
 from nanochat.dataloader import Rows, interleave, permutation
 from nanochat.distributed import DistContext
-from nanochat.packing import Packer, follow_parent, lock_path, pack, write_rows
+from nanochat.packing import Packer, follow_parent, lock_path, write_shard
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -98,10 +97,7 @@ def encode(
     folder = base_dir() / "rows" / made_of["fingerprint"]
     record = folder / "encoded.json"
     with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        problem = find_problem(record, verify) if record.exists() else None
-        if problem:
-            print(f"{problem}: encoding these conversations again", flush=True)
-        if problem or not record.exists():
+        if read_record(record, verify) is None:
             write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
         counts = read_sealed(record)
@@ -112,19 +108,18 @@ def encode(
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
 
 
-def find_problem(record: Path, verify: bool) -> str | None:
-    """Why encoded conversations cannot be used as they are; None where they can."""
+def read_record(record: Path, verify: bool) -> dict[str, Any] | None:
+    """The record of encoded conversations; None where they are damaged, which is printed."""
     try:
-        if "seal" not in read_json(record):
-            return f"{record.parent} was encoded by another version"
-        counts = read_sealed(record)
+        counts = read_sealed(record) if record.exists() else None
+        for name, digest in counts["sha256"].items() if counts and verify else ():
+            path = record.with_name(name)
+            if not path.exists() or sha256_file(path) != digest:
+                raise ValueError(f"{path} is damaged: its SHA-256 is not the recorded one")
     except ValueError as error:
-        return str(error)
-    for name, digest in counts["sha256"].items() if verify else ():
-        path = record.with_name(name)
-        if not path.exists() or sha256_file(path) != digest:
-            return f"{path} is damaged: its SHA-256 is not the recorded one"
-    return None
+        print(f"{error}: encoding these conversations again", flush=True)
+        return None
+    return counts
 
 
 def write_encoded(
@@ -140,50 +135,41 @@ def write_encoded(
     """
     tokenizer.save(folder)  # for the processes of the pool
     total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
-    lengths: list[np.ndarray] = []
-    done = trained = skipped = 0
+    lengths: list[int] = []
+    done = trained = 0
     with (folder / "ids.bin").open("wb") as stream:
         for batch in encode_batches(conversations, folder / TOKENIZER_FILE, row_length):
-            stream.write(batch.ids.tobytes())
-            lengths.append(batch.lengths)
-            trained, skipped = trained + batch.trained, skipped + batch.skipped
-            done += len(batch.lengths) + batch.skipped
+            kept = [signed for signed in batch if len(signed)]
+            stream.write(b"".join(signed.tobytes() for signed in kept))
+            lengths += map(len, kept)
+            trained += sum(int((signed >= 0).sum()) for signed in kept)
+            done += len(batch)
             report(f"{done:,}{total} conversations")
-    ends = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
-    np.save(folder / "ends.npy", ends)
-    counts = {"conversations": len(ends) - 1, "trained": trained, "skipped": skipped}
+    np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
+    skipped = done - len(lengths)
+    counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
 
 
-class EncodedBatch(NamedTuple):
-    """Some conversations, those that count, one after the other."""
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    trained: int
-    skipped: int
-
-
 def encode_batches(
     conversations: Conversations, tokenizer_path: Path, row_length: int
-) -> Iterator[EncodedBatch]:
+) -> Iterator[list[np.ndarray]]:
     """
-    Batches of conversations in order, by all cores where there are many: the same for any number
-    of processes.
+    What `encode_batch` makes of the conversations, in order, by all cores where there are many.
     """
-    jobs = (partial(encode_batch, tokenizer_path, row_length, b) for b in batched(conversations))
+    job = partial(encode_batch, tokenizer_path, row_length)
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)
     if workers < 2:
-        yield from (job() for job in jobs)
+        yield from map(job, batched(conversations))
         return
     context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA would hang
     pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
-    waiting: deque[Future[EncodedBatch]] = deque()
+    waiting = deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(job))
+        for batch in batched(conversations):
+            waiting.append(pool.submit(job, batch))
             if len(waiting) > 2 * workers:  # what is read and not yet written stays bounded
                 yield waiting.popleft().result()
         while waiting:
@@ -196,14 +182,11 @@ def encode_batches(
 
 def encode_batch(
     tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
-) -> EncodedBatch:
-    """Encode some conversations; those in which nothing counts are only counted."""
+) -> list[np.ndarray]:
+    """The signed ids of some conversations, without BOS; none of one in which nothing counts."""
     tokenizer = read_tokenizer(tokenizer_path)  # once in each process
-    every = [signed_ids(*render(tokenizer, each, row_length)) for each in conversations]
-    counted = [int((signed >= 0).sum()) for signed in every]
-    kept = [signed[1:] for signed, count in zip(every, counted, strict=True) if count]  # no BOS
-    lengths = np.array([len(signed) for signed in kept], np.int64)
-    return EncodedBatch(flatten(kept)[0], lengths, sum(counted), len(every) - len(kept))
+    every = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in conversations]
+    return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
 
 def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -225,26 +208,18 @@ def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> 
 
 
 def open_chat_rows(
-    about: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    shard: str = "train",
-    say: Callable[[str], None] = print,
-    verifies: bool = True,
+    about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
-    The rows of conversations, packed already or not: shard "train", or "val" for validation;
+    The rows of conversations, packed already or not: shard "train", and "val" for validation;
     `verifies` as for `Rows`.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
-    train = ["train"] if shard == "train" else []
     vocab_size = tokenizer.vocab_size
-    return Rows(
-        folder, train, "val", max_seq_len, "int32", vocab_size, made_of, say, verifies=verifies
-    )
+    return Rows(folder, ["train"], "val", "int32", vocab_size, made_of, verifies=verifies)
 
 
 def pack_encoded(
@@ -252,13 +227,11 @@ def pack_encoded(
 ) -> dict[str, Any]:
     """Pack encoded conversations into a shard, unless that has been done; its record."""
     with locked(lock_path(rows, shard), f"packing {shard}"):
-        if rows.is_packed(shard):
-            return rows.counts(shard)
-        packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
-        digest = write_rows(rows, shard, pack(map(flatten, batched(pieces)), packer))
-        counts = {**asdict(packer.counts), "skipped": 0, "text_bytes": 0, "sha256": digest}
-        write_json(rows.counts_path(shard), sealed(counts))
-    return counts
+        if not rows.is_packed(shard):
+            packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
+            batches = map(flatten, batched(pieces))
+            write_shard(rows, shard, packer, batches, {"skipped": 0, "text_bytes": 0})
+    return rows.counts(shard)
 
 
 def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
@@ -269,8 +242,6 @@ def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
 
 def flatten(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Arrays as one, and where each begins and ends."""
-    if not pieces:
-        return np.empty(0, np.int32), np.zeros(1, np.int64)
     return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
 
@@ -304,8 +275,7 @@ def mixed_chat_rows(
             for (name, each), count in zip(buckets.items(), tokens, strict=True)
         ],
     }
-    verifies = machine.local_rank == 0
-    rows = open_chat_rows(about, tokenizer, max_seq_len, "train", machine.print0, verifies)
+    rows = open_chat_rows(about, tokenizer, max_seq_len, verifies=machine.local_rank == 0)
     conversations = mix_conversations(list(buckets.values()), tokens, seed)
     machine.on_node(
         "packing conversations", lambda: pack_encoded(rows, "train", conversations, tokenizer)

@@ -72,7 +72,6 @@ def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Order:
 POLL_SECONDS = 0.1
 SILENCE_SECONDS = 30.0  # a packing process that shows no life for this long is taken for dead
 PACK_AGAIN = "run the same command again: it packs these rows anew"
-OPEN_SHARDS = 8  # memory maps kept open: each holds a file handle
 
 
 class RowSequence(ABC):
@@ -88,10 +87,7 @@ class RowSequence(ABC):
 
     @abstractmethod
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """
-        The positions of rows by their numbers in the sequence: (n, columns), first how often all
-        rows came before, then the columns of `row_ids`.
-        """
+        """The `row_ids` of rows by their numbers in the sequence."""
 
     @abstractmethod
     def verify_rows(self, ids: np.ndarray) -> None:
@@ -107,16 +103,11 @@ class RowSequence(ABC):
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """
-        Which rows a batch holds: (n, 2), index of the shard and of the row in its file; of a
-        mixture (n, 3), with the index of the bucket in front.
+        Which rows a batch holds: (n, 3), how often each came before in the run, index of its shard
+        and of the row in its file; of a mixture (n, 4), with the index of the bucket after the
+        first.
         """
-        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)[:, 1:]
-
-    def times_seen(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
-        """How often each row of a batch came before in the run, (n,)."""
-        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)[:, 0]
+        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)
 
     def batch(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -141,12 +132,9 @@ class Rows(RowSequence):
     """It may hold more shards than this run reads."""
     train_shards: list[str]
     val_shard: str
-    max_seq_len: int
     dtype: Any
     vocab_size: int
     recipe: Mapping[str, Any]
-    say: Callable[[str], None] = print
-    """Reports the shard that is waited for."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source that are packed into it, in order."""
     verifies: bool = True
@@ -158,6 +146,7 @@ class Rows(RowSequence):
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype).newbyteorder("<")
         self.shards = [*self.train_shards, self.val_shard]
+        self.max_seq_len = self.recipe["max_seq_len"]
         self.row_length = self.max_seq_len + 1
         """Tokens in a row: max_seq_len inputs and one more, the last target."""
         self.alive_path = self.folder / "packing.alive"
@@ -165,7 +154,6 @@ class Rows(RowSequence):
         self.error_path = self.folder / "packing.error"
         """Why packing failed, when it did."""
         self._starts = [0]  # index in the epoch of each shard's first row, as far as known
-        self._maps: dict[str, np.ndarray] = {}
         self._checks: dict[str, Future[str | None]] = {}
         self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
@@ -174,7 +162,7 @@ class Rows(RowSequence):
     # Training
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """(n, 3): epoch, index of the shard, of the row in its file."""
+        """The `row_ids` of a single source: (n, 3)."""
         epochs = np.zeros_like(numbers)
         if self._count_rows(until=int(numbers.max())):
             assert self._starts[-1], f"{self.folder} holds no training row"
@@ -219,26 +207,19 @@ class Rows(RowSequence):
     # Validation
 
     def val_batches(
-        self,
-        rows_per_batch: int,
-        num_rows: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        half: int = 0,
+        self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1, half: int = 0
     ) -> Iterator[np.ndarray]:
         """
-        This rank's share of the first `num_rows` validation rows (None or too many: all of them);
-        of one `half` of these, 1 or 2, where one is given. Raises UsageError for half a row and for
+        This rank's share of the first `num_rows` validation rows, at most all of them; of one
+        `half` of these, 1 or 2, where one is given. Raises UsageError for half a row and for
         damaged rows.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
         and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
         """
-        total = self.require_val_rows(half)
-        if self.verifies:
-            self.verify([self.val_shard])
-        order = permutation(0, 0, 0, total)
-        order = (order[half - 1 :: 2] if half else order)[: num_rows or total]
+        order = permutation(0, 0, 0, self.require_val_rows(half))
+        self.verify([self.val_shard])
+        order = (order[half - 1 :: 2] if half else order)[:num_rows]
         first, last = (len(order) * r // world_size for r in (rank, rank + 1))
         for i in range(first, last, rows_per_batch):
             yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
@@ -260,31 +241,27 @@ class Rows(RowSequence):
 
     def verify_rows(self, ids: np.ndarray) -> None:
         """Verify the training shards of `ids`; the one that follows is checked meanwhile."""
-        if not self.verifies:
-            return
-        indices = np.unique(ids[:, 0]).tolist()
-        self.verify([self.train_shards[i] for i in indices])
-        for shard in self.train_shards[indices[-1] + 1 : indices[-1] + 2]:
-            if self.is_packed(shard):
-                self._check(shard)
+        indices = np.unique(ids[:, 1]).tolist()
+        ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]
+        self.verify([self.train_shards[i] for i in indices], ahead)
 
-    def verify(self, shards: Iterable[str]) -> None:
+    def verify(self, shards: Sequence[str], ahead: Iterable[str] = ()) -> None:
         """
-        Compare shards with their records, each once. Waits for those that are being packed.
+        Compare shards with their records, each once, in a thread. Waits for those that are being
+        packed, and for the result; for that of the packed ones of `ahead` the next call waits.
 
         Raises UsageError naming the file of a damaged one. It then counts as not packed.
         """
-        for shard, check in [(shard, self._check(shard)) for shard in shards]:
-            if damage := check.result():
+        if not self.verifies:
+            return
+        for shard in [*shards, *filter(self.is_packed, ahead)]:
+            if shard not in self._checks:
+                self.wait(shard)
+                self._checks[shard] = self._checker.submit(self.damage, shard)
+        for shard in shards:
+            if damage := self._checks[shard].result():
                 self.discard(shard)
                 raise UsageError(f"{damage}; nothing was trained on it", PACK_AGAIN)
-
-    def _check(self, shard: str) -> "Future[str | None]":
-        """Start the comparison of a shard with its record, unless that was done."""
-        if shard not in self._checks:
-            self.wait(shard)
-            self._checks[shard] = self._checker.submit(self.damage, shard)
-        return self._checks[shard]
 
     def damage(self, shard: str) -> str | None:
         """The damage of a packed shard; None when its rows are what was packed."""
@@ -304,7 +281,6 @@ class Rows(RowSequence):
         """Forget a shard: it is to be packed again."""
         self.counts_path(shard).unlink(missing_ok=True)
         self._checks.pop(shard, None)
-        self._maps.pop(shard, None)
 
     # -----------------------------------------------------------------------------------------
     # Files
@@ -347,13 +323,12 @@ class Rows(RowSequence):
     def wait(self, shard: str) -> dict[str, Any]:
         """The record of a shard, once it is packed. Raises as `batch` does."""
         if not self.is_packed(shard):
-            self.say(f"waiting for {shard} to be packed")
+            print(f"waiting for {shard} to be packed", flush=True)
         beat, heard = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
             if self.should_stop():
                 raise StoppedWaiting(f"asked to stop while {shard} was being packed")
-            has_failed = stamp(self.error_path) not in (None, self._old_error)
-            if has_failed and not self.is_packed(shard):  # it may have been packed before
+            if stamp(self.error_path) not in (None, self._old_error):
                 failure = self.error_path.read_text()
                 raise UsageError(f"packing {shard} failed: {failure}", "mend it and run this again")
             if (now := stamp(self.alive_path)) != beat:
@@ -373,25 +348,18 @@ class Rows(RowSequence):
         Raises UsageError for foreign token ids where another rank verifies.
         """
         out = np.empty((len(ids), self.row_length), self.dtype)
-        for index in np.unique(ids[:, 0]).tolist():
-            here = ids[:, 0] == index
-            out[here] = self._read_shard(self.train_shards[index], ids[here, 1])
+        for index in np.unique(ids[:, 1]).tolist():
+            here = ids[:, 1] == index
+            out[here] = self._read_shard(self.train_shards[index], ids[here, 2])
         return out
 
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
-        rows = self._map(shard)[indices]
+        shape, path = (self.wait(shard)["rows"], self.row_length), self.bin_path(shard)
+        rows = np.memmap(path, self.dtype, "r", shape=shape)[indices]
         # The rank that verifies may not be done: a foreign id would end in a device assert
-        if not self.verifies and (problem := self.foreign_id(rows, self.bin_path(shard))):
+        if not self.verifies and (problem := self.foreign_id(rows, path)):
             raise UsageError(problem, PACK_AGAIN)
         return rows
-
-    def _map(self, shard: str) -> np.ndarray:
-        if shard not in self._maps:
-            if len(self._maps) >= OPEN_SHARDS:
-                self._maps.clear()
-            shape = (self.wait(shard)["rows"], self.row_length)
-            self._maps[shard] = np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)
-        return self._maps[shard]
 
 
 def global_row_ids(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
@@ -405,7 +373,7 @@ def global_row_ids(step: int, rows_per_step: int, rank: int, world_size: int) ->
     return step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
 
 
-@lru_cache(maxsize=OPEN_SHARDS)
+@lru_cache(maxsize=8)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     """
     The order of the `n` rows of a shard in an epoch.
@@ -496,18 +464,18 @@ class MixedRows(RowSequence):
         }
 
     def verify_rows(self, ids: np.ndarray) -> None:
-        for rows, here in self._by_bucket(ids[:, 0]):
-            rows.verify_rows(ids[here, 1:])
+        for rows, here in self._by_bucket(ids[:, 1]):
+            rows.verify_rows(np.delete(ids[here], 1, axis=1))
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         dtype = np.result_type(*(rows.dtype for rows in self.parts))
         out = np.empty((len(ids), self.max_seq_len + 1), dtype)
-        for rows, here in self._by_bucket(ids[:, 0]):
-            out[here] = rows.read(ids[here, 1:])
+        for rows, here in self._by_bucket(ids[:, 1]):
+            out[here] = rows.read(np.delete(ids[here], 1, axis=1))
         return out
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """(n, 4): epoch of the bucket, index of the bucket, of its shard, of the row."""
+        """The `row_ids` of a mixture: (n, 4)."""
         passes, indices = np.divmod(numbers, self.rows_per_pass)
         buckets, own = np.empty_like(numbers), np.empty_like(numbers)
         for number in np.unique(passes).tolist():

@@ -281,9 +281,7 @@ def val_rows(
     found, verifies = {}, machine.local_rank == 0
     for bucket in buckets:
         about = {"rows": "val", **bucket.val.identity}
-        found[bucket.name] = open_chat_rows(
-            about, tokenizer, max_seq_len, "val", machine.print0, verifies
-        )
+        found[bucket.name] = open_chat_rows(about, tokenizer, max_seq_len, verifies)
 
     def pack() -> None:
         for bucket in buckets:

@@ -490,14 +490,14 @@ class Corpus:
         if not machine.is_main:
             return 0
         sources = self.texts.sources
-        return sum(bytes_to_pack(self.rows[n], sources[n], count)[0] for n, count in needed.items())
+        return sum(bytes_to_pack(self.rows[n], sources[n], count) for n, count in needed.items())
 
     def packing(self, needed: Mapping[str, int], machine: DistContext) -> ExitStack:
         """Pack during training what it needs, in one process for each machine and bucket."""
         stack = ExitStack()
         for name, count in needed.items() if machine.local_rank == 0 else ():
             source = self.texts.sources[name]
-            stack.enter_context(start_packing(self.rows[name], source, count, say=machine.print0))
+            stack.enter_context(start_packing(self.rows[name], source, count))
         return stack
 
 

@@ -2,13 +2,14 @@
 Pack documents into rows of T + 1 tokens, by best fit, in any number of processes.
 
     Source + Tokenizer -> open_rows -> Rows -> ensure (here, now) or start_packing (background)
+    batches of (ids, offsets) -> Packer -> write_shard -> rows on disk, record
 
 Every row starts with BOS; the remainder of a document that did not fit is used again. Started as a
 program (`python -m nanochat.packing <order>`), this module is the background process.
 """
 
-import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -33,9 +35,9 @@ from nanochat.common import (
     fingerprint,
     fsync,
     locked,
-    printable,
     require_free,
     sealed,
+    sha256_file,
     write_atomic,
     write_json,
 )
@@ -76,27 +78,18 @@ class PackCounts:
 
 class Packer:
     """
-    Packs one stream of documents into rows of `row_length` tokens. With `cut`, documents are cut
-    so that only the last row may be padded with BOS; without it they stay whole.
+    Packs one stream of documents into rows of `row_length` tokens, at least two. With `cut`,
+    documents are cut so that only the last row may be padded with BOS; without it they stay whole,
+    and none may be longer than a row.
 
     Memory: the pool (at most POOL_TOKENS tokens) and the batch at hand, twice.
-    Raises ValueError for a row shorter than two tokens.
     """
 
-    def __init__(
-        self,
-        row_length: int,
-        bos_id: int,
-        dtype: Any = np.uint16,
-        pool_pieces: int = POOL_PIECES,
-        cut: bool = True,
-    ):
-        if row_length < 2:
-            raise ValueError(f"a row holds a BOS and at least one token, not {row_length} in all")
+    def __init__(self, row_length: int, bos_id: int, dtype: Any = np.uint16, cut: bool = True):
         self.row_length = row_length
         self.bos = np.array([bos_id], dtype)
         self.cut = cut
-        self.pool_pieces = max(1, min(pool_pieces, POOL_TOKENS // row_length))
+        self.pool_pieces = max(1, min(POOL_PIECES, POOL_TOKENS // row_length))
         self.counts = PackCounts()
         # The pool: by length, oldest first: tokens with their BOS, and whether they are a rest
         self.buckets: dict[int, deque[tuple[np.ndarray, bool]]] = defaultdict(deque)
@@ -133,12 +126,9 @@ class Packer:
         return self._lay_out()
 
     def _cut(self, document: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Place the whole rows of a long document (BOS first); its last piece, whether a rest."""
+        """Place the whole rows of a long document (BOS first); its last piece, which is a rest."""
         counts, whole = self.counts, self.row_length - 1
         counts.documents_cut += 1
-        if not self.cut:
-            counts.dropped += len(document) - self.row_length
-            return document[: self.row_length], False
         n = (len(document) - 2) // whole  # at least a token is left over
         rows = np.full((n, self.row_length), self.bos)
         rows[:, 1:] = document[1 : 1 + n * whole].reshape(n, whole)
@@ -220,19 +210,14 @@ GROUP_ROWS = 512  # about how many rows small files are gathered for: less than 
 
 
 def open_rows(
-    source: Source,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    *,
-    say: Callable[[str], None] = print,
-    verifies: bool = True,
+    source: Source, tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
     The rows of a source under rows/, whether packed already or not.
 
     The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
     source share it. It holds a copy of the tokenizer, and the recipe in index.json, for people.
-    `say` and `verifies` as for `Rows`.
+    `verifies` as for `Rows`.
     """
     if max_seq_len < 1:
         raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
@@ -251,17 +236,10 @@ def open_rows(
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
     write_json(folder / "index.json", recipe)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    files = {**groups, source.val_shard: [source.val_shard]}
     return Rows(
-        folder,
-        list(groups),
-        source.val_shard,
-        max_seq_len,
-        "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        tokenizer.vocab_size,
-        recipe,
-        say,
-        {**groups, source.val_shard: [source.val_shard]},
-        verifies,
+        folder, list(groups), source.val_shard, dtype, tokenizer.vocab_size, recipe, files, verifies
     )
 
 
@@ -298,76 +276,69 @@ def estimate_tokens(source: Source) -> dict[str, float]:
     }
 
 
-def pack_shard(
-    source: Source, shard: str, tokenizer: Tokenizer, rows: Rows, num_threads: int | None = None
-) -> None:
+def pack_shard(source: Source, shard: str, tokenizer: Tokenizer, rows: Rows) -> None:
     """
     Pack one shard. Memory stays bounded, whatever its size. The caller holds the shard's lock.
     """
-    packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
-    skipped, text_bytes = Counter(), 0
+    skipped, counts = Counter(), {"text_bytes": 0}
 
     def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        nonlocal text_bytes
         for file in rows.files[shard]:
             for texts in source.documents(file, skipped):
-                text_bytes += sum(len(text.encode()) for text in texts)
-                yield tokenizer.encode_flat(texts, num_threads=num_threads)
+                counts["text_bytes"] += sum(len(text.encode()) for text in texts)
+                yield tokenizer.encode_flat(texts)
+        counts.update(skipped=skipped.total(), skipped_by_kind=dict(skipped))
 
-    digest = write_rows(rows, shard, pack(encoded(), packer))
-    skips = {"skipped": skipped.total(), "skipped_by_kind": dict(skipped)}
-    counts = {**asdict(packer.counts), "text_bytes": text_bytes, **skips, "sha256": digest}
-    write_json(rows.counts_path(shard), sealed(counts))
+    packer = Packer(rows.row_length, tokenizer.bos_id, rows.dtype)
+    write_shard(rows, shard, packer, encoded(), counts)
 
 
-def write_rows(rows: Rows, shard: str, blocks: Iterable[np.ndarray]) -> str:
+def write_shard(
+    rows: Rows,
+    shard: str,
+    packer: Packer,
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    counts: Mapping[str, Any],
+) -> None:
     """
-    Write a shard's file of rows, complete or not at all; returns its SHA-256.
+    Pack batches into a shard, complete or not at all.
 
-    Reports where a shard is packed again because its record is damaged.
+    counts: what its record holds besides the counts of `packer`, known when the batches are.
     """
-    try:
-        rows.counts(shard)
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        rows.say(f"{error}: packing {shard} again")
-    path = rows.bin_path(shard)
+    path, record = rows.bin_path(shard), rows.counts_path(shard)
+    if record.exists():
+        print(f"{record} does not match {path}: packing {shard} again", flush=True)
     part = path.with_name(path.name + ".part")
-    digest = hashlib.sha256()
     try:
         with part.open("wb") as out:
-            for block in blocks:
-                data = block.tobytes()
-                digest.update(data)
-                out.write(data)
+            for block in pack(batches, packer):
+                out.write(block.tobytes())
         fsync(part)
+        digest = sha256_file(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
     fsync(rows.folder)
-    return digest.hexdigest()
+    write_json(record, sealed({**asdict(packer.counts), **counts, "sha256": digest}))
 
 
 def ensure(
-    rows: Rows,
-    source: Source,
-    tokenizer: Tokenizer,
-    rows_needed: int | None = None,
-    num_threads: int | None = None,
+    rows: Rows, source: Source, tokenizer: Tokenizer, rows_needed: int | None = None
 ) -> None:
     """
     Pack what is missing, in order, until there are `rows_needed` training rows (None: all shards).
 
     Shares the work with every other process that does the same, and returns when it is done.
+    Raises UsageError naming the numbers where it does not fit on the disk.
     """
-    check_space(rows, source, rows_needed)
+    if needed := bytes_to_pack(rows, source, rows_needed):
+        require_free(rows.folder, needed, "fetching and packing the text", "lower --num_shards")
     with alive(rows.alive_path):
         while todo := missing_shards(rows, rows_needed):
             for shard in todo:
                 with claimed(lock_path(rows, shard)) as mine:
                     if mine and not rows.is_packed(shard):
-                        pack_shard(source, shard, tokenizer, rows, num_threads)
+                        pack_shard(source, shard, tokenizer, rows)
                         break
             else:  # others are packing them all: wait for the first
                 with locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
@@ -387,116 +358,56 @@ def lock_path(rows: Rows, shard: str) -> Path:
     return rows.folder / ".locks" / f"{flat(shard)}.lock"
 
 
-def check_space(rows: Rows, source: Source, rows_needed: int | None = None) -> None:
-    """Raise UsageError naming the numbers unless what is missing fits on the disk."""
-    needed, shards = bytes_to_pack(rows, source, rows_needed)
-    if shards:
-        require_free(
-            rows.folder, needed, f"fetching and packing {shards} shards", "lower --num_shards"
-        )
-
-
-def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> tuple[int, int]:
-    """About how many bytes fetching and packing will write, and of how many shards."""
+def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> int:
+    """About how many bytes fetching and packing will write."""
     tokens = estimate_tokens(source)
-    files, shards, total, have = [], 0, 0, rows.packed_train_rows
+    files, num_rows, enough = [], 0.0, math.inf if rows_needed is None else rows_needed
+    have = rows.packed_train_rows
     for shard in missing_shards(rows, rows_needed):
-        if shard != rows.val_shard and rows_needed is not None and have >= rows_needed:
-            break
-        size = int(sum(tokens[file] for file in rows.files[shard]) * rows.dtype.itemsize)
-        files += rows.files[shard]
-        shards += 1
-        total += size
+        estimate = sum(tokens[file] for file in rows.files[shard]) / rows.row_length
         if shard != rows.val_shard:
-            have += size // (rows.row_length * rows.dtype.itemsize)
-    return total + (source.missing_bytes(files) if files else 0), shards
+            if have >= enough:
+                break
+            have += estimate
+        files += rows.files[shard]
+        num_rows += estimate
+    return int(num_rows * rows.row_length * rows.dtype.itemsize) + source.missing_bytes(files)
 
 
 # ---- In the background ---------------------------------------------------------------------------
 
 
-STOPPED = (
-    128 + signal.SIGTERM,
-    -signal.SIGTERM,
-)  # exit statuses after a request to stop
-
-
-class Packing:
-    """Background processes at work. They end when the work is done, on close, or with us."""
-
-    def __init__(
-        self, rows: Rows, processes: Sequence[subprocess.Popen], say: Callable[[str], None]
-    ):
-        self.rows, self.processes = rows, processes
-        self.threads = [
-            threading.Thread(target=forward, args=(process, rows, say), daemon=True)
-            for process in processes
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def __enter__(self) -> "Packing":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the processes; a shard they were at is packed anew next time."""
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait()
-
-    @property
-    def running(self) -> bool:
-        """True while a process is at work."""
-        return any(thread.is_alive() for thread in self.threads)
-
-    def failure(self) -> str | None:
-        """Why a process ended before its work was done, if one did."""
-        path = self.rows.error_path
-        return path.read_text() if path.exists() else None
-
-
+@contextmanager
 def start_packing(
-    rows: Rows,
-    source: Source,
-    rows_needed: int | None = None,
-    workers: int = 1,
-    say: Callable[[str], None] = lambda line: print(f"[packing] {line}", flush=True),
-) -> Packing:
+    rows: Rows, source: Source, rows_needed: int | None = None, workers: int = 1
+) -> Iterator[list[subprocess.Popen]]:
     """
-    Have background processes do what `ensure` does; `rows.batch` waits for a shard it lacks.
+    Meanwhile background processes do what `ensure` does; `rows.batch` waits for a shard it lacks.
 
-    One process per machine calls this (local rank 0). The workers run at low priority, pass their
-    lines to `say`, and when one fails, `rows` raises its message where it waits.
+    One process per machine calls this (local rank 0). The workers run at low priority, and when one
+    fails, `rows` raises its message where it waits. On leaving they end; a shard they were at is
+    packed anew next time.
     """
-    check_space(rows, source, rows_needed)
-    workers = workers if missing_shards(rows, rows_needed) else 0
     rows.error_path.unlink(missing_ok=True)
-    order = [source.describe(), str(rows.folder), rows.max_seq_len, rows_needed]
-    base = {"NANOCHAT_BASE_DIR": str(base_dir()), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    order = json.dumps([source.describe(), str(rows.folder), rows.max_seq_len, rows_needed])
+    base = {"NANOCHAT_BASE_DIR": str(base_dir()), "RAYON_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "nanochat.packing", json.dumps(order)],
+            [sys.executable, "-m", "nanochat.packing", order],
             cwd=REPOSITORY,
             env={**os.environ, **base},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,  # a signal to our group is ours: we save, they end with us
         )
-        for _ in range(workers)
+        for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
-    return Packing(rows, processes, say)
-
-
-def forward(process: subprocess.Popen, rows: Rows, say: Callable[[str], None]) -> None:
-    """Pass on the output of a process, line by line, and record why it was killed, if it was."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        say(printable(line.rstrip()))
-    if process.wait() not in (0, *STOPPED) and not rows.error_path.exists():
-        write_atomic(rows.error_path, f"a packing process ended with status {process.returncode}")
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 @contextmanager
@@ -509,13 +420,12 @@ def alive(path: Path) -> Iterator[None]:
         while not done.wait(1.0):
             path.touch()
 
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1, "packing") as pool:
+        pool.submit(beat)
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def follow_parent() -> None:
@@ -534,22 +444,17 @@ def main() -> None:
     """The background process: one JSON argument, as `start_packing` writes it."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED[0]))  # unwinds: no half file stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: no half file stays
     os.nice(10)
     described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:
         source = open_source(DataConfig(), described)
         tokenizer = Tokenizer.read(Path(folder, "tokenizer.json"))
         rows = open_rows(source, tokenizer, max_seq_len)
-        assert str(rows.folder) == folder, f"{rows.folder} is not {folder}"
-        ensure(rows, source, tokenizer, rows_needed, num_threads=1)
+        ensure(rows, source, tokenizer, rows_needed)
     except Exception as error:
-        message = user_message(error)
-        if message is None:
-            traceback.print_exc()
-            message = f"{type(error).__name__}: {error}"
-        write_atomic(Path(folder, "packing.error"), message)
-        raise SystemExit(1) from error
+        write_atomic(Path(folder, "packing.error"), user_message(error) or traceback.format_exc())
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ class RowLoader:
         share = (step, self.num_rows, self.seed, self.machine.rank, self.machine.world_size)
         with self.machine.working("waiting for rows that are being packed"):
             mine = self.rows.batch(*share)
-        seen = self.rows.times_seen(*share)
+        seen = self.rows.row_ids(*share)[:, 0]
         return split_micro_batches(*self.split(mine), device_rows, self.machine.device, seen)
 
     def row_names(self, step: int) -> str:

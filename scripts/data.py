@@ -14,16 +14,14 @@ Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nanochat.common import UsageError, base_dir, printable, require_free
+from nanochat.common import base_dir, printable, require_free
 from nanochat.config import start
 from nanochat.dataloader import Rows
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
@@ -31,8 +29,6 @@ from nanochat.mixture import MixConfig, open_corpus, open_texts
 from nanochat.packing import start_packing
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
-
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,18 +65,22 @@ def main(cfg: Data) -> None:
 
 def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:
     """Pack a text, and print a summary of its rows."""
-    say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
     if cfg.verify:
         for shard in filter(rows.is_packed, rows.shards):
             if damage := rows.damage(shard):
-                say(f"{damage}: packing {shard} again")
+                say(console, f"{damage}: packing {shard} again")
                 rows.discard(shard)
     began, before = time.monotonic(), rows.totals()["text_bytes"]
-    pack(rows, source, workers, console, lambda line: say(printable(line)))
+    pack(rows, source, workers, console)
     seconds = time.monotonic() - began
     speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
     console.print(summary(rows))
-    say(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
+    say(console, f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second")
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -104,34 +104,18 @@ def download(source: Source, workers: int, console: Console) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    done = printable(f"{source.name}: {len(shards)} shards are there and verified")
-    console.print(done, soft_wrap=True, markup=False)
+    say(console, f"{source.name}: {len(shards)} shards are there and verified")
 
 
-def pack(
-    rows: Rows, source: Source, workers: int, console: Console, say: Callable[[str], None]
-) -> None:
+def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
     """Pack every shard that is missing, in `workers` processes."""
     missing = [shard for shard in rows.shards if not rows.is_packed(shard)]
-    if not missing:
-        return
-    total = len(rows.shards)
     with (
         progress_bar(console) as progress,
-        start_packing(rows, source, workers=min(workers, len(missing)), say=say) as packing,
+        start_packing(rows, source, workers=min(workers, len(missing))),
     ):
-        task = progress.add_task("packing", total=total, completed=total - len(missing))
-        running = True
-        while missing or running:
-            running = packing.running
-            for shard in [shard for shard in missing if rows.is_packed(shard)]:
-                missing.remove(shard)
-                progress.advance(task)
-                say(f"packed {shard}: {rows.counts(shard)['rows']:,} rows")
-            if failure := packing.failure():
-                raise UsageError(f"packing failed: {failure}", "mend it and run this again")
-            assert running or not missing, f"packing ended without {missing}"
-            time.sleep(POLL_SECONDS)
+        for shard in progress.track(missing, description="packing"):
+            say(console, f"packed {shard}: {rows.wait(shard)['rows']:,} rows")
 
 
 def summary(rows: Rows) -> Table:

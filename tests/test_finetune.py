@@ -61,7 +61,7 @@ def gradient(model, batches):
 def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)
     pack_encoded(rows, "train", encode({"name": "x"}, CHATS, TOKENIZER, 63), TOKENIZER)
-    packed = np.asarray(rows._map("train"))
+    packed = np.fromfile(rows.bin_path("train"), rows.dtype).reshape(-1, rows.row_length)
     assert len(packed) < len(CHATS) / 2  # several in a row
     model = model_of(**changes)
     loss, grad = gradient(model, [signed_inputs_and_targets(packed, IGNORE)])
@@ -82,7 +82,7 @@ def val_rows_of(name, answers):
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
         for answer in answers
     ]
-    rows = open_chat_rows({"rows": name}, TOKENIZER, 63, "val")
+    rows = open_chat_rows({"rows": name}, TOKENIZER, 63)
     pack_encoded(rows, "val", encode({"name": name}, chats, TOKENIZER, 63), TOKENIZER)
     return rows
 
@@ -98,7 +98,7 @@ def test_R28_one_rank_of_a_node_verifies_conversations(machine):
         train = mixed_chat_rows(encoded, [100], 0, TOKENIZER, 63, rank)
         val = val_rows([bucket], TOKENIZER, 63, rank)["chat"]
         assert train.verifies is val.verifies is (local_rank == 0)
-        assert len(train.batch(0, 1, seed=0)) == len(next(val.val_batches(1))) == 1
+        assert len(train.batch(0, 1, seed=0)) == len(next(val.val_batches(1, 1))) == 1
 
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):

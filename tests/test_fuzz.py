@@ -289,7 +289,8 @@ def test_a_damaged_file_of_metrics_gives_what_is_left(fuzz, tmp_path):
 @budgets
 def test_R11_a_damaged_record_of_rows_is_named(fuzz, tmp_path):
     counts = {"rows": 3, "documents": 2, "tokens": 30, "sha256": "0" * 64}
-    rows = Rows(tmp_path, ["a"], "val", 9, "uint16", 64, {"fingerprint": "x"})
+    recipe = {"fingerprint": "x", "max_seq_len": 9}
+    rows = Rows(tmp_path, ["a"], "val", "uint16", 64, recipe)
     rows.bin_path("a").write_bytes(bytes(3 * 10 * 2))
     path = rows.counts_path("a")
 

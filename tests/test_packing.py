@@ -31,7 +31,8 @@ def batches(ids: np.ndarray, offsets: np.ndarray, size: int):
 
 
 def packed(lengths, row_length, pool=8, size=1000, dtype=np.uint32) -> tuple[np.ndarray, Packer]:
-    packer = Packer(row_length, BOS, dtype, pool)
+    packer = Packer(row_length, BOS, dtype)
+    packer.pool_pieces = pool
     blocks = list(pack(batches(*stream(lengths), size), packer))
     return np.concatenate([np.empty((0, row_length), dtype), *blocks]), packer
 
@@ -135,7 +136,8 @@ def test_R5_rows_do_not_depend_on_how_documents_are_batched(lengths, row_length,
 
 
 def test_B2_a_document_of_many_rows_leaves_at_once_and_clogs_nothing():
-    packer = Packer(16, BOS, np.uint32, pool_pieces=4)
+    packer = Packer(16, BOS, np.uint32)
+    packer.pool_pieces = 4
     ids, offsets = stream([15 * 1000 + 3])
     rows = packer.add(ids, offsets)
     assert len(rows) == 1000
@@ -162,11 +164,6 @@ def test_ids_above_65535_survive_in_rows_of_uint32():
     packer = Packer(4, 65_536, np.uint32)
     packer.add(ids, np.array([0, 3]))
     assert packer.finish().tolist() == [[65_536, 70_000, 3, 99_999]]
-
-
-def test_a_row_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="1 in all"):
-        Packer(1, BOS)
 
 
 def test_a_pool_of_tiny_documents_smaller_than_a_row_is_not_dropped():
