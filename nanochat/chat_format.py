@@ -17,6 +17,7 @@ Text is only ever encoded as text: no message can contain a special token, whate
 
 import codecs
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
@@ -133,11 +134,7 @@ def render_prompt(
 
     Raises ValueError as `render` does.
     """
-    return prompt_ids(tokenizer, turns(messages), continue_last)
-
-
-def prompt_ids(tokenizer: Tokenizer, spoken: Sequence[Turn], continue_last: bool) -> list[int]:
-    """The prompt of some turns, as in `render_prompt`."""
+    spoken = turns(messages)
     answered = spoken[-1].speaker == "assistant" and (continue_last or len(spoken) > 1)
     ids = [tokenizer.bos_id]
     for turn in spoken[:-1] if answered else spoken:
@@ -152,31 +149,26 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     The prompt of a conversation, without its oldest turns where it has more than `max_tokens`. An
     answer at the end is continued.
 
-    System messages at the start and the last question stay, however long. Every turn is encoded at
-    most three times, however many there are. Raises ValueError as `render` does.
+    System messages at the start and the last question stay, however long. Raises ValueError as
+    `render` does.
     """
-    whole = turns(messages)
+    turns(messages)  # numbers the messages in its errors
     num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
-    opening = list(messages[:num_opening])
-    spoken = turns(messages[num_opening:]) if opening else whole
+    opening, spoken = messages[:num_opening], turns(messages[num_opening:])
 
     def prompt(first: int) -> list[int]:
         kept = [{"role": turn.speaker, "content": turn.parts} for turn in spoken[first:]]
-        return prompt_ids(tokenizer, turns([*opening, *kept]), continue_last=True)
+        return render_prompt(tokenizer, [*opening, *kept], continue_last=True)
 
+    sizes = [len(render_turn(tokenizer, turn)[0]) for turn in spoken]
+    left = list(accumulate(reversed(sizes)))[::-1]  # tokens from each turn on
     starts = [i for i, turn in enumerate(spoken) if i == 0 or turn.speaker == "user"]
-    at = len(starts) - 1
-    room = max_tokens - len(prompt(starts[at]))
-    while at > 0:
-        older = spoken[starts[at - 1] : starts[at]]
-        room -= sum(len(render_turn(tokenizer, turn)[0]) for turn in older)
-        if room < 0:
+    room = max_tokens - len(prompt(starts[-1])) + left[starts[-1]]  # beside the opening
+    ids = []
+    for first in [*(i for i in starts if left[i] <= room), starts[-1]]:
+        ids = prompt(first)
+        if len(ids) <= max_tokens:  # the opening may have merged with a turn into more
             break
-        at -= 1
-    ids = prompt(starts[at])
-    while len(ids) > max_tokens and at < len(starts) - 1:  # the opening merged into more tokens
-        at += 1
-        ids = prompt(starts[at])
     return ids
 
 

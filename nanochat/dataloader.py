@@ -90,14 +90,10 @@ class RowSequence(ABC):
         """The `row_ids` of rows by their numbers in the sequence."""
 
     @abstractmethod
-    def verify_rows(self, ids: np.ndarray) -> None:
+    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
         """
-        Verify the shards of `row_ids`, each once per run. Raises UsageError for a damaged one.
+        The rows of `row_ids`, once all of the shards of `step_ids` were verified in this run.
         """
-
-    @abstractmethod
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """The rows of `row_ids`, whether verified or not."""
 
     def row_ids(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -120,8 +116,8 @@ class RowSequence(ABC):
         nothing packs what is missing, UsageError when a shard of the step, whichever rank reads it,
         is damaged.
         """
-        self.verify_rows(self.row_ids(step, rows_per_step, seed))
-        return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
+        mine = self.row_ids(step, rows_per_step, seed, rank, world_size)
+        return self.read(mine, self.row_ids(step, rows_per_step, seed))
 
 
 @dataclass(eq=False)
@@ -239,12 +235,6 @@ class Rows(RowSequence):
     # -----------------------------------------------------------------------------------------
     # Damage
 
-    def verify_rows(self, ids: np.ndarray) -> None:
-        """Verify the training shards of `ids`; the one that follows is checked meanwhile."""
-        indices = np.unique(ids[:, 1]).tolist()
-        ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]
-        self.verify([self.train_shards[i] for i in indices], ahead)
-
     def verify(self, shards: Sequence[str], ahead: Iterable[str] = ()) -> None:
         """
         Compare shards with their records, each once, in a thread. Waits for those that are being
@@ -341,12 +331,15 @@ class Rows(RowSequence):
             time.sleep(POLL_SECONDS)
         return self.counts(shard)
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
+    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
         """
-        The rows of `row_ids`, whether verified or not.
+        As in `RowSequence`; the shard that follows is verified meanwhile.
 
-        Raises UsageError for foreign token ids where another rank verifies.
+        Raises UsageError for damaged rows, and for foreign token ids where another rank verifies.
         """
+        indices = np.unique(step_ids[:, 1]).tolist()
+        ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]
+        self.verify([self.train_shards[i] for i in indices], ahead)
         out = np.empty((len(ids), self.row_length), self.dtype)
         for index in np.unique(ids[:, 1]).tolist():
             here = ids[:, 1] == index
@@ -443,6 +436,9 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
 # ---- Rows of several sources ---------------------------------------------------------------------
 
 
+COLUMNS = [0, 2, 3]  # those of a mixture's `row_ids` that a bucket's have
+
+
 class MixedRows(RowSequence):
     """The rows of a mixture: `buckets` in order, each with its rows and how many a pass takes."""
 
@@ -463,15 +459,12 @@ class MixedRows(RowSequence):
             "buckets": described,
         }
 
-    def verify_rows(self, ids: np.ndarray) -> None:
-        for rows, here in self._by_bucket(ids[:, 1]):
-            rows.verify_rows(np.delete(ids[here], 1, axis=1))
-
-    def read(self, ids: np.ndarray) -> np.ndarray:
+    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
         dtype = np.result_type(*(rows.dtype for rows in self.parts))
         out = np.empty((len(ids), self.max_seq_len + 1), dtype)
-        for rows, here in self._by_bucket(ids[:, 1]):
-            out[here] = rows.read(np.delete(ids[here], 1, axis=1))
+        for i in np.unique(step_ids[:, 1]).tolist():
+            here, of_step = (each[:, 1] == i for each in (ids, step_ids))
+            out[here] = self.parts[i].read(ids[here][:, COLUMNS], step_ids[of_step][:, COLUMNS])
         return out
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
@@ -484,13 +477,10 @@ class MixedRows(RowSequence):
             buckets[now], own[now] = order.bucket[indices[now]], order.number[indices[now]]
         own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
         out = np.empty((len(numbers), 4), np.int64)
-        for rows, here in self._by_bucket(buckets):
-            out[here] = np.insert(rows.locate(own[here], seed), 1, buckets[here], axis=1)
+        for i in np.unique(buckets).tolist():
+            here = buckets == i
+            out[here] = np.insert(self.parts[i].locate(own[here], seed), 1, i, axis=1)
         return out
-
-    def _by_bucket(self, buckets: np.ndarray) -> list[tuple[Rows, np.ndarray]]:
-        """The buckets that occur, each with a mask of its positions in `buckets`."""
-        return [(self.parts[i], buckets == i) for i in np.unique(buckets).tolist()]
 
     def epochs_for(self, rows_needed: int) -> float | None:
         """The number of passes through the mixture."""

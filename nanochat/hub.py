@@ -64,32 +64,6 @@ NO_NETWORK = (
 )
 
 
-class NotTheHub(ValueError):
-    """The answer is no answer of the hub, such as the login page of a network."""
-
-
-def list_files(repo: str, revision: str) -> tuple[str, dict[str, int]]:
-    """
-    The commit of a branch or tag, and the size in bytes of each of its files, in order of names.
-
-    Raises UsageError where there is no such revision.
-    """
-
-    def resolve() -> tuple[str, dict[str, int]]:
-        api = HfApi()  # of the endpoint that is set by now
-        commit = api.dataset_info(repo, revision=revision).sha or revision
-        tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
-        return commit, {file.path: file.size for file in tree if isinstance(file, RepoFile)}
-
-    commit, sizes = request(repo, revision, None, resolve)
-    if outside := [name for name in sizes if not is_inside(name)]:
-        raise UsageError(
-            f"{repo} lists {outside[0]!r}, which is outside of its folder",
-            "use another repository, or tell its owner",
-        )
-    return commit, dict(sorted(sizes.items()))
-
-
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
     """Run a request to the hub with retries. Raises UsageError with the fix when it fails."""
     install_client()
@@ -107,7 +81,7 @@ def explain(
     """Cause and fix of an error that another attempt cannot mend, where known."""
     hub, line = constants.ENDPOINT, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
-    # Content that huggingface_hub cannot parse raises any of these
+    # Answers of another shape, such as the login page of a network, raise one of these
     unexpected = (ValueError, TypeError, KeyError, AttributeError, errors.FileMetadataError)
     if isinstance(error, errors.HFValidationError):
         why = f"{repo!r} is no name of a repository ({line})"
@@ -246,7 +220,7 @@ def check_answer(response: Any) -> None:
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):
-        raise NotTheHub("a web page")
+        raise ValueError("a web page")
 
 
 # ---- A data set repository pinned to its first use -----------------------------------------------
@@ -265,8 +239,21 @@ def pin_repo(
     """
     if not path.exists():
         branch = revision or "main"
-        commit, sizes = list_files(name, branch)
-        files = {file: {"bytes": n} for file, n in sizes.items() if file.endswith(suffixes)}
+
+        def resolve() -> tuple[str, list[RepoFile]]:
+            api = HfApi()  # of the endpoint that is set by now
+            commit = api.dataset_info(name, revision=branch).sha or branch
+            tree = api.list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
+            return commit, [file for file in tree if isinstance(file, RepoFile)]
+
+        commit, listed = request(name, branch, None, resolve)
+        if outside := [file.path for file in listed if not is_inside(file.path)]:
+            raise UsageError(
+                f"{name} lists {outside[0]!r}, which is outside of its folder",
+                "use another repository, or tell its owner",
+            )
+        sizes = {file.path: {"bytes": file.size} for file in listed if file.path.endswith(suffixes)}
+        files = dict(sorted(sizes.items()))
         return {"dataset": name, "revision": branch, "commit": commit, "files": files}
     manifest = read_json(path)
     if revision not in (None, manifest["revision"], manifest["commit"]):
@@ -327,19 +314,17 @@ class HubRepo:
     def obtain(self, file: str) -> str | None:
         """Download the file unless it is there, and record its digest; or say what is wrong."""
         path, entry = self.folder / file, self.files()[file]
-        recorded = promised = entry.get("sha256")
-        if recorded is None or not path.exists():
-            remote_size, remote_digest = self.remote_file(file)
-            promised = recorded or remote_digest
-            if not path.exists():
-                self.download(file, remote_size)
+        recorded = entry.get("sha256")
+        promised = recorded or self.remote_digest(file)
+        if not path.exists():
+            self.download(file, entry["bytes"])
         digest, size = sha256_file(path), path.stat().st_size
         if promised not in (None, digest):
             by = "the manifest" if recorded else "the hub"
             return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
         if recorded is not None:
             return None
-        if entry.get("bytes") not in (None, size):
+        if size != entry["bytes"]:
             return f"it has {size} bytes, the listing says {entry['bytes']}"
         if problem := self.find_problem(path, promised is None):
             return problem
@@ -347,15 +332,15 @@ class HubRepo:
         self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
 
-    def remote_file(self, file: str) -> tuple[int, str | None]:
-        """Size and SHA-256 of a file on the hub, which keeps no digest of small text files."""
+    def remote_digest(self, file: str) -> str | None:
+        """SHA-256 of a file on the hub, which keeps none of small text files."""
         url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
 
-        def ask() -> tuple[int, str | None]:
+        def ask() -> str | None:
             about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             if about.etag is None or about.commit_hash is None:
-                raise NotTheHub("no ETag or no commit")
-            return about.size or 0, about.etag if len(about.etag) == 64 else None
+                raise ValueError("no ETag or no commit")
+            return about.etag if len(about.etag) == 64 else None
 
         return request(self.name, self.commit, file, ask)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
 import rustbpe
 from nanochat.common import MissingInput, base_dir, fingerprint, read_json, require_name, write_json
@@ -52,8 +51,6 @@ class Tokenizer:
 
     def __init__(self, content: dict[str, Any]):
         """`content` is what tokenizer.json holds. Raises ValueError when it is something else."""
-        if not isinstance(content, dict):
-            raise ValueError(f"not a tokenizer, but {type(content).__name__}")
         missing = {"format", "pattern", "special_tokens", "tokens"} - content.keys()
         if missing or content["format"] != FORMAT:
             raise ValueError(f"not a tokenizer of format {FORMAT}: lacks {sorted(missing)}")
@@ -61,25 +58,27 @@ class Tokenizer:
             raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
         tokens = [token.encode("latin-1") for token in content["tokens"]]
         self.content, self.pattern = content, content["pattern"]
-        self._ranks = [(token, i) for i, token in enumerate(tokens)]
-        self._bpe = rustbpe.Tokenizer.from_ranks(self._ranks, self.pattern)
+        ranks = [(token, i) for i, token in enumerate(tokens)]
+        self._bpe = rustbpe.Tokenizer.from_ranks(ranks, self.pattern)
+        self.ranks = dict(ranks)
+        """The id of every token but the special ones, by its bytes, in order of ids."""
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        self.bos_id = len(tokens)
+        """The id that starts every document."""
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
         self.fingerprint = fingerprint(content)
         if self.decode(self.encode(PROBE)) != PROBE:
             raise ValueError(f"pattern {content['pattern']!r} loses text: it must match all of it")
 
     @classmethod
-    def train(
-        cls, texts: Iterable[str], vocab_size: int, num_threads: int | None = None
-    ) -> "Tokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """
         Learn `vocab_size` tokens, the 256 bytes and the special tokens included.
 
         Reads `texts` once and keeps only the counts of distinct words. With too little text there
         are fewer tokens, which is printed. The result does not depend on the order of texts or
-        on the number of threads (default: one per core). Raises ValueError below 265 tokens and
-        for a text with a lone surrogate.
+        on the number of threads (RAYON_NUM_THREADS, by default one per core). Raises ValueError
+        below 265 tokens and for a text with a lone surrogate.
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
@@ -88,9 +87,7 @@ class Tokenizer:
                 f"tokens need {smallest}; use --vocab_size={smallest} or more"
             )
         bpe = rustbpe.Tokenizer()
-        bpe.train_from_iterator(
-            texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN, num_threads=num_threads
-        )
+        bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN)
         tokens = [token for token, _ in bpe.get_mergeable_ranks()]
         tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
@@ -113,8 +110,8 @@ class Tokenizer:
         Where it says its fingerprint, as all that `save` wrote do, it must be that of the rest.
         """
         content = read_json(path)
-        said = content.pop("fingerprint", None) if isinstance(content, dict) else None
         try:
+            said = content.pop("fingerprint", None)
             tokenizer = cls(content)
             if said not in (None, tokenizer.fingerprint):
                 raise ValueError(f"damaged: it is not what {said} was")
@@ -146,16 +143,6 @@ class Tokenizer:
         """The number of ids, special tokens included."""
         return len(self._bytes)
 
-    @property
-    def ranks(self) -> dict[bytes, int]:
-        """The id of every token but the special ones, by its bytes, in order of ids."""
-        return dict(self._ranks)
-
-    @property
-    def bos_id(self) -> int:
-        """The id that starts every document."""
-        return self.special("<|bos|>")
-
     def special(self, name: str) -> int:
         """The id of a special token. Raises ValueError for another name."""
         if name not in self._special:
@@ -170,17 +157,14 @@ class Tokenizer:
         """
         return self._bpe.encode(text)
 
-    def encode_flat(
-        self, texts: Iterable[str], bos: bool = False, num_threads: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
         """
         The ids of many texts at once, on all cores: `(ids, offsets)`.
 
         Text i is `ids[offsets[i]:offsets[i + 1]]`; `ids` is uint32, `offsets` int64 and one
-        longer than `texts`. With `bos`, each text begins with <|bos|>. The arrays are read-only.
+        longer than `texts`. The arrays are read-only.
         """
-        prefix = self.bos_id if bos else None
-        ids, offsets = self._bpe.encode_flat(texts, num_threads=num_threads, prefix=prefix)
+        ids, offsets = self._bpe.encode_flat(texts)
         return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -201,17 +185,8 @@ class Tokenizer:
         Over the ids of a text they add up to the length of its UTF-8, which makes them the
         denominator of bits per byte.
         """
-        lengths = [len(token) for token, _ in self._ranks] + [0] * len(SPECIAL_TOKENS)
+        lengths = [*map(len, self.ranks), *[0] * len(SPECIAL_TOKENS)]
         return np.array(lengths, np.int32)
-
-    def to_tiktoken(self) -> tiktoken.Encoding:
-        """The same tokenizer for tiktoken, the reference encoder."""
-        return tiktoken.Encoding(
-            name=f"nanochat-{self.fingerprint}",
-            pat_str=self.pattern,
-            mergeable_ranks=dict(self._ranks),
-            special_tokens=self._special,
-        )
 
 
 def tokenizer_dir(tag: str = "main") -> Path:

@@ -17,7 +17,7 @@ TRACKS = "serve hf golf recursion lab bench".split()
 # An outside package, and the only modules that import it.
 OWNERS = {
     "rustbpe": {"nanochat/tokenizer.py"},
-    "tiktoken": {"nanochat/tokenizer.py", "scripts/tok_eval.py"},
+    "tiktoken": {"nanochat/hf/tokenizer.py", "scripts/tok_eval.py"},
     "wandb": {"nanochat/logger.py"},
     "matplotlib": {"nanochat/plots.py"},
     "huggingface_hub": {"nanochat/hub.py"},

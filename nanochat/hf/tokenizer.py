@@ -1,5 +1,6 @@
 """
-Our tokenizer in Hugging Face's format, both ways, and the chat template that renders as we do.
+Our tokenizer in Hugging Face's format, both ways, the chat template that renders as we do, and the
+same tokenizer for tiktoken.
 
     Tokenizer -> write_tokenizer -> tokenizer.json, chat_template.jinja -> read_tokenizer
 
@@ -10,6 +11,8 @@ chat_format.render. Needs no package of Hugging Face.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import tiktoken
 
 from nanochat.common import read_json, write_atomic, write_json
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -216,6 +219,16 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return Tokenizer.of(split, tokens, names)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def to_tiktoken(tokenizer: Tokenizer) -> tiktoken.Encoding:
+    """The same tokenizer for tiktoken, the reference encoder."""
+    return tiktoken.Encoding(
+        name=f"nanochat-{tokenizer.fingerprint}",
+        pat_str=tokenizer.pattern,
+        mergeable_ranks=tokenizer.ranks,
+        special_tokens={name: tokenizer.special(name) for name in SPECIAL_TOKENS},
+    )
 
 
 def read_object(file: Path) -> dict[str, Any]:
