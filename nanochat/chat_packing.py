@@ -289,8 +289,8 @@ def mix_conversations(
     """The conversations of a pass, in order."""
     lengths = [bucket.lengths for bucket in buckets]
     taken = [choose_conversations(lengths[b], tokens[b], seed, b) for b in range(len(buckets))]
-    order = interleave([each[which] for each, which in zip(lengths, taken, strict=True)], seed)
-    for bucket, number in zip(order.bucket.tolist(), order.number.tolist(), strict=True):
+    sizes = [each[which] for each, which in zip(lengths, taken, strict=True)]
+    for bucket, number in zip(*interleave(sizes, seed), strict=True):
         yield buckets[bucket][taken[bucket][number]]
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,16 +39,12 @@ from nanochat.common import (
 # spread out evenly.
 
 
-class Order(NamedTuple):
-    """The source of each item of a sequence."""
-
-    bucket: np.ndarray  # (n,) its index
-    number: np.ndarray  # (n,) which item of the bucket, in their order
-
-
-def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Order:
+def interleave(
+    sizes: Sequence[np.ndarray], seed: int, part: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    The order of all items; `part` gives another one of the same seed.
+    The order of all items, of `sizes` per bucket: for each the index of its bucket, and which one
+    of that bucket it is, both (n,). `part` gives another order of the same seed.
 
     Raw words of PCG64, as in `permutation`: their stream never changes with numpy.
     """
@@ -63,7 +59,7 @@ def interleave(sizes: Sequence[np.ndarray], seed: int, part: int = 0) -> Order:
     order = np.argsort(np.concatenate(when), kind="stable")
     bucket = np.repeat(np.arange(len(sizes)), [len(each) for each in sizes])
     number = np.concatenate([np.arange(len(each)) for each in sizes])
-    return Order(bucket[order], number[order])
+    return bucket[order], number[order]
 
 
 # ---- Packed rows on disk -------------------------------------------------------------------------
@@ -101,9 +97,16 @@ class RowSequence(ABC):
         """
         Which rows a batch holds: (n, 3), how often each came before in the run, index of its shard
         and of the row in its file; of a mixture (n, 4), with the index of the bucket after the
-        first.
+        first. Raises ValueError where rows_per_step does not divide among the ranks.
         """
-        return self.locate(global_row_ids(step, rows_per_step, rank, world_size), seed)
+        share, rest = divmod(rows_per_step, world_size)
+        if rest or share < 1:
+            raise ValueError(
+                f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
+                f"take {world_size * max(1, share)}"
+            )
+        first = step * rows_per_step + rank * share
+        return self.locate(first + np.arange(share, dtype=np.int64), seed)
 
     def batch(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -355,17 +358,6 @@ class Rows(RowSequence):
         return rows
 
 
-def global_row_ids(step: int, rows_per_step: int, rank: int, world_size: int) -> np.ndarray:
-    """A rank's rows of a step by their numbers in a sequence. Raises ValueError as `batch` does."""
-    share, rest = divmod(rows_per_step, world_size)
-    if rest or share < 1:
-        raise ValueError(
-            f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
-            f"take {world_size * max(1, share)}"
-        )
-    return step * rows_per_step + rank * share + np.arange(share, dtype=np.int64)
-
-
 @lru_cache(maxsize=8)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     """
@@ -473,8 +465,8 @@ class MixedRows(RowSequence):
         buckets, own = np.empty_like(numbers), np.empty_like(numbers)
         for number in np.unique(passes).tolist():
             now = passes == number
-            order = order_of_pass(self.counts, seed, number)
-            buckets[now], own[now] = order.bucket[indices[now]], order.number[indices[now]]
+            bucket, item = order_of_pass(self.counts, seed, number)
+            buckets[now], own[now] = bucket[indices[now]], item[indices[now]]
         own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
         out = np.empty((len(numbers), 4), np.int64)
         for i in np.unique(buckets).tolist():
@@ -488,6 +480,6 @@ class MixedRows(RowSequence):
 
 
 @lru_cache(maxsize=2)
-def order_of_pass(counts: tuple[int, ...], seed: int, number: int) -> Order:
+def order_of_pass(counts: tuple[int, ...], seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """The order of a pass through `counts` rows of each bucket."""
     return interleave([np.ones(count, np.int64) for count in counts], seed, number)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from nanochat.common import (
@@ -44,26 +43,19 @@ from nanochat.hub import HubRepo, pin_repo
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 READ_ROWS = 256  # parquet rows decoded at a time
 BATCH_CHARS = 1 << 22
-CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
-TEXT_TYPES = {
-    *(pa.string(), pa.large_string(), pa.string_view()),
-    *(pa.binary(), pa.large_binary(), pa.binary_view()),
-}
 
 
 def find_damage(path: Path, whole: bool = False) -> str | None:
     """
     Why a file cannot be read, or None.
 
-    Opens parquet files; with `whole`, decodes all content of parquet, JSON lines and CSV, which
-    finds damage where no digest is known.
+    Opens parquet files; with `whole`, decodes all content of parquet and JSON lines, which finds
+    damage where no digest is known.
     """
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
-        elif whole and path.suffix == ".csv":
-            csv.read_csv(path, parse_options=CSV_FORMAT)
         elif whole:
             deque(json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
@@ -83,7 +75,9 @@ def find_problem(path: Path, whole: bool = False) -> str | None:
     if "text" not in schema.names:
         return f"it has no column `text`; its columns are {', '.join(schema.names)}"
     column = schema.field("text").type
-    if (column.value_type if pa.types.is_dictionary(column) else column) not in TEXT_TYPES:
+    try:
+        pa.array([], column).cast(pa.large_binary())
+    except pa.ArrowException:
         return f"its column `text` holds {column}, not strings"
     return None
 
@@ -179,10 +173,6 @@ class DataConfig:
     """Number of training shards to use, counted from the first. Default: all; they are downloaded
     only as they are needed."""
 
-    def __post_init__(self):
-        if self.num_shards is not None and self.num_shards < 1:
-            raise ValueError(f"--num_shards is at least 1, not {self.num_shards}")
-
 
 @dataclass(frozen=True)
 class FirstUseConfig(DataConfig):
@@ -257,10 +247,8 @@ class Source:
         """Make a shard readable: download what is missing, verify what is there."""
         if self.repo:
             return self.repo.fetch(file_of(shard))
-        path = self.path(shard)
-        if not path.is_file() or sha256_file(path) != self.files[file_of(shard)]["sha256"]:
-            raise ValueError(changed_file(path, self.manifest))
-        return path
+        require_unchanged(self.path(shard), self.files[file_of(shard)], self.manifest)
+        return self.path(shard)
 
     def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
         """
@@ -352,12 +340,10 @@ def open_source(
                 "--dataset=<folder>"
             )
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
-        wanted = FirstUseConfig(
-            dataset=recorded.get("dataset") or recorded["data_dir"],  # the name of a flag of then
-            num_shards=wanted.num_shards or recorded["num_shards"],
-            revision=wanted.revision or recorded.get("revision"),
-            val_shard=wanted.val_shard or recorded.get("val_shard"),
-        )
+        names = ("num_shards", "revision", "val_shard")
+        settings = {name: getattr(wanted, name) or recorded.get(name) for name in names}
+        # A folder was once named by a flag of its own
+        wanted = FirstUseConfig(recorded.get("dataset") or recorded["data_dir"], **settings)
     name = wanted.dataset or ""
     if prepare:
         prepare(name, wanted.num_shards)
@@ -410,7 +396,7 @@ def choose_shards(
             why = f"keeps {recorded}, and later stages rely on that: delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
     train = [file for file in files if file != val_shard]
-    if cfg.num_shards is not None and cfg.num_shards > len(train):
+    if cfg.num_shards is not None and not 1 <= cfg.num_shards <= len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {cfg.dataset} has {len(train)} training shards; "
             f"use --num_shards={len(train)}, or leave it out for all of them"
@@ -483,12 +469,13 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     return source
 
 
-def changed_file(path: Path, manifest: Path) -> str:
-    """The error for a file that differs from its record."""
-    return (
-        f"{path} is not the file it was: its SHA-256 differs from {manifest}; "
-        "bring the old file back, or delete that manifest to accept the new one"
-    )
+def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None:
+    """Raise ValueError for a file that is not as the `manifest` has it."""
+    if not path.is_file() or sha256_file(path) != known["sha256"]:
+        raise ValueError(
+            f"{path} is not the file it was: its SHA-256 differs from {manifest}; "
+            "bring the old file back, or delete that manifest to accept the new one"
+        )
 
 
 def find_files(folder: Path) -> list[str]:
@@ -529,16 +516,15 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
         return known
     if stat.st_size > LARGE_BYTES:
         print(printable(f"reading {file} ({stat.st_size / 1e9:.1f} GB)"), flush=True)
-    if not known:
-        problem = find_problem(file)
-        if not problem and not deque(file_texts(file, Counter()), maxlen=1):  # read to the end
-            problem = "it holds no text"
-        if problem:
-            raise ValueError(f"{file}: {problem}; replace it, remove it or leave it out")
-    entry["sha256"] = sha256_file(file)
-    if known and entry["sha256"] != known["sha256"]:
-        raise ValueError(changed_file(file, manifest))
-    return entry
+    if known:
+        require_unchanged(file, known, manifest)
+        return {**entry, "sha256": known["sha256"]}
+    problem = find_problem(file)
+    if not problem and not deque(file_texts(file, Counter()), maxlen=1):  # read to the end
+        problem = "it holds no text"
+    if problem:
+        raise ValueError(f"{file}: {problem}; replace it, remove it or leave it out")
+    return {**entry, "sha256": sha256_file(file)}
 
 
 # ---- A data set on the hub -----------------------------------------------------------------------

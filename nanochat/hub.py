@@ -128,7 +128,8 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
         attempted = time.monotonic()
         try:
             return action()
-        except Exception as error:
+        except Exception as raised:
+            error = root(raised)
             if not is_transient(error):
                 raise
             if attempt == 1 or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
@@ -143,7 +144,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
                 raise UsageError(
                     f"gave up after {attempt} attempts ({limit}): {problem}{wait}",
                     f"run the same command again to continue, or {NO_NETWORK}",
-                ) from error
+                ) from raised
             attempt += 1
             print(f"{problem}; trying again in {pause:.0f} s (attempt {attempt}, {limit})")
             time.sleep(pause)
@@ -151,7 +152,6 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
 
 def is_transient(error: BaseException) -> bool:
     """True for failures that may pass by themselves: an overloaded hub, a cut connection."""
-    error = root(error)
     if isinstance(error, errors.OfflineModeIsEnabled) or is_client_error(error):
         return False
     response = getattr(error, "response", None)
@@ -170,7 +170,7 @@ def is_client_error(error: BaseException) -> bool:
 
 def retry_after(error: BaseException) -> float | None:
     """Seconds that the server asks to wait: Retry-After, or the end of a rate limit."""
-    headers = getattr(getattr(root(error), "response", None), "headers", {})
+    headers = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After", "").strip()
     limit = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
     return float(asked) if asked.isdigit() else float(limit[1]) if limit else None
@@ -184,7 +184,6 @@ def root(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """Type and message of an error, in one line."""
-    error = root(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
 
 

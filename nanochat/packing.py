@@ -260,8 +260,7 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
         runs[-1].append(file)
         rows += tokens[file] / row_length
     if rows < GROUP_ROWS and len(runs) > 1:
-        last = runs.pop()
-        runs[-1] += last
+        runs[-2:] = [runs[-2] + runs[-1]]
     return {
         f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}" if files[1:] else files[0]: files
         for files in runs

@@ -17,11 +17,12 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from nanochat.common import base_dir, locked, write_json
-from nanochat.dataset import CSV_FORMAT, find_damage, json_lines
+from nanochat.dataset import find_damage, json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
+CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
 ROW_ORDER = 0  # seed: data sets come sorted by subject, so the first n rows would be no sample
 
 Row = dict[str, Any]
@@ -69,7 +70,7 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
         manifest = pin_repo(repo, path, SUFFIXES)
         if not path.exists():
             write_json(path, manifest)
-    source = HubRepo(repo, where, manifest["commit"], find_damage)
+    source = HubRepo(repo, where, manifest["commit"], find_problem)
     files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read(path, columns) for path in paths])
@@ -77,6 +78,17 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
         raise ValueError(f"{repo}: {', '.join(files)} hold no rows")
     recorded = source.files()
     return Data(Rows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
+
+
+def find_problem(path: Path, whole: bool = False) -> str | None:
+    """`find_damage`, of CSV too."""
+    if path.suffix != ".csv":
+        return find_damage(path, whole)
+    try:
+        csv.read_csv(path, parse_options=CSV_FORMAT)
+    except pa.ArrowException as error:
+        return f"it is no readable csv file ({str(error).splitlines()[0]})"
+    return None
 
 
 def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:

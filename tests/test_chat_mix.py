@@ -61,13 +61,13 @@ def test_what_is_taken_comes_as_near_to_the_tokens_as_conversations_allow():
 
 def test_any_stretch_of_a_mixture_holds_its_shares():
     sizes = [np.full(600, 3), np.full(100, 6), np.full(30, 20)]
-    places = interleave(sizes, seed=0)
+    buckets, numbers = interleave(sizes, seed=0)
     for first in range(0, 700, 73):
-        here = Counter(places.bucket[first : first + 73].tolist())
+        here = Counter(buckets[first : first + 73].tolist())
         for bucket, each in enumerate(sizes):
             assert here[bucket] == pytest.approx(73 * len(each) / 730, abs=2.1)
     for bucket, each in enumerate(sizes):
-        assert places.number[places.bucket == bucket].tolist() == list(range(len(each)))
+        assert numbers[buckets == bucket].tolist() == list(range(len(each)))
 
 
 def test_a_mixture_packs_the_conversations_of_all_buckets_into_common_rows(machine):

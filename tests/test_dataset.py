@@ -176,8 +176,8 @@ def test_a_single_file_is_divided_and_its_identity_says_so(tmp_path):
 def test_asking_for_more_shards_than_there_are_names_how_many_there_are(folder):
     with pytest.raises(ValueError, match="has 2 training shards"):
         local(folder, num_shards=3)
-    with pytest.raises(ValueError, match="at least 1"):
-        DataConfig(num_shards=0)
+    with pytest.raises(ValueError, match="--num_shards=0, but .* use --num_shards=2"):
+        local(folder, num_shards=0)
 
 
 def test_a_folder_that_may_only_be_read_is_enough(folder, base):

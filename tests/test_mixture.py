@@ -241,9 +241,9 @@ def test_other_proportions_are_other_rows_to_a_checkpoint():
 
 def test_the_order_of_a_mixture_never_changes_under_a_new_numpy():
     """PCG64's raw stream is promised; a run must be resumable."""
-    order = order_of_pass((5, 3), seed=0, number=0)
-    assert order.bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
-    assert order.number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]
+    bucket, number = order_of_pass((5, 3), seed=0, number=0)
+    assert bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
+    assert number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]
 
 
 # ------------------------------------------------------------------------------------------------

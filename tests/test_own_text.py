@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import write_json
-from nanochat.dataset import find_damage
 from nanochat.hub import HubRepo, pin_repo
+from tasks.hub import find_problem
 from tests.hub_server import hub_served
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
@@ -113,7 +113,7 @@ def test_R33_leaving_out_a_refused_file_works(folder, base, train, name, said):
         (["--num_shards=2"], "use --num_shards=1", ["--num_shards=1"]),
         (["--val_shard=z.jsonl"], "2 files, a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
         (["--revision=dev"], "has no --revision: leave that out", []),
-        (["--num_shards=0"], "at least 1", ["--num_shards=1"]),
+        (["--num_shards=0"], "use --num_shards=1", ["--num_shards=1"]),
         ([f"--data_dir={Path.home()}"], "named by --dataset=<folder>", []),
         (["--mixture=a"], "give no", []),
     ],
@@ -411,7 +411,7 @@ def pinned(name: str, folder: Path) -> HubRepo:
     """A repository whose files may be of any format."""
     manifest = pin_repo(name, folder / "manifest.json", ("",))
     write_json(folder / "manifest.json", manifest)
-    return HubRepo(name, folder, manifest["commit"], find_damage)
+    return HubRepo(name, folder, manifest["commit"], find_problem)
 
 
 def without_digest(module) -> type:
