@@ -3,7 +3,6 @@ Conversations as tokens: which ids a model sees, and which of them it is trained
 
     messages -> turns -> render -> (ids, mask)
                       -> render_prompt -> ids up to the next answer
-                         (render_fitting: of the latest turns, as many as fit)
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
     mask 0          0       0         0              0             1         1
@@ -15,72 +14,15 @@ of one speaker are one turn, with a blank line between them; neighboring text pa
 Text is only ever encoded as text: no message can contain a special token, whatever is typed in it.
 """
 
-import codecs
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
-
-# ---- Generated tokens as pieces of text ----------------------------------------------------------
-# A character that spans several tokens is sent when it is complete.
-
 
 PARTS = {  # type of a part -> its first and last token, is it trained?
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
-
-
-class Transcript:
-    """The growing answer of one assistant's turn."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.kinds = {tokenizer.special(first): kind for kind, (first, _, _) in PARTS.items()}
-        self.kinds |= {tokenizer.special(last): "text" for _, last, _ in PARTS.values()}
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.parts: list[dict[str, str]] = []
-        self.kind = "text"
-
-    def add(self, token: int) -> list[tuple[str, str]]:
-        """Take the next token; returns what there is to show of it, nothing to two pieces."""
-        if token not in self.kinds:
-            return self.show(self.decoder.decode(self.tokenizer.decode_bytes([token])))
-        shown = self.close()
-        self.kind = self.kinds[token]
-        if self.kind != "text":
-            self.parts.append({"type": self.kind, "text": ""})
-        return shown
-
-    def is_text(self, token: int) -> bool:
-        """Whether the token that was just added belongs to the text."""
-        return self.kind == "text" and token not in self.kinds
-
-    def close(self) -> list[tuple[str, str]]:
-        """What is left of an unfinished character, at the end of a part or of the answer."""
-        rest = self.decoder.decode(b"", final=True)
-        self.decoder.reset()
-        return self.show(rest)
-
-    def show(self, text: str) -> list[tuple[str, str]]:
-        """Add text to the last part, or begin one."""
-        if not text:
-            return []
-        if not self.parts or self.parts[-1]["type"] != self.kind:
-            self.parts.append({"type": self.kind, "text": ""})
-        self.parts[-1]["text"] += text
-        return [(self.kind, text)]
-
-    @property
-    def text(self) -> str:
-        """The text parts, joined."""
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
-
-
-# ---- Conversations as tokens ---------------------------------------------------------------------
-
-
 Message = Mapping[str, Any]
 SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
 SEPARATOR = {"type": "text", "text": "\n\n"}  # between neighboring messages of one speaker
@@ -142,34 +84,6 @@ def render_prompt(
     if answered and continue_last:
         return ids + render_turn(tokenizer, spoken[-1])[0][:-1]
     return [*ids, tokenizer.special("<|assistant_start|>")]
-
-
-def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int) -> list[int]:
-    """
-    The prompt of a conversation, without its oldest turns where it has more than `max_tokens`. An
-    answer at the end is continued.
-
-    System messages at the start and the last question stay, however long. Raises ValueError as
-    `render` does.
-    """
-    turns(messages)  # numbers the messages in its errors
-    num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
-    opening, spoken = messages[:num_opening], turns(messages[num_opening:])
-
-    def prompt(first: int) -> list[int]:
-        kept = [{"role": turn.speaker, "content": turn.parts} for turn in spoken[first:]]
-        return render_prompt(tokenizer, [*opening, *kept], continue_last=True)
-
-    sizes = [len(render_turn(tokenizer, turn)[0]) for turn in spoken]
-    left = list(accumulate(reversed(sizes)))[::-1]  # tokens from each turn on
-    starts = [i for i, turn in enumerate(spoken) if i == 0 or turn.speaker == "user"]
-    room = max_tokens - len(prompt(starts[-1])) + left[starts[-1]]  # beside the opening
-    ids = []
-    for first in [*(i for i in starts if left[i] <= room), starts[-1]]:
-        ids = prompt(first)
-        if len(ids) <= max_tokens:  # the opening may have merged with a turn into more
-            break
-    return ids
 
 
 def turns(messages: Sequence[Message]) -> list[Turn]:

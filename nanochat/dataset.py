@@ -24,15 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import (
-    base_dir,
-    fingerprint,
-    locked,
-    printable,
-    read_json,
-    sha256_file,
-    write_json,
-)
+from nanochat.common import base_dir, fingerprint, locked, read_json, sha256_file, write_json
 from nanochat.hub import HubRepo, pin_repo
 
 # ---- The texts in a file -------------------------------------------------------------------------
@@ -59,8 +51,7 @@ def find_damage(path: Path, whole: bool = False) -> str | None:
         elif whole:
             deque(json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
-        kind = path.suffix.removeprefix(".")
-        return f"it is no readable {kind} file ({str(error).splitlines()[0]})"
+        return f"it is no readable parquet file ({str(error).splitlines()[0]})"
     except ValueError as error:
         return str(error)
     return None
@@ -409,8 +400,7 @@ def require_recorded(source: Source, recorded: str | None) -> None:
     if recorded not in (None, source.fingerprint):
         raise ValueError(
             f"{source.name} is not the text that was recorded: fingerprint {source.fingerprint}, "
-            f"recorded {recorded}; bring the old files back, or name --dataset to accept the new "
-            "ones"
+            f"recorded {recorded}; bring the old files back, or accept the new ones by --dataset"
         )
 
 
@@ -515,7 +505,7 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
     if known and entry.items() <= known.items():
         return known
     if stat.st_size > LARGE_BYTES:
-        print(printable(f"reading {file} ({stat.st_size / 1e9:.1f} GB)"), flush=True)
+        print(f"reading {str(file)!r} ({stat.st_size / 1e9:.1f} GB)", flush=True)
     if known:
         require_unchanged(file, known, manifest)
         return {**entry, "sha256": known["sha256"]}
@@ -536,9 +526,9 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
     name = cfg.dataset or ""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(
-            f"--dataset={name} is no repository of the hub, which is <owner>/<name>, nor "
-            "`embedded`, the built-in data set, nor a local folder, which exists or begins with "
-            "., / or ~ and has no --revision: leave that out"
+            f"--dataset={name} is no repository of the hub (<owner>/<name>), nor `embedded`, nor a "
+            "local folder that exists or begins with ., / or ~; a folder has no --revision: leave "
+            "that out"
         )
     with locked(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)

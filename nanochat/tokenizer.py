@@ -123,8 +123,8 @@ class Tokenizer:
     def load(cls, tag: str = "main") -> "Tokenizer":
         """Read the tokenizer of that tag. Raises MissingInput when none was trained."""
         path = tokenizer_dir(tag) / FILE_NAME
-        command = "python -m scripts.tok_train"
-        command += "" if tag == "main" else f" --tokenizer_tag={tag}"
+        flag = "" if tag == "main" else f" --tokenizer_tag={tag}"
+        command = f"python -m scripts.tok_train{flag}"
         if not path.is_file():
             raise MissingInput(f"there is no tokenizer {tag!r} ({path})", command)
         try:

@@ -24,7 +24,6 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.cells import cell_len
 from rich.console import Console
 
-from nanochat.chat_format import Transcript, render_fitting
 from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
@@ -32,6 +31,7 @@ from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
+from nanochat.serve.transcript import Transcript, render_fitting
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.chat_format import render, render_fitting, render_prompt
+from nanochat.chat_format import render, render_prompt
+from nanochat.serve.transcript import render_fitting
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)

@@ -17,9 +17,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanochat.chat_format import Transcript
 from nanochat.engine import PATIENCE_SECONDS, Completion, Engine, Sampling, TokenLogprob
 from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo
+from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 
 LONGEST_RETRY_SECONDS = 60

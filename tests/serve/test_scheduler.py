@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 
-from nanochat.chat_format import Transcript
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.openai_api import ApiError
 from nanochat.serve.scheduler import (
@@ -15,6 +14,7 @@ from nanochat.serve.scheduler import (
 from nanochat.serve.scheduler import (
     Worker,
 )
+from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 from tests.test_engine import model_of
 
