@@ -13,12 +13,13 @@ Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
 """
 
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import rich
+from rich.progress import track
 from rich.table import Table
 
 from nanochat.common import base_dir, printable, require_free
@@ -48,74 +49,56 @@ class Data:
 
 
 def main(cfg: Data) -> None:
-    console = Console()
     workers = cfg.workers or os.cpu_count() or 1
-    used = load_last_source(cfg.tokenizer_tag)
-    if cfg.download_only:
-        for source in open_texts(cfg.data, cfg.mix, used, ensure_written).sources.values():
-            download(source, workers, console)
+    tokenizer = None if cfg.download_only else Tokenizer.load(cfg.tokenizer_tag)
+    texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
+    if tokenizer is None:
+        for source in texts.sources.values():
+            download(source, workers)
         return
-    tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    texts = open_texts(cfg.data, cfg.mix, used, ensure_written)
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     for name, rows in corpus.rows.items():
-        make_rows(cfg, rows, texts.sources[name], workers, console)
+        if cfg.verify:
+            discard_damaged(rows)
+        pack(rows, texts.sources[name], workers)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
-def make_rows(cfg: Data, rows: Rows, source: Source, workers: int, console: Console) -> None:
-    """Pack a text, and print a summary of its rows."""
-    if cfg.verify:
-        for shard in filter(rows.is_packed, rows.shards):
-            if damage := rows.damage(shard):
-                say(console, f"{damage}: packing {shard} again")
-                rows.discard(shard)
-    began, before = time.monotonic(), rows.totals()["text_bytes"]
-    pack(rows, source, workers, console)
-    seconds = time.monotonic() - began
-    speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
-    console.print(summary(rows))
-    say(console, f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second")
-
-
-def say(console: Console, line: str) -> None:
-    """Print a line as it is."""
-    console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar that counts shards; silent where there is no terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
-    text = TextColumn("{task.description}")
-    return Progress(text, *columns, console=console, disable=not console.is_terminal)
-
-
-def download(source: Source, workers: int, console: Console) -> None:
+def download(source: Source, workers: int) -> None:
     """Fetch every shard, several at a time."""
     shards = source.shards()
     missing, what = source.missing_bytes(shards), f"downloading {len(shards)} shards"
     require_free(base_dir(), missing, what, "lower --num_shards")
-    with progress_bar(console) as progress, ThreadPoolExecutor(workers) as pool:
-        task = progress.add_task("downloading", total=len(shards))
+    with ThreadPoolExecutor(workers) as pool:
+        fetched = as_completed([pool.submit(source.fetch, shard) for shard in shards])
         try:
-            for done in as_completed([pool.submit(source.fetch, shard) for shard in shards]):
+            for done in track(fetched, what, len(shards), disable=not sys.stdout.isatty()):
                 done.result()
-                progress.advance(task)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    say(console, f"{source.name}: {len(shards)} shards are there and verified")
+    print(printable(f"{source.name}: {len(shards)} shards are there and verified"))
 
 
-def pack(rows: Rows, source: Source, workers: int, console: Console) -> None:
-    """Pack every shard that is missing, in `workers` processes."""
+def discard_damaged(rows: Rows) -> None:
+    """Discard the shards of rows that differ from their records."""
+    for shard in filter(rows.is_packed, rows.shards):
+        if damage := rows.damage(shard):
+            print(printable(f"{damage}: packing {shard} again"))
+            rows.discard(shard)
+
+
+def pack(rows: Rows, source: Source, workers: int) -> None:
+    """Pack every shard that is missing, in `workers` processes, and print a summary."""
+    began, before = time.monotonic(), rows.totals()["text_bytes"]
     missing = [shard for shard in rows.shards if not rows.is_packed(shard)]
-    with (
-        progress_bar(console) as progress,
-        start_packing(rows, source, workers=min(workers, len(missing))),
-    ):
-        for shard in progress.track(missing, description="packing"):
-            say(console, f"packed {shard}: {rows.wait(shard)['rows']:,} rows")
+    with start_packing(rows, source, workers=min(workers, len(missing))):
+        for shard in track(missing, "packing", disable=not sys.stdout.isatty()):
+            print(printable(f"packed {shard}: {rows.wait(shard)['rows']:,} rows"), flush=True)
+    seconds = time.monotonic() - began
+    speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
+    rich.print(summary(rows))
+    print(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
 
 
 def summary(rows: Rows) -> Table:

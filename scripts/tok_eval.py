@@ -15,7 +15,6 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +126,23 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     tiktoken's download has no time limit. So the rivals work in processes of their own, which are
     killed when a vocabulary does not come in time.
     """
+    found: dict[str, list[int] | str] = {}
     with multiprocessing.get_context("spawn").Pool(len(RIVALS)) as pool:
         pool.map(abs, range(len(RIVALS)))  # the limit is to count from when the processes run
         results = {r: pool.apply_async(count_rival, (RIVALS[r], texts)) for r in RIVALS}
-        return {rival: result_or_reason(result) for rival, result in results.items()}
+        for rival, result in results.items():
+            try:
+                found[rival] = result.get(FETCH_SECONDS)
+            except (multiprocessing.TimeoutError, OSError, ValueError) as error:
+                why = f"no vocabulary in {FETCH_SECONDS:g} seconds ({type(error).__name__})"
+                found[rival] = f"left out: {why}"
+    return found
 
 
 def count_rival(name: str, texts: Sequence[str]) -> list[int]:
     """The number of tokens of each text in a vocabulary of tiktoken."""
     encoding = tiktoken.get_encoding(name)
     return [len(encoding.encode_ordinary(text)) for text in texts]
-
-
-def result_or_reason(result: AsyncResult) -> list[int] | str:
-    """The counts of a rival, or why there are none."""
-    try:
-        return result.get(FETCH_SECONDS)
-    except multiprocessing.TimeoutError:
-        return f"left out: its vocabulary did not come within {FETCH_SECONDS:g} seconds"
-    except (OSError, ValueError) as error:
-        return f"left out: {type(error).__name__} while fetching its vocabulary"
 
 
 if __name__ == "__main__":

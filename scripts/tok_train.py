@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import require_name, sha256_file, write_json
+from nanochat.common import require_name
 from nanochat.config import settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
-from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, Tokenizer, tokenizer_dir
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer training"
@@ -65,8 +65,7 @@ class Reading:
     """Characters beyond it."""
 
     def __iter__(self) -> Iterator[str]:
-        for source, most in self.texts:
-            left = most
+        for source, left in self.texts:
             for text in self.read(source):
                 text = text[:left]
                 left -= len(text)
@@ -121,14 +120,7 @@ def main(cfg: TokTrain) -> None:
 
     run_id = records.new_run_id()  # the first stage of a run names it
     folder = tokenizer_dir(cfg.tokenizer_tag)
-    tokenizer.save(folder)  # its bytes depend on the training alone; meta.json says the rest
-    meta = {
-        "run_id": run_id,
-        "source": texts.describe(),
-        "settings": settings(cfg),
-        "sha256": sha256_file(folder / FILE_NAME),
-    }
-    write_json(folder / "meta.json", meta)
+    tokenizer.save(folder)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
     records.write_record(
         SECTION,
