@@ -340,9 +340,11 @@ def open_source(
         prepare(name, wanted.num_shards)
     home = base_dir() / "data" / name.replace("/", "--")
     path = home / "manifest.json"
-    if path.is_file() and "identity" in (manifest := read_json(path)):
+    if wanted.revision is not None:  # only the hub has them
+        source = open_hub(wanted, path)
+    elif path.is_file() and "identity" in (manifest := read_json(path)):
         source = make_source(wanted, manifest, path, home / "text")
-    elif wanted.revision is None and is_folder(name):
+    elif is_folder(name):
         return open_folder(wanted, must_be)
     else:
         source = open_hub(wanted, path)
@@ -356,19 +358,17 @@ def is_folder(name: str) -> bool:
 
 
 def make_source(
-    cfg: FirstUseConfig, manifest: dict[str, Any], path: Path, folder: Path, repo=None
+    cfg: FirstUseConfig, manifest: dict, path: Path, folder: Path, repo: HubRepo | None = None
 ) -> Source:
-    """The source of a `manifest` that is at `path`, its files in `folder`; of a HubRepo, if any."""
+    """The source of a `manifest` that is at `path`, its files in `folder`, `repo` fetches them."""
     files, tail = manifest["files"], manifest.get("tail", {})
     train, val_shard = choose_shards(cfg, list(files), manifest["val_shard"], path)
-    name = str(cfg.dataset)
-    digests = {file: entry.get("sha256") for file, entry in files.items()}
-    identity = {"kind": "local", "files": digests}
+    name, split = str(cfg.dataset), {"tail_start": tail["tail_start"]} if tail else {}
     if repo:
-        identity = {"kind": "hub", "dataset": name, "commit": repo.commit}
-    if tail:
-        identity["tail_start"] = tail["tail_start"]
-    identity = manifest.get("identity", identity)  # of a built-in data set
+        identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
+    else:  # a built-in data set says what decides its texts
+        digests = {file: entry["sha256"] for file, entry in files.items()}
+        identity = manifest.get("identity") or {"kind": "local", "files": digests, **split}
     return Source(name, train, val_shard, identity, files, tail, path, folder, repo)
 
 
@@ -526,9 +526,8 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
     name = cfg.dataset or ""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(
-            f"--dataset={name} is no repository of the hub (<owner>/<name>), nor `embedded`, nor a "
-            "local folder that exists or begins with ., / or ~; a folder has no --revision: leave "
-            "that out"
+            f"--dataset={name}: a repository of the hub is <owner>/<name>; else name `embedded` or "
+            "a local folder, which exists or begins with ., / or ~, and leave --revision out"
         )
     with locked(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)

@@ -279,7 +279,7 @@ def pack_shard(source: Source, shard: str, tokenizer: Tokenizer, rows: Rows) -> 
     """
     Pack one shard. Memory stays bounded, whatever its size. The caller holds the shard's lock.
     """
-    skipped, counts = Counter(), {"text_bytes": 0}
+    skipped, counts = Counter(), dict[str, Any](text_bytes=0)
 
     def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for file in rows.files[shard]:

@@ -342,6 +342,8 @@ def test_a_generated_data_set_is_opened_by_name(generated):
         open_source(DataConfig(dataset="made-up", num_shards=3))
     with pytest.raises(ValueError, match="leave --val_shard out"):
         open_source(FirstUseConfig("made-up", val_shard="a"))
+    with pytest.raises(ValueError, match="leave --revision out"):
+        open_source(FirstUseConfig("made-up", revision="main"))
 
 
 def test_a_generated_data_set_may_grow_but_not_change(generated, base):

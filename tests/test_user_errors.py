@@ -29,7 +29,7 @@ BAD_FLAGS = [
     ),
     ("tok_train --vocab_size=many", "many", "--help"),
     ("tok_train --max_chars=0", "max_chars must be at least 1, got 0", "at least 1"),
-    ("tok_train --dataset=", "--dataset= is no repository", "a local folder"),
+    ("tok_train --dataset=", "--dataset=: a repository", "a local folder"),
     ("tok_train --tokenizer_tag=../x", "--tokenizer_tag=../x", "use letters"),
     ("tok_train --tokenizer_tag=/x", "--tokenizer_tag=/x", "use letters"),
     (
