@@ -23,7 +23,6 @@ from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_core import (
     EvalModel,
     Suite,
-    SuiteConfig,
     TaskScore,
     core,
     eval_model_of,
@@ -52,7 +51,13 @@ class BaseEval:
     ours. Needs the packages of `uv sync --group interop`."""
     trust_remote_code: bool = False
     """Run the code that comes with that model."""
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    suite: str | None = None
+    """Which few-shot tasks: `dclm`, whose mean is CORE, or the name of a built-in data set that has
+    a suite of its own, such as embedded. Default: that of the model's text if it has one, else
+    dclm."""
+    eval_bundle: str | None = None
+    """Where DCLM's tasks are: a folder, a zip file or its URL. Default: the published archive,
+    downloaded once."""
     final: bool = False
     """Look at tasks that scripts.lab.hold_out declared final, and have it written down."""
     only_fetch: bool = False
@@ -85,7 +90,7 @@ def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
 
     def open_asked(dataset: str | None) -> Suite:
-        return open_suite(choose_bundle(cfg.suite.suite, cfg.suite.eval_bundle, dataset))
+        return open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset))
 
     if cfg.only_fetch:
         return print(open_asked(None).about)

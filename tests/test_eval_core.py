@@ -18,7 +18,6 @@ from nanochat.eval_core import (
     EvalModel,
     FewShotTask,
     Question,
-    SuiteConfig,
     ask,
     batches,
     core,
@@ -425,8 +424,8 @@ def save_base(tag, seed, dataset):
 
 def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
     """Run the script as a user does; returns the record."""
-    machine, suite = DistConfig("cpu", "float32"), SuiteConfig(suite, eval_bundle)
-    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, suite=suite, **settings))
+    asked = {"model_tag": tag, "suite": suite, "eval_bundle": eval_bundle, **settings}
+    base_eval.main(base_eval.BaseEval(machine=DistConfig("cpu", "float32"), **asked))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 
