@@ -96,7 +96,8 @@ def main(cfg: BaseLoss) -> None:
     token_bytes = tokenizer.token_bytes()
 
     def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
-        return bits_per_byte(model, row_batches(batches, step_rows), token_bytes, machine)
+        scored = row_batches(batches, step_rows)
+        return bits_per_byte(model.token_losses, scored, token_bytes, machine)[0]
 
     seen, unseen = {}, {}
     for name, rows in corpus.rows.items():
@@ -110,7 +111,7 @@ def main(cfg: BaseLoss) -> None:
     def score(stride: int, most: int | None) -> Bpb:
         every = (source.texts(source.val_shard, most) for source in texts.sources.values())
         return pooled(
-            document_bpb(model, each, tokenizer, T, stride, step_rows, machine) for each in every
+            document_bpb(model, each, tokenizer, stride, step_rows, machine) for each in every
         )
 
     plain = score(T, cfg.max_documents)

@@ -106,7 +106,7 @@ def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, int(tokens), machine) / 3)
 
     def bpb(stride: int) -> Bpb:
-        return document_bpb(model, texts, artifact.tokenizer, T, stride, windows, machine)
+        return document_bpb(model, texts, artifact.tokenizer, stride, windows, machine)
 
     plain = bpb(T)
     parts = [f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"]
