@@ -171,10 +171,10 @@ def leaves(cfg: Any) -> Iterator[tuple[dataclasses.Field, Any, Any]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Name -> the string below a setting, its lines joined to one."""
+    """Name -> the string below a setting, its lines joined to one; inherited ones included."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
+    docs = field_docs(cls.__bases__[0]) if dataclasses.is_dataclass(cls.__bases__[0]) else {}
     for pair in pairwise(tree.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):

@@ -7,14 +7,13 @@ Items are dealt out to the ranks and the outcomes gathered, so a figure depends 
 number nor on the batch. Knows no particular task and no section of a report.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nanochat.chat_format import Message, render_prompt
-from nanochat.common import UsageError
 from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, fill_batches, pad_right
 from nanochat.gpt import GPT
@@ -37,21 +36,6 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
     """The score of an answer to item i, given by the task that the item is of."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
-
-
-def left_out(
-    reasons: Mapping[str, str | None], named: bool, machine: DistContext
-) -> dict[str, str]:
-    """
-    Of tasks with the reason why this rank cannot score them, or None: those that some rank cannot
-    score; logged. Raises UsageError where the user asked for the tasks by name.
-    """
-    found = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
-    for name, why in found.items():
-        if named:
-            raise UsageError(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
-        machine.print0(f"{name} is left out: {why}")
-    return found
 
 
 Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
@@ -108,7 +92,7 @@ def score_by_logits(
     """
     Ask for the likeliest of the options' letters right where the assistant begins to speak.
 
-    Scores the first `count` items. Every letter must be one token.
+    Scores the first `count` items. Raises ValueError for a letter of several tokens.
     """
     device = model.device
 
@@ -121,20 +105,12 @@ def score_by_logits(
             hidden = model.hidden(tokens)[torch.arange(len(batch), device=device), last]  # (B, C)
             for n, row in zip(batch, model.logits(hidden), strict=True):
                 letters = task.letters(items[n])
-                ids = [letter_id(tokenizer, letter) for letter in letters]
-                best = letters[int(row[ids].argmax())]
+                [ids] = zip(*map(tokenizer.encode, letters), strict=True)  # one token each
+                best = letters[int(row[list(ids)].argmax())]
                 found[n] = [score_answer(task, items[n], best)]
         return found
 
     return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
-
-
-def letter_id(tokenizer: Tokenizer, letter: str) -> int:
-    """The one token of a letter. Raises ValueError where it takes more."""
-    ids = tokenizer.encode(letter)
-    if len(ids) != 1:
-        raise ValueError(f"the letter {letter!r} is {len(ids)} tokens, not one")
-    return ids[0]
 
 
 def score_by_generation(
