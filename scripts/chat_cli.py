@@ -32,8 +32,8 @@ from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
+from nanochat.sandbox import Tools
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 
 HELP = """\
 /help            this list

@@ -26,9 +26,9 @@ from nanochat.gpt import for_inference
 from nanochat.lab.held_out import admitted, require_access
 from nanochat.lab.variance import default_repeats, repeated
 from nanochat.preflight import choose_fused_engine
+from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.registry import exam, key_of, why_unavailable
 
