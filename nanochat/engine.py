@@ -13,7 +13,7 @@ its sequence leaves the slot to others. A sequence does not depend on the rest o
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -397,18 +397,6 @@ class Engine:
             self.step()
         return groups
 
-    def stream(self, prompt: Sequence[int], settings: Sampling) -> Generator[int, None, None]:
-        """The tokens of one completion as they come. Closing the iterator ends the completion."""
-        completion = self.submit(prompt, settings)[0]
-        seen = 0
-        try:
-            while completion.finish is None:
-                self.step()
-                yield from completion.ids[seen:]
-                seen = len(completion.ids)
-        finally:
-            self.cancel(completion)
-
     def cancel(self, completion: Completion) -> None:
         """End a completion now; its slot is free before the next step."""
         completion.cancel()
@@ -416,14 +404,6 @@ class Engine:
             if completion in queue:
                 queue.remove(completion)
         self.evict()
-
-    def cancel_all(self) -> None:
-        """End all completions and free all slots. Needs nothing of a broken device."""
-        for queue in (self.waiting, self.active, self.calling):
-            for completion in queue:
-                completion.cancel()
-            queue.clear()
-        self.cache.lengths = [0] * self.slots
 
     @property
     def busy(self) -> bool:

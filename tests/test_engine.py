@@ -14,6 +14,7 @@ from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
 from nanochat.engine import Engine, Sampling, sample
 from nanochat.gpt import for_inference, refresh
+from nanochat.serve.scheduler import cancel_all
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
@@ -204,7 +205,7 @@ def test_ending_a_completion_whose_tool_is_at_work_forgets_it(tokenizer):
     row.pending_tool_call = Future()
     engine.evict()
     assert engine.calling == [row]
-    engine.cancel_all()
+    cancel_all(engine)
     assert not engine.busy and row.finish == waiting.finish == "cancelled"
 
 
@@ -221,17 +222,12 @@ def test_a_completion_ends_at_its_limit_or_at_the_end_of_the_context(tokenizer):
         engine.submit([], Sampling())
 
 
-def test_streaming_gives_the_tokens_of_a_whole_answer_and_frees_its_slot(tokenizer):
-    model = model_of(tokenizer)
-    settings = Sampling(max_new_tokens=9, seed=4)
-    whole = Engine(model, tokenizer).generate([[4, 5]], settings)[0][0].ids
-    engine = Engine(model, tokenizer)
-    assert list(engine.stream([4, 5], settings)) == whole
-    stream = engine.stream([4, 5], settings)
-    next(stream)
-    assert engine.busy
-    stream.close()  # the reader went away
-    assert not engine.busy
+def test_a_cancelled_completion_frees_its_slot(tokenizer):
+    engine = Engine(model_of(tokenizer), tokenizer)
+    (gone,), (stays,) = (engine.submit([4, n], Sampling(max_new_tokens=9)) for n in (5, 6))
+    engine.step()
+    engine.cancel(gone)
+    assert engine.active == [stays] and gone.finish == "cancelled" and len(gone.ids) <= 1
 
 
 @pytest.mark.parametrize("option", ["default", "bigrams"])

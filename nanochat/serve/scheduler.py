@@ -413,7 +413,7 @@ class Worker:
             grown = engine.step(patience_seconds)
         except Exception as error:  # ends what this engine was doing, not the server
             traceback.print_exc()
-            engine.cancel_all()
+            cancel_all(engine)
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
             self.fail(mine, ApiError(500, f"generation failed: {error!r}", "generation_failed"))
             return
@@ -455,6 +455,15 @@ class Worker:
             self.loop.call_soon_threadsafe(
                 lambda: [reply.put(deltas, error) for reply, deltas, error in news]
             )
+
+
+def cancel_all(engine: Engine) -> None:
+    """End all completions and free all slots. Needs nothing of a broken device."""
+    for queue in (engine.waiting, engine.active, engine.calling):
+        for completion in queue:
+            completion.cancel()
+        queue.clear()
+    engine.cache.lengths = [0] * engine.slots
 
 
 def shutting_down(message: str) -> ApiError:
