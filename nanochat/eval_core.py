@@ -18,16 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from os.path import commonprefix  # of any lists
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pooch
 import torch
 import torch.nn.functional as F
 import yaml
-from torch import Tensor
 
 from nanochat import stats
-from nanochat.attention import CacheView, KVCache
+from nanochat.attention import KVCache
 from nanochat.common import Interrupted, UsageError, base_dir, fingerprint, sha256_file
 from nanochat.dataset import json_lines
 from nanochat.distributed import DistContext
@@ -116,14 +115,6 @@ class FewShotTask:
         return int(best == self.items[number]["gold"])
 
 
-class Encoder(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Question:
     """An item as tokens: one sequence per option, scored from its index in `starts` on."""
@@ -143,7 +134,7 @@ class Question:
         return len(self.options), max(map(len, self.options))
 
 
-def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Question:
+def ask(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Question:
     """An item as a model sees it that reads at most `context` tokens at once."""
     front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
@@ -179,36 +170,30 @@ def fitted(
 # The model
 
 
-class LanguageModel(Protocol):
-    """A causal language model in two halves, so that logits are made only where they count."""
-
-    def hidden(self, tokens: Tensor, cache: CacheView | None = None) -> Tensor:
-        """tokens (B, T) -> states (B, T, C); with a cache, the tokens continue what it holds."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """states (N, C) -> logits (N, V)."""
-        ...
-
-
 @dataclass(frozen=True)
 class EvalModel:
-    """A model with its tokenizer, as the scorer uses them."""
+    """A causal language model with its tokenizer, ours or another library's."""
 
-    model: LanguageModel
-    tokenizer: Encoder
+    model: Any
+    """In two halves, so that logits are made only where they count: `hidden(tokens (B, T), view)`
+    gives states (B, T, C), of tokens that continue the cache in `view` where that is not None;
+    `logits(states (N, C))` gives (N, V)."""
+    tokenizer: Any
+    """It has `bos_id` and `encode(text)`."""
     context: int
     """The most tokens it reads at once."""
     new_cache: Callable[[int, int], KVCache] | None = None
     """(slots, capacity) -> a cache for `hidden`. None: every option is read from its beginning."""
     pass_tokens: int = CPU_PASS_TOKENS
     """The most tokens of one forward pass, padding included."""
+    device: torch.device = torch.device("cpu")
 
 
-def eval_model_of(model: GPT, tokenizer: Encoder) -> EvalModel:
+def eval_model_of(model: GPT, tokenizer: Any) -> EvalModel:
     """One of our own models, best `gpt.for_inference` of it."""
-    pass_tokens = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
-    return EvalModel(model, tokenizer, model.cfg.max_seq_len, model.new_cache, pass_tokens)
+    most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
+    context, device = model.cfg.max_seq_len, model.device
+    return EvalModel(model, tokenizer, context, model.new_cache, most, device)
 
 
 class OptionScore(NamedTuple):
@@ -221,25 +206,23 @@ class OptionScore(NamedTuple):
 
 
 @torch.inference_mode()
-def read(
-    subject: EvalModel, questions: Sequence[Question], device: torch.device
-) -> list[list[OptionScore]]:
+def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
     """The score of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
     past = [q.shared if subject.new_cache and twice else 0 for q in questions for _ in q.options]
     unread = [ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)]
-    tokens, view = pad_right(unread, 0, device), None  # (B, T)
+    tokens, view = pad_right(unread, 0, subject.device), None  # (B, T)
     if subject.new_cache and any(past):
         cache = subject.new_cache(len(rows), max(past) + tokens.size(1))
-        read_shared(subject, questions, cache, device)
+        read_shared(subject, questions, cache)
         view = cache.view(range(len(rows)), tokens.size(1))
     hidden = subject.model.hidden(tokens, view)  # (B, T, C)
 
     places = [(b, i) for b, (ids, start) in enumerate(rows) for i in range(start, len(ids))]
     at = [(b, i - 1 - past[b], rows[b][0][i]) for b, i in places]
-    row, column, targets = torch.tensor(at, device=device).unbind(1)  # (N,) each
+    row, column, targets = torch.tensor(at, device=subject.device).unbind(1)  # (N,) each
     found: list[tuple[float, bool]] = []  # nats of each target, whether it is the first choice
     states = hidden[row, column].split(HEAD_TOKENS)
     for h, y in zip(states, targets.split(HEAD_TOKENS), strict=True):
@@ -255,13 +238,11 @@ def read(
     return [list(map(score, q.options, q.starts)) for q in questions]
 
 
-def read_shared(
-    subject: EvalModel, questions: Sequence[Question], cache: KVCache, device: torch.device
-) -> None:
+def read_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCache) -> None:
     """Fill the cache: a slot per option, each with what the options of its question share."""
     ends = itertools.accumulate(len(q.options) for q in questions)
     slots = [range(end - len(q.options), end) for q, end in zip(questions, ends, strict=True)]
-    tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, device)
+    tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, subject.device)
     subject.model.hidden(tokens, cache.view([first for first, *_ in slots], tokens.size(1)))
     for (first, *others), q in zip(slots, questions, strict=True):
         cache.lengths[first] = q.shared
@@ -315,11 +296,10 @@ def examine(
     stopped = False
     with machine.working(f"scoring {task.name}"):  # others may finish earlier
         questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
-        for batch in batches(questions, subject.pass_tokens):
+        for q, scores in score_options(subject, questions):
             if stopped := stopping():
                 break
-            for q, scores in zip(batch, read_safely(subject, batch, machine.device), strict=True):
-                found[q.number] = scores, q.cropped
+            found[q.number] = scores, q.cropped
     for others, stopped_too in machine.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
@@ -336,25 +316,25 @@ def examine(
     return TaskScore(task, outcomes, num_cropped, time.perf_counter() - begun)
 
 
-def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Question]]:
-    """The longest first, together as long as their options fit `pass_tokens`; at least one."""
+def score_options(
+    subject: EvalModel, questions: Sequence[Question]
+) -> Iterator[tuple[Question, list[OptionScore]]]:
+    """Each question with the scores of its options; the longest first, in batches that fit."""
     longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
-    return fill_batches(longest_first, lambda q: q.shape, pass_tokens)
+    for batch in fill_batches(longest_first, lambda q: q.shape, subject.pass_tokens):
+        yield from zip(batch, read_safely(subject, batch), strict=True)
 
 
-def read_safely(
-    subject: EvalModel, questions: Sequence[Question], device: torch.device
-) -> list[list[OptionScore]]:
+def read_safely(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
     """`read`, in halves where the memory does not suffice."""
     try:
-        return read(subject, questions, device)
+        return read(subject, questions)
     except torch.OutOfMemoryError:
         if len(questions) == 1:
             raise
     torch.cuda.empty_cache()  # outside the handler, which keeps the tensors of the failed try
     half = len(questions) // 2
-    first, rest = questions[:half], questions[half:]
-    return read_safely(subject, first, device) + read_safely(subject, rest, device)
+    return read_safely(subject, questions[:half]) + read_safely(subject, questions[half:])
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
@@ -476,19 +456,16 @@ def read_bundle(root: Path | zipfile.Path, archive: str | None) -> Suite:
             tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))
     if not tasks:
         raise ValueError("the items of no task are in it")
-    about, present = str(content.get("about", "")), {task.name for task in tasks}
-    missing = () if about else tuple(name for name in CORE_TASKS if name not in present)
-    about = about or describe(tasks, archive)
-    return Suite(tuple(tasks), fingerprint([asdict(task) for task in tasks]), about, missing)
-
-
-def describe(tasks: Sequence[FewShotTask], archive: str | None) -> str:
-    """Whether these are the published tasks, in a line."""
-    if archive == PUBLISHED_SHA256:
-        return "DCLM, the published bundle"
-    present, num_items = [task.name for task in tasks], sum(len(task.items) for task in tasks)
-    is_whole = sorted(present) == sorted(CORE_TASKS) and num_items == PUBLISHED_ITEMS
-    return (
-        f"DCLM, {len(set(CORE_TASKS) & set(present))} of {len(CORE_TASKS)} tasks, {num_items:,} of "
-        f"{PUBLISHED_ITEMS:,} items" + "; not comparable with published CORE" * (not is_whole)
+    digest, num_items = fingerprint([asdict(t) for t in tasks]), sum(len(t.items) for t in tasks)
+    if "about" in content:
+        return Suite(tuple(tasks), digest, str(content["about"]))
+    missing = tuple(name for name in CORE_TASKS if name not in {task.name for task in tasks})
+    about = (
+        f"DCLM, {len(CORE_TASKS) - len(missing)} of {len(CORE_TASKS)} tasks, "
+        f"{num_items:,} of {PUBLISHED_ITEMS:,} items"
     )
+    if missing or num_items != PUBLISHED_ITEMS:
+        about += "; not comparable with published CORE"
+    if archive == PUBLISHED_SHA256:
+        about = "DCLM, the published bundle"
+    return Suite(tuple(tasks), digest, about, missing)
