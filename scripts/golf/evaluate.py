@@ -22,8 +22,9 @@ from nanochat.common import MissingInput, base_dir, sha256_file
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, document_bpb
+from nanochat.eval_bpb import Bpb
 from nanochat.golf.artifact import Artifact, read_artifact
+from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from tasks.builtin import ensure_written

@@ -22,7 +22,6 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.distributed import DistConfig
-from nanochat.eval_bpb import document_bpb
 from nanochat.golf.artifact import (
     COMPRESSORS,
     CONTAINERS,
@@ -31,6 +30,7 @@ from nanochat.golf.artifact import (
     store,
     unpack,
 )
+from nanochat.golf.documents import document_bpb
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import (
@@ -170,7 +170,7 @@ PROGRAM = """
 import json, sys, torch
 from pathlib import Path
 from nanochat.golf.artifact import read_artifact
-from nanochat.eval_bpb import document_bpb
+from nanochat.golf.documents import document_bpb
 from nanochat.distributed import DistContext
 machine = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 found = read_artifact(Path("model.golf"))
