@@ -106,8 +106,7 @@ def main(cfg: BaseLoss) -> None:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
-            records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir)
-            report.update(cfg.report_dir)
+            report.write_section(SECTION, cfg, values, provenance, cost)
     machine.close()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint
 from nanochat.common import MissingInput, base_dir, sha256_file
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb
@@ -180,15 +180,8 @@ def write_section(
     }
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(origin["run_id"], origin["seed"], inputs),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-    )
-    report.update(cfg.report_dir)
+    provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
+    report.write_section(SECTION, cfg, values, provenance, records.Cost.since(started, machine))
 
 
 def describe(s: Scored) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.eval_chat import score_by_generation
 from nanochat.lab import variance
@@ -75,10 +75,7 @@ def main(cfg: EvalVariance) -> None:
             inputs = {model.state["stage"]: model.fingerprint for model in models}
             provenance = records.Provenance(run_id, cfg.seed, inputs)
             cost = records.Cost.since(started, machine)
-            records.write_record(
-                SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
-            )
-            report.update(cfg.report_dir)
+            report.write_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 

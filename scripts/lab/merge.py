@@ -269,8 +269,7 @@ def write_section(
     provenance = records.Provenance(run_id, 0, inputs, outputs)
     cost = records.Cost(time.perf_counter() - started)
     shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
-    records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, **shown)
-    report.update(cfg.report_dir)
+    report.write_section(SECTION, cfg, values, provenance, cost, **shown)
 
 
 if __name__ == "__main__":
