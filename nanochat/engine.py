@@ -206,10 +206,7 @@ class DecodeStep:
         want = None if kind in self.checked else self.eager(newest, past)
         self.checked.add(kind)
         try:
-            if self.recorded:
-                logits = self.replay(newest, past)
-            else:
-                logits = self.run_fused(*self.inputs(newest, past))
+            logits = self.run_compiled(newest, past)
             distance = 0.0 if want is None else float((logits - want).abs().max())
             if distance < AGREEMENT[self.model.dtype]:
                 return logits
@@ -225,11 +222,13 @@ class DecodeStep:
         """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
         return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
-    def replay(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
+    def run_compiled(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """
-        The same, compiled and recorded. There are few sizes: a batch is filled up with rows in
-        slots that nobody uses.
+        The same, compiled and on a GPU recorded. There are few sizes of recordings: a batch is
+        filled up with rows in slots that nobody uses.
         """
+        if not self.recorded:
+            return self.run_fused(*self.inputs(newest, past))
         size = self.recorded_size(past)
         unused = [0] * (size[0] - len(past))
         tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])

@@ -27,7 +27,7 @@ import yaml
 
 from nanochat import stats
 from nanochat.attention import KVCache
-from nanochat.common import Interrupted, UsageError, base_dir, fingerprint, sha256_file
+from nanochat.common import Interrupted, UsageError, base_dir, fingerprint
 from nanochat.dataset import json_lines
 from nanochat.distributed import DistContext
 from nanochat.engine import fill_batches, pad_right
@@ -73,9 +73,8 @@ class FewShotTask:
         is_valid = self.kind in get_args(Kind) and self.items and self.num_fewshot >= 0
         if not is_valid or not 0 <= self.random_baseline < 1:
             raise ValueError(
-                f"task {self.name} has kind {self.kind!r}, {len(self.items)} items, num_fewshot "
-                f"{self.num_fewshot} and random_baseline {self.random_baseline}; it needs a kind "
-                f"of {', '.join(get_args(Kind))}, items, no number below 0 and a baseline below 1"
+                f"task {self.name} cannot have kind {self.kind!r}, {len(self.items)} items, "
+                f"num_fewshot {self.num_fewshot} and random_baseline {self.random_baseline}"
             )
 
     def options(self, item: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -387,9 +386,9 @@ def open_suite(bundle: str | None) -> Suite:
     path = fetch(bundle or PUBLISHED_URL)
     try:
         if path.is_dir():
-            return read_bundle(path, None)
+            return read_bundle(path)
         require_safe(path)
-        return read_bundle(zipfile.Path(path), sha256_file(path))
+        return read_bundle(zipfile.Path(path))
     except Exception as error:  # whatever damaged or unexpected content leads to
         why = f"{path} is no sound evaluation bundle ({type(error).__name__}: {error})"
         raise UsageError(why, f"delete it if it was downloaded, or {HINT}") from error
@@ -431,10 +430,10 @@ def require_safe(path: Path) -> None:
         raise ValueError(f"{total:,} bytes unpacked; {MAX_UNPACKED_BYTES:,} is the limit")
 
 
-def read_bundle(root: Path | zipfile.Path, archive: str | None) -> Suite:
+def read_bundle(root: Path | zipfile.Path) -> Suite:
     """
-    The tasks of a folder, or of an archive of that SHA-256, whose files of items are there. Their
-    core.yaml may have a line `about`, a name for tasks that are not DCLM's.
+    The tasks of a folder, or of an archive, whose files of items are there. Their core.yaml may
+    have a line `about`, a name for tasks that are not DCLM's.
     """
     folders: list[Any] = [root, *(place for place in root.iterdir() if place.is_dir())]
     place = next((place for place in folders if (place / "core.yaml").is_file()), None)
@@ -466,6 +465,4 @@ def read_bundle(root: Path | zipfile.Path, archive: str | None) -> Suite:
     )
     if missing or num_items != PUBLISHED_ITEMS:
         about += "; not comparable with published CORE"
-    if archive == PUBLISHED_SHA256:
-        about = "DCLM, the published bundle"
     return Suite(tuple(tasks), digest, about, missing)

@@ -32,9 +32,9 @@ from nanochat.sandbox import (
     Limits,
     Result,
     SandboxUnavailable,
-    passes,
     run_python,
 )
+from tasks.humaneval import passes
 
 ATTEMPT = """
 def attempt(name, function, *args):
