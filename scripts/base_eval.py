@@ -115,7 +115,12 @@ def main(cfg: BaseEval) -> None:
         scores.append(examine(model, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
         if machine.is_main:  # an abort keeps what was scored
-            write_section(cfg, machine, candidate, suite, scores, started)
+            values, items = figures(candidate.name, suite, scores)
+            origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
+            cost, folder = records.Cost.since(started, machine), cfg.report_dir
+            shown = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
+            name, asked = candidate.section, settings(cfg)
+            records.write_record(name, asked, values, origin, cost, folder, **shown)
         started = time.perf_counter()
     total = core(scores)
     machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
@@ -184,20 +189,12 @@ def describe(score: TaskScore) -> str:
     )
 
 
-def write_section(
-    cfg: BaseEval,
-    machine: DistContext,
-    candidate: Candidate,
-    suite: Suite,
-    scores: Sequence[TaskScore],
-    started: float,
-) -> None:
-    """
-    The record, with CORE and how it is made of the items where all tasks are scored. The cost is
-    added to that of the tasks before.
-    """
+def figures(
+    name: str, suite: Suite, scores: Sequence[TaskScore]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and items of the record, with CORE and its items where all tasks are scored."""
     whole, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
-    values: dict[str, Any] = {"Model": candidate.name}
+    values: dict[str, Any] = {"Model": name}
     items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
     if whole:
         values["CORE metric"] = records.estimate(*core(scores))
@@ -211,17 +208,7 @@ def write_section(
         "Suite": suite.about,
         "Cropped items": sum(score.num_cropped for score in scores),
     }
-    records.write_record(
-        candidate.section,
-        settings(cfg),
-        values,
-        records.Provenance(candidate.run_id, candidate.seed, candidate.inputs),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-        items=items,
-        tables=[task_table(scores)],
-        extend=len(scores) > 1,
-    )
+    return values, items
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:

@@ -55,10 +55,6 @@ class GolfEval:
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
-    def __post_init__(self) -> None:
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(f"--max_documents is at least 1, got {self.max_documents}")
-
 
 class Scored(NamedTuple):
     """One artifact and its scores."""

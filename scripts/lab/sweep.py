@@ -101,11 +101,9 @@ def main(cfg: SweepScript) -> None:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
     with sweep:
         values, tables, series = (seek if cfg.searching.search else compare)(cfg, study, sweep)
-    rate = (
-        records.default_rate(report.hardware()["gpus"])
-        if cfg.hourly_rate is None
-        else cfg.hourly_rate
-    )
+    rate = cfg.hourly_rate
+    if rate is None:
+        rate = records.default_rate(report.hardware()["gpus"])
     tables.append(ledger_table(sweep.ledger(), rate))
     for table in tables:
         print(report.render_table(table), flush=True)
