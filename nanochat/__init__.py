@@ -9,8 +9,7 @@ The core, in reading order; a module imports only from those above it:
     distributed     ranks, devices, dtypes, collectives, heartbeats
     stats           means, standard errors, paired tests
     sandbox_child   the process inside the sandbox
-    sandbox         run untrusted Python
-    tools           the calculator and python tools of a model
+    sandbox         run untrusted Python; the calculator and python tools of a model
     tokenizer       byte-pair encoding with special tokens
     chat_format     conversations as tokens, with the loss mask
     hub             files of data sets on the Hugging Face Hub

@@ -59,6 +59,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "max_bad_steps": "five non-finite steps in a row stop a run",
     "on_spike": "a loss spike is reported",
     "check_ranks_every": "ranks compare their weights every 100 steps",
+    **dict.fromkeys(("max_documents", "sliding_documents"), "only scripts.golf.evaluate has it"),
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -172,10 +173,10 @@ def leaves(cfg: Any) -> Iterator[tuple[dataclasses.Field, Any, Any]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Name -> the string below a setting, its lines joined to one."""
+    """Name -> the string below a setting, its lines joined to one; inherited ones included."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
+    docs = field_docs(cls.__bases__[0]) if dataclasses.is_dataclass(cls.__bases__[0]) else {}
     for pair in pairwise(tree.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):

@@ -13,11 +13,11 @@ its sequence leaves the slot to others. A sequence does not depend on the rest o
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.dev
     return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
 
 
-# ---- Sampling: temperature, top-k, top-p, min-p per sequence -------------------------------------
+# ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
 # Each sequence draws from its own generator, so it does not depend on the rest of the batch.
 
 
@@ -78,14 +78,8 @@ class Sampling:
     """Sample from the k most likely tokens. None: all."""
     top_p: float = 1.0
     """Sample from the most likely tokens that together reach this probability."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the highest probability."""
     seed: int = 0
     """Sample i of a prompt draws from (seed, i)."""
-    logprobs: int | None = None
-    """Record the log-probability of each token, and of this many most likely alternatives."""
-    prompt_logprobs: bool = False
-    """Record them for the prompt too."""
 
     def __post_init__(self) -> None:
         for name, valid, range_ in (
@@ -93,20 +87,16 @@ class Sampling:
             ("temperature", 0 <= self.temperature < math.inf, "zero or positive"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "zero or positive"),
         ):
             if not valid:
                 raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
-        if self.prompt_logprobs and self.logprobs is None:
-            raise ValueError("prompt_logprobs needs logprobs, the number of alternatives to list")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
     """
     The next token of every row. logits (B, V) float32; `uniform` numbers in [0, 1).
 
-    The filters apply in the order top-k, min-p, top-p, to the probabilities at the temperature.
+    Top-k applies before top-p, to the probabilities at the temperature.
     Of equally likely tokens top-k keeps as many as fit, top-p all.
     """
     V = logits.size(1)
@@ -137,8 +127,6 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
     behind = logits - logits.amax(dim=-1, keepdim=True)
     # shares of the likeliest one's
     weights = (behind / column(s.temperature for s in settings)).exp()
-    if any(s.min_p > 0 for s in settings):
-        weights = weights * (weights >= column(s.min_p for s in settings))
     if any(s.top_p < 1 for s in settings):
         ordered = weights if falling else weights.sort(dim=-1, descending=True).values
         mass = column(s.top_p for s in settings) * ordered.sum(dim=-1, keepdim=True)
@@ -161,32 +149,6 @@ def running_sum(weights: Tensor) -> Tensor:
     if not torch.are_deterministic_algorithms_enabled():
         return weights.cumsum(dim=-1)
     return (weights * 2.0**40).long().cumsum(dim=-1).float() * 2.0**-40
-
-
-class TokenLogprob(NamedTuple):
-    """
-    A token, the logarithm (nats) of its probability, and the likeliest ones with theirs; None and
-    nothing where no token came before.
-    """
-
-    token: int
-    logprob: float | None
-    top: list[tuple[int, float]]
-
-
-def likelihoods(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
-    """
-    How likely the model found each token: logits (B, V) float32, one token and one number of
-    alternatives per row. Of the model itself: temperature and filters do not count.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    said = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(top), logits.size(1)), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    return [
-        TokenLogprob(token, said[row], list(zip(ids[row][:k], values[row][:k], strict=True)))
-        for row, (token, k) in enumerate(zip(tokens, top, strict=True))
-    ]
 
 
 # ---- One decode step, compiled and captured as a CUDA graph --------------------------------------
@@ -218,15 +180,6 @@ def fused() -> Callable[..., Tensor]:
     return torch.compile(next_logits)
 
 
-class Recording(NamedTuple):
-    """A step of one size as a CUDA graph: it reads `tokens` and `positions`, writes `logits`."""
-
-    graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    positions: Tensor
-    logits: Tensor
-
-
 class DecodeStep:
     """
     The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
@@ -241,7 +194,8 @@ class DecodeStep:
         self.recorded = model.device.type == "cuda"
         self.places = torch.arange(cache.room, device=model.device)
         self.checked: set[tuple[int, int]] = set()
-        self.recordings: dict[tuple[int, int], Recording] = {}
+        self.recordings: dict[tuple[int, int], Callable[[Tensor, Tensor], Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.recorded else None
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
         """Logits (B, V) after the newest tokens; the caller then updates `cache.lengths`."""
@@ -252,10 +206,7 @@ class DecodeStep:
         want = None if kind in self.checked else self.eager(newest, past)
         self.checked.add(kind)
         try:
-            if self.recorded:
-                logits = self.replay(newest, past)
-            else:
-                logits = self.run_fused(*self.inputs(newest, past))
+            logits = self.run_compiled(newest, past)
             distance = 0.0 if want is None else float((logits - want).abs().max())
             if distance < AGREEMENT[self.model.dtype]:
                 return logits
@@ -271,34 +222,42 @@ class DecodeStep:
         """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
         return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
-    def replay(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
+    def run_compiled(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """
-        The same, compiled and recorded. There are few sizes: a batch is filled up with rows in
-        slots that nobody uses.
+        The same, compiled and on a GPU recorded. There are few sizes of recordings: a batch is
+        filled up with rows in slots that nobody uses.
         """
+        if not self.recorded:
+            return self.run_fused(*self.inputs(newest, past))
         size = self.recorded_size(past)
         unused = [0] * (size[0] - len(past))
         tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
         if size not in self.recordings:
             self.recordings[size] = self.record(tokens, positions, self.places[: size[1]])
-        step = self.recordings[size]
-        step.tokens.copy_(tokens)
-        step.positions.copy_(positions)
-        step.graph.replay()
-        return step.logits[: len(past)].clone()  # the next replay writes there
+        logits = self.recordings[size](tokens, positions)
+        return logits[: len(past)].clone()  # the next replay writes there
 
-    def record(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Recording:
+    def record(
+        self, tokens: Tensor, positions: Tensor, places: Tensor
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """
-        Record the step on these inputs. All recordings of a cache share their memory: no two run at
-        a time, and only their inputs and logits outlive a step.
+        The step of one size as a CUDA graph: (tokens, positions) -> logits, the same tensor each
+        time. All recordings of a cache share their memory: no two run at a time, and only their
+        inputs and logits outlive a step.
         """
         self.run_fused(tokens, positions, places)  # compiles, and loads what kernels need
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.graph.pool() for other in self.recordings.values()), None)
         # Other threads may use the device meanwhile: the server loads models
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits = self.run_fused(tokens, positions, places)
-        return Recording(graph, tokens, positions, logits)
+
+        def replay(new_tokens: Tensor, new_positions: Tensor) -> Tensor:
+            tokens.copy_(new_tokens)
+            positions.copy_(new_positions)
+            graph.replay()
+            return logits
+
+        return replay
 
     def recorded_size(self, past: Sequence[int]) -> tuple[int, int]:
         """Rows of the recording for sequences of these lengths, and how many places it reads."""
@@ -337,7 +296,6 @@ Tool = Callable[[str], str | None | Future[str | None]]
 # Tokens of one pass over waiting prompts, padding included: a GPU is filled by many, while on a
 # CPU the least padding counts, that is, prompts of nearly the same length in each pass
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
-LOGITS_TOKENS = 512  # of a prompt whose likelihoods are wanted: so many logits at a time
 PATIENCE_SECONDS = 0.01  # how long a step waits for a tool when there is nothing else to do
 
 
@@ -347,8 +305,7 @@ class Completion:
     One sample of a prompt: grows while the engine runs, whole when `finish` is set.
 
     `ids` leaves out the token that ended it, `end`; `sampled[i]` is False where a tool's answer was
-    put in. `logprobs`, where the settings want them, has an entry for each of `ids`;
-    `prompt_logprobs` one for each of `prompt` but the first, shared by its samples.
+    put in.
     """
 
     prompt: list[int]
@@ -367,8 +324,6 @@ class Completion:
     """Tokens that will be put in next."""
     pending_tool_call: Future[str | None] | None = None
     """The tool's answer, while it is not there."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
@@ -380,11 +335,6 @@ class Completion:
             self.pending_tool_call.cancel()
             self.pending_tool_call = None
 
-    @property
-    def all_ids(self) -> list[int]:
-        """The prompt and the completion so far."""
-        return self.prompt + self.ids
-
 
 class Engine:
     """
@@ -392,7 +342,9 @@ class Engine:
 
     capacity: tokens of a prompt and its completion together, by default the model's context.
     tool: what answers the model's calls; without one they stay unanswered. compiled: fuse the step
-    that writes a token, which is worth it for thousands of them.
+    that writes a token, which is worth it for thousands of them. `logits` (B, V) are those of the
+    last step, a row for each completion it returned; `on_prefill`, which by default does nothing,
+    is called with a completion and the states (T, C) of the tokens that were prefilled for it.
     """
 
     def __init__(
@@ -414,6 +366,8 @@ class Engine:
         self.active: list[Completion] = []  # number i has slot i
         self.calling: list[Completion] = []  # away until their tool has answered
         self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
+        self.logits = torch.empty(0)
+        self.on_prefill: Callable[[Completion, Tensor], None] = lambda completion, hidden: None
 
     # ---- what callers use --------------------------------------------------------------------
 
@@ -421,8 +375,7 @@ class Engine:
         """Queue `n` samples of a prompt. Raises ValueError for one that leaves no room."""
         self.check(prompt)
         shared = list(prompt)  # one list for all samples: that is how they know each other
-        noted: list[TokenLogprob] = []
-        samples = [Completion(shared, settings, i, prompt_logprobs=noted) for i in range(n)]
+        samples = [Completion(shared, settings, i) for i in range(n)]
         self.waiting.extend(samples)
         return samples
 
@@ -443,18 +396,6 @@ class Engine:
             self.step()
         return groups
 
-    def stream(self, prompt: Sequence[int], settings: Sampling) -> Generator[int, None, None]:
-        """The tokens of one completion as they come. Closing the iterator ends the completion."""
-        completion = self.submit(prompt, settings)[0]
-        seen = 0
-        try:
-            while completion.finish is None:
-                self.step()
-                yield from completion.ids[seen:]
-                seen = len(completion.ids)
-        finally:
-            self.cancel(completion)
-
     def cancel(self, completion: Completion) -> None:
         """End a completion now; its slot is free before the next step."""
         completion.cancel()
@@ -462,14 +403,6 @@ class Engine:
             if completion in queue:
                 queue.remove(completion)
         self.evict()
-
-    def cancel_all(self) -> None:
-        """End all completions and free all slots. Needs nothing of a broken device."""
-        for queue in (self.waiting, self.active, self.calling):
-            for completion in queue:
-                completion.cancel()
-            queue.clear()
-        self.cache.lengths = [0] * self.slots
 
     @property
     def busy(self) -> bool:
@@ -488,13 +421,14 @@ class Engine:
         if not self.active:
             return []
         grown = list(self.active)
-        logits = self.decode_step([c.ids[-1] if c.ids else c.prompt[-1] for c in grown])  # (B, V)
+        newest = [c.ids[-1] if c.ids else c.prompt[-1] for c in grown]
+        self.logits = self.decode_step(newest)  # (B, V)
         for slot in range(len(grown)):
             self.cache.lengths[slot] += 1
-        picked = sample(logits, [c.settings for c in grown], [c.random.random() for c in grown])
+        uniform = [c.random.random() for c in grown]
+        picked = sample(self.logits, [c.settings for c in grown], uniform)
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
-        self.record_logprobs(grown, logits)
         self.evict()
         return grown
 
@@ -516,7 +450,7 @@ class Engine:
             reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
             if reader != slot:
                 copies.append((reader, slot, len(completion.prompt) - 1))
-            elif known := completion.all_ids[:-1]:
+            elif known := (completion.prompt + completion.ids)[:-1]:
                 unread[slot] = known
         by_length = sorted(unread, key=lambda slot: len(unread[slot]))
         for slots in fill_batches(by_length, lambda s: (1, len(unread[s])), self.prefill_tokens):
@@ -530,27 +464,16 @@ class Engine:
         hidden = self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))  # (B, T, C)
         for row, slot in enumerate(slots):
             self.cache.lengths[slot] = len(prompts[row])
-            c = self.active[slot]
-            if c.settings.prompt_logprobs and not c.prompt_logprobs:
-                c.prompt_logprobs += self.prompt_logprobs(hidden[row], c)
-
-    def prompt_logprobs(self, hidden: Tensor, c: Completion) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens of a prompt but the first; hidden (T, C)."""
-        found = []
-        for first in range(0, len(c.prompt) - 1, LOGITS_TOKENS):
-            tokens = c.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
-            logits = self.model.logits(hidden[first : first + len(tokens)])
-            found += likelihoods(logits, tokens, [c.settings.logprobs or 0] * len(tokens))
-        return found
+            self.on_prefill(self.active[slot], hidden[row])
 
     def evict(self) -> None:
         """Free the slots of what is finished or away; the last ones move into the gaps."""
         for slot in reversed(range(len(self.active))):
             c = self.active[slot]
-            if c.finish is None and c.pending_tool_call is None:
-                continue
             if c.pending_tool_call is not None:
                 self.calling.append(c)
+            elif c.finish is None:
+                continue
             last = len(self.active) - 1
             if slot != last:
                 self.cache.copy(last, slot, self.cache.lengths[last])
@@ -614,13 +537,3 @@ class Engine:
             c.pending_tool_call = None
             self.calling.remove(c)
             self.waiting.appendleft(c)
-
-    def record_logprobs(self, grown: Sequence[Completion], logits: Tensor) -> None:
-        """Record the log-probability of the newest token where wanted; logits (B, V)."""
-        wanted = {row: c for row, c in enumerate(grown) if c.settings.logprobs is not None}
-        rows = [row for row, c in wanted.items() if len(c.ids) > len(c.logprobs)]
-        if rows:
-            newest = [grown[row].ids[-1] for row in rows]
-            top = [grown[row].settings.logprobs or 0 for row in rows]
-            for row, found in zip(rows, likelihoods(logits[rows], newest, top), strict=True):
-                grown[row].logprobs.append(found)

@@ -1,13 +1,11 @@
 """
 Bits per byte: how many bits a model spends on each byte of a text, whatever its tokenizer.
 
-    (tokens, targets) or documents -> nats and bytes, summed over ranks -> Bpb
+    (tokens, targets) -> nats and bytes, summed over ranks -> Bpb
 
 Bytes come from the raw bytes of each token; special tokens have none and are outside both sums.
-Documents are scored in windows; `document_bpb` asserts that every token of them was, once.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from nanochat.common import Interrupted, UsageError
 from nanochat.distributed import DistContext
-from nanochat.loss import IGNORE, Trainable
-from nanochat.tokenizer import Tokenizer
+from nanochat.loss import IGNORE
 
 
 class Bpb(NamedTuple):
@@ -52,50 +49,33 @@ def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
 
 
 def bits_per_byte(
-    model: Trainable,
+    score: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
-) -> Bpb:
+    n: int = 1,
+) -> list[Bpb]:
     """
     Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
 
-    Raises Interrupted, on every rank, when `stopping` said on one of them to end early, and
-    UsageError for a sum that is not finite.
-    """
-
-    def score(tokens: Tensor, targets: Tensor) -> Tensor:
-        return model.token_losses(tokens, targets)[None]  # (1, B, T)
-
-    return bits_per_byte_of(score, 1, batches, token_bytes, machine, stopping)[0]
-
-
-def bits_per_byte_of(
-    score: Callable[[Tensor, Tensor], Tensor],
-    n: int,
-    batches: Iterable[Batch],
-    token_bytes: np.ndarray,
-    machine: DistContext,
-    stopping: Callable[[], bool] = lambda: False,
-) -> list[Bpb]:
-    """
-    The same of `n` models at once: `score` gives the nats of every target by each, (n, B, T).
-
-    token_bytes (V,) is the length in bytes of every token, 0 for specials. The sums are kept in
-    float64, so the result does not depend on how rows are batched or spread over ranks.
+    score: the nats of every target, (B, T) of one model or (n, B, T) of `n` models at once, such as
+    `model.token_losses`. token_bytes (V,) is the length in bytes of every token, 0 for specials.
+    The sums are kept in float64, so the result does not depend on how rows are batched or spread
+    over ranks. Raises Interrupted, on every rank, when `stopping` said on one of them to end early,
+    and UsageError for a sum that is not finite.
     """
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
     nats = np.zeros(n)
     num_bytes = num_tokens = 0
     stopped = False
-    for tokens, targets in batches:
+    for batch in batches:
         if stopped := stopping():
             break
-        x = torch.from_numpy(tokens).to(machine.device)
-        y = torch.from_numpy(targets).to(machine.device)
+        x, y = (torch.from_numpy(ids).to(machine.device) for ids in batch)
         length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
-        losses = torch.where(length > 0, score(x, y).to(torch.float32), 0.0)  # (n, B, T)
+        losses = score(x, y).to(torch.float32).reshape(n, *y.shape)
+        losses = torch.where(length > 0, losses, 0.0)
         nats += losses.cpu().double().sum(dim=(1, 2)).numpy()
         num_bytes += int(length.sum())
         num_tokens += int((length > 0).sum())
@@ -122,76 +102,3 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
         targets = ids[:, 1:].copy()
         targets[len(batch) :] = IGNORE
         yield ids[:, :-1], targets
-
-
-def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
-    """
-    Cut one document, ids (n + 1,) with BOS in front, into (tokens, targets) of T each, padded.
-
-    The first window scores all its targets, each later one its last `stride` (the last window
-    its remainder); the others are IGNORE. Every token is scored exactly once, with T - stride
-    to T - 1 tokens before it where the document has them. stride = T starts anew in each window.
-    """
-    num_targets = len(ids) - 1
-    scored = 0
-    while scored < num_targets:
-        begin = max(0, scored + stride - T) if scored else 0
-        end = min(begin + T, num_targets)
-        tokens = np.full(T, ids[0], dtype=np.int64)
-        targets = np.full(T, IGNORE, dtype=np.int64)
-        tokens[: end - begin] = ids[begin:end]
-        targets[scored - begin : end - begin] = ids[scored + 1 : end + 1]
-        yield tokens, targets
-        scored = end
-
-
-def document_batches(
-    documents: Iterable[np.ndarray], T: int, stride: int, rows: int, rank: int, world_size: int
-) -> Iterator[Batch]:
-    """
-    Batches of `rows` windows over documents (int64 ids with BOS in front), of which each rank
-    takes every world_size-th. Raises ValueError for a stride outside 1..T.
-    """
-    if not 1 <= stride <= T:
-        raise ValueError(f"stride must lie in 1..{T}, got {stride}")
-    pieces = itertools.chain.from_iterable(windows(ids, T, stride) for ids in documents)
-    mine = itertools.islice(pieces, (rank - 1) % world_size, None, world_size)
-    while batch := list(itertools.islice(mine, rows)):
-        blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
-        batch += [blank] * (rows - len(batch))  # one shape for the compiler
-        tokens, targets = map(np.stack, zip(*batch, strict=True))
-        yield tokens, targets
-
-
-def document_bpb(
-    model: Trainable,
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    T: int,
-    stride: int,
-    rows: int,
-    machine: DistContext,
-) -> Bpb:
-    """
-    Score documents one by one, each behind a BOS, in `windows` of T that advance by `stride`;
-    `rows` windows per forward pass. `bytes` are those of the texts' UTF-8, whatever the tokenizer.
-
-    Every rank passes all texts. Raises AssertionError unless every token was scored exactly once.
-    """
-    num_tokens = num_bytes = 0
-
-    def encoded() -> Iterator[np.ndarray]:
-        nonlocal num_tokens, num_bytes
-        for text in texts:
-            ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64)
-            num_tokens += len(ids) - 1
-            num_bytes += len(text.encode())
-            yield ids
-
-    batches = document_batches(encoded(), T, stride, rows, machine.rank, machine.world_size)
-    found = bits_per_byte(model, batches, tokenizer.token_bytes(), machine)
-    assert (found.tokens, found.bytes) == (num_tokens, num_bytes), (
-        f"scored {found.tokens} tokens of {found.bytes} bytes, "
-        f"the texts have {num_tokens} of {num_bytes}"
-    )
-    return found

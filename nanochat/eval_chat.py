@@ -7,14 +7,13 @@ Items are dealt out to the ranks and the outcomes gathered, so a figure depends 
 number nor on the batch. Knows no particular task and no section of a report.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nanochat.chat_format import Message, render_prompt
-from nanochat.common import UsageError
 from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, fill_batches, pad_right
 from nanochat.gpt import GPT
@@ -39,21 +38,6 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
     return task.score(task[number], answer)
 
 
-def left_out(
-    reasons: Mapping[str, str | None], named: bool, machine: DistContext
-) -> dict[str, str]:
-    """
-    Of tasks with the reason why this rank cannot score them, or None: those that some rank cannot
-    score; logged. Raises UsageError where the user asked for the tasks by name.
-    """
-    found = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
-    for name, why in found.items():
-        if named:
-            raise UsageError(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
-        machine.print0(f"{name} is left out: {why}")
-    return found
-
-
 Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
 
 
@@ -65,22 +49,20 @@ class Graded(NamedTuple):
     """Items whose beginning did not fit the model's context."""
 
 
+Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prompts -> their scores
+
+
 def gathered(
-    questions: Questions,
-    count: int,
-    tokenizer: Tokenizer,
-    most: int,
-    score: Callable[[list[int], list[list[int]]], list[list[float]]],
-    machine: DistContext,
+    task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, machine: DistContext
 ) -> Graded:
     """
     Score items 0 to count - 1, every rank its share, and put them together on all ranks.
 
-    score(items, prompts) gives the scores of each; prompts have at most `most` tokens.
+    Prompts have at most `most` tokens.
     """
     mine = list(range(machine.rank, count, machine.world_size))
     with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
-        whole = [render_prompt(tokenizer, questions[i]) for i in mine]
+        whole = [render_prompt(tokenizer, task[i]) for i in mine]
         prompts = [fit(prompt, most) for prompt in whole]
         cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
         scores = dict(zip(mine, score(mine, prompts), strict=True))
@@ -91,8 +73,7 @@ def gathered(
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
     """What leaves room for an answer; where all cannot fit, prompts get at least half."""
-    capacity = engine.cache.capacity
-    return capacity - min(max_new_tokens, capacity // 2)
+    return engine.cache.capacity - min(max_new_tokens, engine.cache.capacity // 2)
 
 
 def fit(prompt: list[int], most: int) -> list[int]:
@@ -108,61 +89,46 @@ def score_by_logits(
     """
     Ask for the likeliest of the options' letters right where the assistant begins to speak.
 
-    Scores the first `count` items. Every letter must be one token.
+    Scores the first `count` items. Raises ValueError for a letter of several tokens.
     """
-    device = model.device
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
         by_length = sorted(range(len(items)), key=lambda n: len(prompts[n]))
         found: list[list[float]] = [[] for _ in items]
         for batch in fill_batches(by_length, lambda n: (1, len(prompts[n])), PASS_TOKENS):
-            tokens = pad_right([prompts[n] for n in batch], tokenizer.bos_id, device)
-            last = torch.tensor([len(prompts[n]) - 1 for n in batch], device=device)
-            hidden = model.hidden(tokens)[torch.arange(len(batch), device=device), last]  # (B, C)
+            tokens = pad_right([prompts[n] for n in batch], tokenizer.bos_id, model.device)
+            last = [len(prompts[n]) - 1 for n in batch]
+            hidden = model.hidden(tokens)[list(range(len(batch))), last]  # (B, C)
             for n, row in zip(batch, model.logits(hidden), strict=True):
                 letters = task.letters(items[n])
-                ids = [letter_id(tokenizer, letter) for letter in letters]
-                best = letters[int(row[ids].argmax())]
+                [ids] = zip(*map(tokenizer.encode, letters), strict=True)  # one token each
+                best = letters[int(row[list(ids)].argmax())]
                 found[n] = [score_answer(task, items[n], best)]
         return found
 
     return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
 
 
-def letter_id(tokenizer: Tokenizer, letter: str) -> int:
-    """The one token of a letter. Raises ValueError where it takes more."""
-    ids = tokenizer.encode(letter)
-    if len(ids) != 1:
-        raise ValueError(f"the letter {letter!r} is {len(ids)} tokens, not one")
-    return ids[0]
-
-
 def score_by_generation(
-    engine: Engine,
-    task: Questions,
-    count: int,
-    settings: Sampling,
-    num_samples: int,
-    machine: DistContext,
+    engine: Engine, task: Questions, count: int, settings: Sampling, n: int, machine: DistContext
 ) -> Graded:
     """
-    Let the model answer the first `count` items, `num_samples` times each, and score the text.
+    Let the model answer the first `count` items, `n` times each, and score the text.
 
     Item i draws from seed `settings.seed` + i.
     """
-    tokenizer = engine.tokenizer
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
         groups = [
-            engine.submit(prompt, replace(settings, seed=settings.seed + i), num_samples)
+            engine.submit(prompt, replace(settings, seed=settings.seed + i), n)
             for i, prompt in zip(items, prompts, strict=True)
         ]
         while engine.busy:
             engine.step()
         return [
-            [score_answer(task, i, tokenizer.decode(answer.ids)) for answer in group]
+            [score_answer(task, i, engine.tokenizer.decode(answer.ids)) for answer in group]
             for i, group in zip(items, groups, strict=True)
         ]
 
     most = longest_prompt(engine, settings.max_new_tokens)
-    return gathered(task, count, tokenizer, most, score, machine)
+    return gathered(task, count, engine.tokenizer, most, score, machine)

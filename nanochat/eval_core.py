@@ -6,33 +6,29 @@ Few-shot evaluation: CORE of DataComp-LM on any suite of tasks.
 CORE is the mean accuracy, centered on chance: 0 is chance, 1 is perfect.
 """
 
-import contextlib
 import csv
 import hashlib
-import io
 import itertools
-import json
 import math
 import stat
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os.path import commonprefix  # of any lists
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pooch
 import torch
 import torch.nn.functional as F
 import yaml
-from torch import Tensor
 
 from nanochat import stats
-from nanochat.attention import CacheView, KVCache
-from nanochat.common import Interrupted, UsageError, base_dir, fingerprint, sha256_file
+from nanochat.attention import KVCache
+from nanochat.common import Interrupted, UsageError, base_dir, fingerprint
+from nanochat.dataset import json_lines
 from nanochat.distributed import DistContext
 from nanochat.engine import fill_batches, pad_right
 from nanochat.gpt import GPT
@@ -74,17 +70,12 @@ class FewShotTask:
     items: Sequence[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        rules = {
-            f"is of the unknown kind {self.kind!r}": self.kind in get_args(Kind),
-            "has no items": len(self.items) > 0,
-            f"has num_fewshot {self.num_fewshot}, below 0": self.num_fewshot >= 0,
-            f"has random_baseline {self.random_baseline}, not in [0, 1)": (
-                0 <= self.random_baseline < 1
-            ),
-        }
-        for problem, is_valid in rules.items():
-            if not is_valid:
-                raise ValueError(f"task {self.name} {problem}")
+        is_valid = self.kind in get_args(Kind) and self.items and self.num_fewshot >= 0
+        if not is_valid or not 0 <= self.random_baseline < 1:
+            raise ValueError(
+                f"task {self.name} cannot have kind {self.kind!r}, {len(self.items)} items, "
+                f"num_fewshot {self.num_fewshot} and random_baseline {self.random_baseline}"
+            )
 
     def options(self, item: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What an item offers to choose from: (context with delimiter, continuation) pairs."""
@@ -123,14 +114,6 @@ class FewShotTask:
         return int(best == self.items[number]["gold"])
 
 
-class Encoder(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Question:
     """An item as tokens: one sequence per option, scored from its index in `starts` on."""
@@ -150,7 +133,7 @@ class Question:
         return len(self.options), max(map(len, self.options))
 
 
-def ask(task: FewShotTask, number: int, tokenizer: Encoder, context: int) -> Question:
+def ask(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Question:
     """An item as a model sees it that reads at most `context` tokens at once."""
     front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
@@ -186,36 +169,30 @@ def fitted(
 # The model
 
 
-class LanguageModel(Protocol):
-    """A causal language model in two halves, so that logits are made only where they count."""
-
-    def hidden(self, tokens: Tensor, cache: CacheView | None = None) -> Tensor:
-        """tokens (B, T) -> states (B, T, C); with a cache, the tokens continue what it holds."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """states (N, C) -> logits (N, V)."""
-        ...
-
-
 @dataclass(frozen=True)
 class EvalModel:
-    """A model with its tokenizer, as the scorer uses them."""
+    """A causal language model with its tokenizer, ours or another library's."""
 
-    model: LanguageModel
-    tokenizer: Encoder
+    model: Any
+    """In two halves, so that logits are made only where they count: `hidden(tokens (B, T), view)`
+    gives states (B, T, C), of tokens that continue the cache in `view` where that is not None;
+    `logits(states (N, C))` gives (N, V)."""
+    tokenizer: Any
+    """It has `bos_id` and `encode(text)`."""
     context: int
     """The most tokens it reads at once."""
     new_cache: Callable[[int, int], KVCache] | None = None
     """(slots, capacity) -> a cache for `hidden`. None: every option is read from its beginning."""
     pass_tokens: int = CPU_PASS_TOKENS
     """The most tokens of one forward pass, padding included."""
+    device: torch.device = torch.device("cpu")
 
 
-def eval_model_of(model: GPT, tokenizer: Encoder) -> EvalModel:
+def eval_model_of(model: GPT, tokenizer: Any) -> EvalModel:
     """One of our own models, best `gpt.for_inference` of it."""
-    pass_tokens = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
-    return EvalModel(model, tokenizer, model.cfg.max_seq_len, model.new_cache, pass_tokens)
+    most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
+    context, device = model.cfg.max_seq_len, model.device
+    return EvalModel(model, tokenizer, context, model.new_cache, most, device)
 
 
 class OptionScore(NamedTuple):
@@ -228,26 +205,30 @@ class OptionScore(NamedTuple):
 
 
 @torch.inference_mode()
-def read(
-    subject: EvalModel, questions: Sequence[Question], device: torch.device
-) -> list[list[OptionScore]]:
+def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
     """The score of every option of every question, all in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
     past = [q.shared if subject.new_cache and twice else 0 for q in questions for _ in q.options]
     unread = [ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)]
-    tokens, view = pad_right(unread, 0, device), None  # (B, T)
+    tokens, view = pad_right(unread, 0, subject.device), None  # (B, T)
     if subject.new_cache and any(past):
         cache = subject.new_cache(len(rows), max(past) + tokens.size(1))
-        read_shared(subject, questions, cache, device)
+        read_shared(subject, questions, cache)
         view = cache.view(range(len(rows)), tokens.size(1))
     hidden = subject.model.hidden(tokens, view)  # (B, T, C)
 
     places = [(b, i) for b, (ids, start) in enumerate(rows) for i in range(start, len(ids))]
     at = [(b, i - 1 - past[b], rows[b][0][i]) for b, i in places]
-    row, column, targets = torch.tensor(at, device=device).unbind(1)  # (N,) each
-    scored = iter(score_targets(subject.model, hidden[row, column], targets))
+    row, column, targets = torch.tensor(at, device=subject.device).unbind(1)  # (N,) each
+    found: list[tuple[float, bool]] = []  # nats of each target, whether it is the first choice
+    states = hidden[row, column].split(HEAD_TOKENS)
+    for h, y in zip(states, targets.split(HEAD_TOKENS), strict=True):
+        logits = subject.model.logits(h).float()
+        nats = F.cross_entropy(logits, y, reduction="none").tolist()
+        found += zip(nats, (logits.argmax(dim=1) == y).tolist(), strict=True)
+    scored = iter(found)
 
     def score(ids: Sequence[int], start: int) -> OptionScore:
         nats, first = zip(*itertools.islice(scored, len(ids) - start), strict=True)
@@ -256,28 +237,16 @@ def read(
     return [list(map(score, q.options, q.starts)) for q in questions]
 
 
-def read_shared(
-    subject: EvalModel, questions: Sequence[Question], cache: KVCache, device: torch.device
-) -> None:
+def read_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCache) -> None:
     """Fill the cache: a slot per option, each with what the options of its question share."""
     ends = itertools.accumulate(len(q.options) for q in questions)
     slots = [range(end - len(q.options), end) for q, end in zip(questions, ends, strict=True)]
-    tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, device)
+    tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, subject.device)
     subject.model.hidden(tokens, cache.view([first for first, *_ in slots], tokens.size(1)))
     for (first, *others), q in zip(slots, questions, strict=True):
         cache.lengths[first] = q.shared
         for other in others:
             cache.copy(first, other, q.shared)
-
-
-def score_targets(
-    model: LanguageModel, hidden: Tensor, targets: Tensor
-) -> Iterator[tuple[float, bool]]:
-    """Nats of every target (N,) after its state (N, C), and whether it is the first choice."""
-    for h, y in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
-        logits = model.logits(h).float()
-        nats = F.cross_entropy(logits, y, reduction="none")
-        yield from zip(nats.tolist(), (logits.argmax(dim=1) == y).tolist(), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -326,11 +295,10 @@ def examine(
     stopped = False
     with machine.working(f"scoring {task.name}"):  # others may finish earlier
         questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
-        for batch in batches(questions, subject.pass_tokens):
+        for q, scores in score_options(subject, questions):
             if stopped := stopping():
                 break
-            for q, scores in zip(batch, read_safely(subject, batch, machine.device), strict=True):
-                found[q.number] = scores, q.cropped
+            found[q.number] = scores, q.cropped
     for others, stopped_too in machine.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
@@ -347,25 +315,25 @@ def examine(
     return TaskScore(task, outcomes, num_cropped, time.perf_counter() - begun)
 
 
-def batches(questions: Sequence[Question], pass_tokens: int) -> Iterator[list[Question]]:
-    """The longest first, together as long as their options fit `pass_tokens`; at least one."""
+def score_options(
+    subject: EvalModel, questions: Sequence[Question]
+) -> Iterator[tuple[Question, list[OptionScore]]]:
+    """Each question with the scores of its options; the longest first, in batches that fit."""
     longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
-    return fill_batches(longest_first, lambda q: q.shape, pass_tokens)
+    for batch in fill_batches(longest_first, lambda q: q.shape, subject.pass_tokens):
+        yield from zip(batch, read_safely(subject, batch), strict=True)
 
 
-def read_safely(
-    subject: EvalModel, questions: Sequence[Question], device: torch.device
-) -> list[list[OptionScore]]:
+def read_safely(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
     """`read`, in halves where the memory does not suffice."""
     try:
-        return read(subject, questions, device)
+        return read(subject, questions)
     except torch.OutOfMemoryError:
         if len(questions) == 1:
             raise
     torch.cuda.empty_cache()  # outside the handler, which keeps the tensors of the failed try
     half = len(questions) // 2
-    first, rest = questions[:half], questions[half:]
-    return read_safely(subject, first, device) + read_safely(subject, rest, device)
+    return read_safely(subject, questions[:half]) + read_safely(subject, questions[half:])
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
@@ -382,52 +350,18 @@ def core(scores: Sequence[TaskScore]) -> stats.Estimate:
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 # Of the archive behind that address, as several independent public projects pin it (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
-# The tasks of CORE in the report's order, and how many items of each were published
-CORE_TASKS = {
-    "hellaswag_zeroshot": 10_042,
-    "jeopardy": 2_117,
-    "bigbench_qa_wikidata": 20_321,
-    "arc_easy": 2_376,
-    "arc_challenge": 1_172,
-    "copa": 100,
-    "commonsense_qa": 1_221,
-    "piqa": 1_838,
-    "openbook_qa": 500,
-    "lambada_openai": 5_153,
-    "hellaswag": 10_042,
-    "winograd": 273,
-    "winogrande": 1_267,
-    "bigbench_dyck_languages": 1_000,
-    "agi_eval_lsat_ar": 230,
-    "bigbench_cs_algorithms": 1_320,
-    "bigbench_operators": 210,
-    "bigbench_repeat_copy_logic": 32,
-    "squad": 10_570,
-    "coqa": 7_983,
-    "boolq": 3_270,
-    "bigbench_language_identification": 10_000,
-}
+PUBLISHED_ITEMS = 91_037  # of all its tasks
+# The tasks of CORE in the report's order
+CORE_TASKS = """
+    hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
+    openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages
+    agi_eval_lsat_ar bigbench_cs_algorithms bigbench_operators bigbench_repeat_copy_logic squad
+    coqa boolq bigbench_language_identification
+""".split()
 TIMEOUT_SECONDS = 30
 PATIENCE_SECONDS = 120.0  # a run goes on without the bundle, so it does not wait for long
-# Limits of an archive, unpacked; the largest file known, hellaswag's, has about 8 MB
-MAX_MEMBERS = 10_000
-MAX_MEMBER_BYTES = 256 << 20
-MAX_TOTAL_BYTES = 1 << 30
-MAX_RATIO = 100  # unpacked bytes per packed byte, of members above 1 MB
+MAX_UNPACKED_BYTES = 1 << 30  # of an archive
 HINT = "unpack one by hand and name it: --eval_bundle=<folder or zip>"
-
-Place = Path | zipfile.Path  # a folder, or one in an archive: both are read the same way
-
-
-@dataclass(frozen=True)
-class SuiteConfig:
-    suite: str | None = None
-    """Which few-shot tasks: `dclm`, whose mean is CORE, or the name of a built-in data set that has
-    a suite of its own, such as embedded. Default: that of the model's text if it has one, else
-    dclm."""
-    eval_bundle: str | None = None
-    """Where DCLM's tasks are: a folder, a zip file or its URL. Default: the published archive,
-    downloaded once."""
 
 
 @dataclass(frozen=True)
@@ -447,12 +381,20 @@ def open_suite(bundle: str | None) -> Suite:
     """
     The tasks of a bundle: a folder, a zip file or its URL, by default the published archive.
 
-    Raises ValueError, FileNotFoundError or UsageError with what is wrong and the fix.
+    Raises FileNotFoundError, or UsageError with what is wrong in which file, and the fix.
     """
-    return open_bundle(fetched(bundle or PUBLISHED_URL))
+    path = fetch(bundle or PUBLISHED_URL)
+    try:
+        if path.is_dir():
+            return read_bundle(path)
+        require_safe(path)
+        return read_bundle(zipfile.Path(path))
+    except Exception as error:  # whatever damaged or unexpected content leads to
+        why = f"{path} is no sound evaluation bundle ({type(error).__name__}: {error})"
+        raise UsageError(why, f"delete it if it was downloaded, or {HINT}") from error
 
 
-def fetched(location: str) -> Path:
+def fetch(location: str) -> Path:
     """A folder or file by its path, or the copy of what a URL names, downloaded once."""
     if not location.startswith(("http://", "https://")):
         path = Path(location).expanduser()
@@ -469,135 +411,58 @@ def fetched(location: str) -> Path:
 
     try:
         return Path(with_retries(location, download, PATIENCE_SECONDS))
-    except UsageError as error:
-        raise UsageError(error.args[0], HINT) from error
-    except ValueError as error:  # pooch's, of another digest
-        raise UsageError(f"{location} is not the published bundle: {error}", HINT) from error
-    except OSError as error:  # requests' errors too
-        raise UsageError(f"{location} cannot be downloaded ({error})", HINT) from error
+    except (UsageError, OSError, ValueError) as error:  # ValueError: it has another digest
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"{location} cannot be used: {why}", HINT) from error
 
 
-def open_bundle(path: Path) -> Suite:
-    """
-    Read a bundle. Raises ValueError naming the file that is none, or the line in it; UsageError for
-    an archive that is damaged or unsafe.
-    """
-    if path.is_dir():
-        return read_bundle(path, path, None)
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is neither a folder nor a zip file; {HINT}")
-    try:
-        if problem := danger(path):
-            raise UsageError(f"{path}: {problem}", HINT)
-        return read_bundle(path, zipfile.Path(path), sha256_file(path))
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        why = f"{path} is a damaged or unusual zip file ({error})"
-        raise UsageError(
-            why, f"delete it if it was downloaded, to have it anew; or {HINT}"
-        ) from error
-
-
-def danger(path: Path) -> str | None:
-    """What keeps an archive from being used: a path outside of it, a link, too many bytes."""
+def require_safe(path: Path) -> None:
+    """Raises ValueError for an archive with a path outside of it, a link or too many bytes."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     for member in members:
-        size, packed = member.file_size, max(member.compress_size, (1 << 20) // MAX_RATIO)
-        is_too_large = size > min(MAX_MEMBER_BYTES, MAX_RATIO * packed)
-        kind = stat.S_IFMT(member.external_attr >> 16)
-        problems = {
-            "is a path outside of the archive": not is_inside(member.orig_filename),
-            "is a link or a device, not a file": kind not in (0, stat.S_IFREG, stat.S_IFDIR),
-            "is encrypted": member.flag_bits & 1,
-            f"has {size:,} bytes unpacked, {member.compress_size:,} packed": is_too_large,
-        }
-        if found := [problem for problem, is_so in problems.items() if is_so]:
-            return f"{member.orig_filename!r} {found[0]}"
+        if not is_inside(member.orig_filename):
+            raise ValueError(f"{member.orig_filename!r} is a path outside of the archive")
+        if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise ValueError(f"{member.orig_filename!r} is a link or a device, not a file")
     total = sum(member.file_size for member in members)
-    if len({member.filename for member in members}) < len(members):
-        return "two members have the same name"
-    if len(members) > MAX_MEMBERS or total > MAX_TOTAL_BYTES:
-        return f"{len(members):,} members with {total:,} bytes are too many"
-    return None
+    if total > MAX_UNPACKED_BYTES:
+        raise ValueError(f"{total:,} bytes unpacked; {MAX_UNPACKED_BYTES:,} is the limit")
 
 
-def read_bundle(path: Path, root: Place, archive: str | None) -> Suite:
+def read_bundle(root: Path | zipfile.Path) -> Suite:
     """
-    The tasks of a folder, or of an archive of that SHA-256. Their core.yaml may have a line
-    `about`, a name for tasks that are not DCLM's.
+    The tasks of a folder, or of an archive, whose files of items are there. Their core.yaml may
+    have a line `about`, a name for tasks that are not DCLM's.
     """
-    inside = [root, *(place for place in root.iterdir() if place.is_dir())]
-    place = next((place for place in inside if (place / "core.yaml").is_file()), None)
+    folders: list[Any] = [root, *(place for place in root.iterdir() if place.is_dir())]
+    place = next((place for place in folders if (place / "core.yaml").is_file()), None)
     if place is None:
-        raise ValueError(f"{path} holds no core.yaml, so it is no evaluation bundle; {HINT}")
-    file = place / "core.yaml"
-    with explaining(f"{file}: not a list of tasks below icl_tasks"):
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        entries = [dict(entry) for entry in content["icl_tasks"]]
-        about = str(content.get("about", ""))
-    file = place / "eval_meta_data.csv"
-    with explaining(f"{file}: not a table with the columns Eval Task and Random baseline"):
-        rows = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8")))
-        baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
-    tasks = [task for entry in entries if (task := read_task(place, entry, baselines))]
-    if not tasks:
-        raise ValueError(f"{path} holds the items of no task; {HINT}")
-    present = {task.name for task in tasks}
-    missing = () if about else tuple(name for name in CORE_TASKS if name not in present)
-    about = about or describe(tasks, missing, archive)
-    return Suite(tuple(tasks), fingerprint([asdict(task) for task in tasks]), about, missing)
-
-
-@contextlib.contextmanager
-def explaining(problem: str) -> Iterator[None]:
-    """Turn the errors of content of another form into a ValueError that says what is wrong."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{problem} ({error!r})") from error
-
-
-def read_task(
-    place: Place, entry: Mapping[str, Any], baselines: Mapping[str, float]
-) -> FewShotTask | None:
-    """A task with its items; None where their file is not in the bundle."""
-    with explaining(f"{place / 'core.yaml'}: task {entry} lacks a setting"):
+        raise ValueError("no core.yaml is in it")
+    content = yaml.safe_load((place / "core.yaml").read_text(encoding="utf-8"))
+    table = (place / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
+    baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(table)}
+    tasks = []
+    for entry in content["icl_tasks"]:
         name, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
-        num_fewshot = int(entry["num_fewshot"][0])
-    if not isinstance(uri, str) or uri in ("", ".") or not is_inside(uri):
-        raise ValueError(
-            f"{place / 'core.yaml'}: dataset_uri {uri!r} of {name} is no path inside eval_data/; "
-            "correct it or use another bundle"
-        )
-    file = place / "eval_data" / uri
-    if not file.is_file():
-        return None
-    if name not in baselines:
-        raise ValueError(f"{place / 'eval_meta_data.csv'} has no random baseline for {name}")
-    items: list[dict[str, Any]] = []
-    with explaining(f"{file}: not UTF-8 text"):
-        lines = file.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        with explaining(f"{file}, line {number}: not a JSON object"):
-            items.append(dict(json.loads(line)))
-    delimiter = entry.get("continuation_delimiter", " ")
-    return FewShotTask(name, kind, num_fewshot, baselines[name], delimiter, items)
-
-
-def describe(tasks: Sequence[FewShotTask], missing: Sequence[str], archive: str | None) -> str:
-    """Whether these are the published tasks, in a line."""
-    if archive == PUBLISHED_SHA256:
-        return "DCLM, the published bundle"
-    words = [f"DCLM, {len(CORE_TASKS) - len(missing)} of {len(CORE_TASKS)} tasks"]
-    words += [f"without {', '.join(missing)}"] if missing else []
-    for task in tasks:
-        published = CORE_TASKS.get(task.name)
-        if published is None:
-            words.append(f"{task.name} is none of CORE's")
-        elif len(task.items) != published:
-            words.append(f"{task.name} has {len(task.items):,} of {published:,} items")
-    if len(words) == 1:
-        words.append("as many items as published")
-    else:
-        words.append("not comparable with published CORE")
-    return "; ".join(words)
+        if not isinstance(uri, str) or uri in ("", ".") or not is_inside(uri):
+            raise ValueError(f"dataset_uri {uri!r} of {name} is no path inside eval_data/")
+        file = place / "eval_data" / uri
+        if file.is_file():
+            items = [dict(item) for _, item in json_lines(file)]
+            num_fewshot, baseline = int(entry["num_fewshot"][0]), baselines[name] / 100
+            delimiter = entry.get("continuation_delimiter", " ")
+            tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))
+    if not tasks:
+        raise ValueError("the items of no task are in it")
+    digest, num_items = fingerprint([asdict(t) for t in tasks]), sum(len(t.items) for t in tasks)
+    if "about" in content:
+        return Suite(tuple(tasks), digest, str(content["about"]))
+    missing = tuple(name for name in CORE_TASKS if name not in {task.name for task in tasks})
+    about = (
+        f"DCLM, {len(CORE_TASKS) - len(missing)} of {len(CORE_TASKS)} tasks, "
+        f"{num_items:,} of {PUBLISHED_ITEMS:,} items"
+    )
+    if missing or num_items != PUBLISHED_ITEMS:
+        about += "; not comparable with published CORE"
+    return Suite(tuple(tasks), digest, about, missing)

@@ -144,10 +144,9 @@ class ValidationLoss(Evaluator):
         return row_batches(self.stored_batches(rows), self.rows_per_pass)
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+        score, sizes = self.model.token_losses, self.token_bytes
         found = {
-            name: bits_per_byte(
-                self.model, self.batches(rows), self.token_bytes, self.machine, stopping
-            )
+            name: bits_per_byte(score, self.batches(rows), sizes, self.machine, stopping)[0]
             for name, rows in self.rows.items()
         }
         every = pooled(found.values())

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import psutil
 
-from nanochat import stats
+from nanochat import records, stats
 from nanochat.common import (
     REPOSITORY,
     base_dir,
@@ -34,6 +34,7 @@ from nanochat.common import (
     write_atomic,
     write_json,
 )
+from nanochat.config import settings
 from nanochat.records import (
     ADDED_COSTS,
     CHAT_TASKS,
@@ -85,6 +86,16 @@ MoreSections = Callable[
 
 # ------------------------------------------------------------------------------------------------
 # What stages and scripts call
+
+
+def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
+    """
+    Write the record of a script and render the report again. cfg: the script's settings, one of
+    which is report_dir. The others are those of `records.write_record`: values by name, a
+    Provenance, a Cost, and what else is shown, such as tables.
+    """
+    records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
+    update(cfg.report_dir)
 
 
 def update(

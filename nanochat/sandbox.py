@@ -1,22 +1,25 @@
 """
-Runs Python that a model wrote in a child that can compute, print, and keep a few files.
+Run what a model wrote: Python in a child that can compute, print and keep a few files; sums in a
+calculator.
 
     code -> [bubblewrap, or Landlock] + seccomp + limits -> stdout, stderr, how it ended
+    a model's call -> Tools: calculate, else (if allowed) run_python -> the text to inject, or None
 
 Two layers keep the child from everything else. bubblewrap gives it namespaces of its own: a file
 system with nothing but the interpreter and a tmpfs of limited size, no network, no processes but
 its own. Where that does not work, as in most containers, Landlock closes the file system and the
 system call filter the rest; the child's files are then on disk, where they are counted. A layer
 counts only after a probe that tried to break out of it. Where none holds nothing is run, unless
-the caller says so. The child's half is `sandbox_child.py`. Safe from any thread. Knows nothing of
-tasks, tools or scores.
+the caller says so. The child's half is `sandbox_child.py`. Safe from any thread.
 """
 
+import ast
 import contextlib
 import fcntl
 import functools
 import marshal
 import math
+import operator
 import os
 import re
 import selectors
@@ -28,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -83,16 +86,10 @@ class Limits:
     bubblewrap they are in memory, in a file system of this size. Under Landlock they are on disk
     and counted every 10 ms: what is written in between comes on top."""
 
-    def __post_init__(self) -> None:
-        low = {"seconds": 0.001, "memory_bytes": 2**26, "output_bytes": 1, "file_bytes": BLOCK}
-        for name, least in low.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but at least {least} is needed")
-
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended. All of it is the program's own word: to judge one, use `passes`."""
+    """How a program ended. All of it is the program's own word: `tasks.humaneval` judges one."""
 
     ok: bool
     """It ended by itself, within its limits, with exit status 0."""
@@ -113,44 +110,6 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
     case too. Raises SandboxUnavailable, whose message names the ways out.
     """
     return run({"role": "program", "code": code}, limits, choose_layer(unsafe))
-
-
-def passes(
-    program: str,
-    test: str,
-    entry: str,
-    setup: str = "",
-    limits: Limits = Limits(),
-    *,
-    unsafe: bool = False,
-) -> bool:
-    """
-    Whether the function `entry` of a program withstands a test that knows it by that name.
-
-    The program and the test run in sandboxes of their own. In the test's, `entry` is a function
-    that asks the program's, and nothing but plain data passes between them: None, numbers, text,
-    bytes, and lists, tuples, sets and dicts of these, always as exactly these types. `setup` is
-    trusted code that the test builds upon; it runs before the test, which replaces its `entry`.
-    The test passes by running to its end: for HumanEval, test=test + "check(<entry>)" and
-    setup=prompt.
-
-    Guaranteed: true only if, within the limits, the program's process answered every call of the
-    test with values that the test accepts. Whatever the program prints, patches, overrides or
-    writes into its pipes, and however it ends, it reaches neither the test's code nor the place
-    where the verdict is made. Not guaranteed: that a function computed the values (a program may
-    guess), that the test is a good one, nor anything where it runs unconfined. The price: a test
-    sees no changes to its arguments, and cannot pass functions or objects.
-    """
-    layer = choose_layer(unsafe)
-    calls, replies = os.pipe(), os.pipe()
-    ends = (calls[0], replies[1]), (replies[0], calls[1])  # the program's, the test's
-    held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
-    judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
-    with ThreadPoolExecutor(1) as other:
-        candidate = other.submit(run, held, limits, layer, ends[0])
-        verdict = run(judge, limits, layer, ends[1])
-        candidate.result()  # raises if it could not be started
-    return verdict.ok
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,28 +154,23 @@ def command(layer: Layer, limits: Limits, info: int) -> list[str]:
     child = [interpreter(), "-I", "-S", "-X", "utf8", "-c", child_source()]
     if layer != "bubblewrap":
         return child
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise SandboxUnavailable("bwrap is not installed")
+    bwrap = shutil.which("bwrap") or "bwrap"  # which cannot be started: the reason is reported
     shown = [word for path in readable() for word in ("--ro-bind", path, path)]
     size = str(limits.file_bytes + BLOCK)  # a block more, so that `watch` sees the limit broken
     kept = ["--size", size, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     return [bwrap, *NAMESPACES, "--info-fd", str(info), *shown, *kept, "--", *child]
 
 
-@functools.cache
 def child_source() -> str:
     """The text of the child's half."""
     return Path(__file__).with_name("sandbox_child.py").read_text(encoding="utf-8")
 
 
-@functools.cache
 def interpreter() -> str:
     """The running interpreter, outside of any virtual environment."""
     return os.path.realpath(sys._base_executable)  # type: ignore
 
 
-@functools.cache
 def readable() -> tuple[str, ...]:
     """All that a child may read: the interpreter, its library, the system's shared libraries."""
     prefix = os.path.realpath(sys.base_prefix)
@@ -264,14 +218,11 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
             pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
         inner = await_start(process, status)
         used = file_counter(layer, inner, folder, until_end)
-        (stdout, stderr), reason = watch(process, limits, used)
+        output, reason = watch(process, limits, used)
         exit_status = kill(process, inner)
-        return Result(
-            ok=not reason and exit_status == 0,
-            stdout=stdout[: limits.output_bytes].decode("utf-8", "replace"),
-            stderr=stderr[: limits.output_bytes].decode("utf-8", "replace"),
-            reason=reason or (f"exit status {exit_status}" if exit_status else ""),
-        )
+        reason = reason or (f"exit status {exit_status}" if exit_status else "")
+        stdout, stderr = (x[: limits.output_bytes].decode("utf-8", "replace") for x in output)
+        return Result(not reason, stdout, stderr, reason)
 
 
 def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
@@ -290,7 +241,6 @@ def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
     return {"layer": layer, "rlimits": rlimits, "nobody": nobody, "readable": list(readable())}
 
 
-@functools.cache
 def may_trace() -> bool:
     """Whether this process may read in /proc which files another user's process holds open."""
     found = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -357,10 +307,10 @@ def watch(
                 "output": max(map(len, output.values())) > limits.output_bytes,
                 "files": used() > limits.file_bytes,
             }
-            if any(broken.values()):
+            if reason := next((name for name in broken if broken[name]), ""):
                 for key, _ in selector.select(0):  # what was printed before the limit was passed
                     output[key.fd] += os.read(key.fd, CHUNK)
-                return list(output.values()), next(name for name in broken if broken[name])
+                return list(output.values()), reason
     return list(output.values()), ""
 
 
@@ -458,3 +408,101 @@ def disk_bytes(folder: str, pid: int) -> float:
             if path.startswith(f"{folder}/"):
                 sizes.setdefault(int(inode), math.inf)
     return sum(max(BLOCK, size) for size in sizes.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# Tools of a model: a calculator, and Python where that is allowed. The calculator never lets Python
+# evaluate what a model wrote: it walks a syntax tree of numbers and operators and rejects the rest,
+# what would be slow, and what would be large.
+
+PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
+MAX_CHARACTERS = 256  # of an expression
+LARGEST = 10**30  # of all values on the way
+LARGEST_EXPONENT = 256
+DECIMALS = 6  # with 3 or more, as many results of GSM8K's annotations come out as they stand there
+ARITHMETIC = re.compile(r"[0-9.,+*/%()\s-]+")
+QUOTED = r"\"[^\"\\\n]*\"|'[^'\\\n]*'"
+COUNT = re.compile(rf"({QUOTED})\.count\(({QUOTED})\)")
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+class Tools:
+    """
+    Answers a model's calls: `Engine(..., tool=Tools())`.
+
+    python: let the sandbox run what is no arithmetic; what it prints is the answer. unsafe: run it
+    unconfined where nothing confines it. threads: run up to so many programs alongside the engine;
+    their answers are then futures. Raises SandboxUnavailable if Python is allowed and nothing
+    here confines it.
+    """
+
+    def __init__(self, python: bool = False, unsafe: bool = False, threads: int = 0):
+        if python:
+            choose_layer(unsafe)
+        self.python, self.unsafe = python, unsafe
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools") if threads else None
+
+    def __call__(self, code: str) -> str | None | Future[str | None]:
+        """The answer to one call, or its future; None where there is none."""
+        answer = calculate(code)
+        if answer is not None or not self.python:
+            return answer
+        return self.pool.submit(self.run, code) if self.pool else self.run(code)
+
+    def run(self, code: str) -> str | None:
+        """What a program prints; None where it prints nothing, or fails."""
+        result = run_python(code, PYTHON_LIMITS, unsafe=self.unsafe)
+        return result.stdout.strip() or None if result.ok else None
+
+
+def calculate(expression: str) -> str | None:
+    """
+    The value of `12*(3+4)/7`, or of `"strawberry".count("r")`; None for anything else.
+
+    Numbers, + - * / // % **, signs and parentheses; commas are dropped. Whole numbers come out
+    without a decimal point, others rounded to DECIMALS.
+    """
+    expression = expression.strip()
+    if len(expression) > MAX_CHARACTERS:
+        return None
+    counted = COUNT.fullmatch(expression)
+    if counted:
+        text, part = (quoted[1:-1] for quoted in counted.groups())
+        return str(text.count(part))
+    if not ARITHMETIC.fullmatch(expression):
+        return None
+    try:
+        value = evaluate(ast.parse(expression.replace(",", ""), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+    rounded = round(value, DECIMALS)
+    return str(int(rounded)) if rounded == int(rounded) else f"{value:.{DECIMALS}f}".rstrip("0")
+
+
+def evaluate(node: ast.AST) -> int | float:
+    """The value of a syntax tree. Raises ValueError or ArithmeticError where it has none for us."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            pass
+        case ast.UnaryOp(op=sign, operand=operand):
+            value = OPERATORS[type(sign)](evaluate(operand))
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = evaluate(left), evaluate(right)
+            if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
+                raise ValueError("too large an exponent")
+            value = OPERATORS[type(op)](a, b)
+        case _:
+            raise ValueError("no arithmetic")
+    if isinstance(value, complex) or not abs(value) <= LARGEST:
+        raise ValueError("too large, or no real number")
+    return value

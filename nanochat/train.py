@@ -659,10 +659,10 @@ def finished_before(
     section: str,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
-    cfg: TrainConfig,
+    cfg: Any,  # with skip_if_done and report_dir
     machine: DistContext,
 ) -> bool:
-    """Whether --skip_if_done finds this very training recorded and its checkpoint intact."""
+    """Whether --skip_if_done finds this very stage recorded and its checkpoint intact."""
     if not cfg.skip_if_done:
         return False
     key = records.stage_key(settings, inputs)

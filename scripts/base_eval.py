@@ -23,7 +23,6 @@ from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_core import (
     EvalModel,
     Suite,
-    SuiteConfig,
     TaskScore,
     core,
     eval_model_of,
@@ -52,7 +51,13 @@ class BaseEval:
     ours. Needs the packages of `uv sync --group interop`."""
     trust_remote_code: bool = False
     """Run the code that comes with that model."""
-    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    suite: str | None = None
+    """Which few-shot tasks: `dclm`, whose mean is CORE, or the name of a built-in data set that has
+    a suite of its own, such as embedded. Default: that of the model's text if it has one, else
+    dclm."""
+    eval_bundle: str | None = None
+    """Where DCLM's tasks are: a folder, a zip file or its URL. Default: the published archive,
+    downloaded once."""
     final: bool = False
     """Look at tasks that scripts.lab.hold_out declared final, and have it written down."""
     only_fetch: bool = False
@@ -85,7 +90,7 @@ def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
 
     def open_asked(dataset: str | None) -> Suite:
-        return open_suite(choose_bundle(cfg.suite.suite, cfg.suite.eval_bundle, dataset))
+        return open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset))
 
     if cfg.only_fetch:
         return print(open_asked(None).about)
@@ -110,7 +115,12 @@ def main(cfg: BaseEval) -> None:
         scores.append(examine(model, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
         if machine.is_main:  # an abort keeps what was scored
-            write_section(cfg, machine, candidate, suite, scores, started)
+            values, items = figures(candidate.name, suite, scores)
+            origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
+            cost, folder = records.Cost.since(started, machine), cfg.report_dir
+            shown = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
+            name, asked = candidate.section, settings(cfg)
+            records.write_record(name, asked, values, origin, cost, folder, **shown)
         started = time.perf_counter()
     total = core(scores)
     machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
@@ -179,20 +189,12 @@ def describe(score: TaskScore) -> str:
     )
 
 
-def write_section(
-    cfg: BaseEval,
-    machine: DistContext,
-    candidate: Candidate,
-    suite: Suite,
-    scores: Sequence[TaskScore],
-    started: float,
-) -> None:
-    """
-    The record, with CORE and how it is made of the items where all tasks are scored. The cost is
-    added to that of the tasks before.
-    """
+def figures(
+    name: str, suite: Suite, scores: Sequence[TaskScore]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and items of the record, with CORE and its items where all tasks are scored."""
     whole, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
-    values: dict[str, Any] = {"Model": candidate.name}
+    values: dict[str, Any] = {"Model": name}
     items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
     if whole:
         values["CORE metric"] = records.estimate(*core(scores))
@@ -206,17 +208,7 @@ def write_section(
         "Suite": suite.about,
         "Cropped items": sum(score.num_cropped for score in scores),
     }
-    records.write_record(
-        candidate.section,
-        settings(cfg),
-        values,
-        records.Provenance(candidate.run_id, candidate.seed, candidate.inputs),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-        items=items,
-        tables=[task_table(scores)],
-        extend=len(scores) > 1,
-    )
+    return values, items
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from nanochat.config import settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, document_bpb, pooled, row_batches
+from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, pooled, row_batches
 from nanochat.evaluators import samples
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import finished_before
 from tasks.builtin import ensure_written
 
 SECTION = "Base model loss"
@@ -38,12 +39,6 @@ class BaseLoss:
     split_tokens: int | None = None
     """Tokens to score of the training rows and of the validation rows; at most all of them.
     Default: 10,485,760, on a CPU 262,144."""
-    max_documents: int | None = None
-    """Validation documents of each text to score one by one. Default: all."""
-    sliding_stride: int | None = None
-    """Tokens scored per window of the sliding evaluation. Default: a quarter of a row."""
-    sliding_documents: int = 256
-    """Validation documents of the sliding evaluation, counted from the first; 0 = none."""
     model_tag: str | None = short("g", None)
     """Folder under base_checkpoints/. Default: the one written last."""
     model_step: int | None = short("s", None)
@@ -56,10 +51,6 @@ class BaseLoss:
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
-    def __post_init__(self) -> None:
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(f"--max_documents is at least 1, got {self.max_documents}")
-
 
 def main(cfg: BaseLoss) -> None:
     started = time.perf_counter()
@@ -70,11 +61,7 @@ def main(cfg: BaseLoss) -> None:
     )
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
-    key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and machine.on_main(
-        "verifying files", lambda: records.finished(SECTION, key, cfg.report_dir) is not None
-    ):
-        machine.print0(f"{SECTION}: finished already, skipped")
+    if finished_before(SECTION, settings(cfg), inputs, cfg, machine):
         return machine.close()
 
     # The model and its text
@@ -96,7 +83,8 @@ def main(cfg: BaseLoss) -> None:
     token_bytes = tokenizer.token_bytes()
 
     def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
-        return bits_per_byte(model, row_batches(batches, step_rows), token_bytes, machine)
+        scored = row_batches(batches, step_rows)
+        return bits_per_byte(model.token_losses, scored, token_bytes, machine)[0]
 
     seen, unseen = {}, {}
     for name, rows in corpus.rows.items():
@@ -106,36 +94,19 @@ def main(cfg: BaseLoss) -> None:
     train, val = pooled(seen.values()), pooled(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
-    # Documents, each from its beginning: comparable between packers and tokenizers
-    def score(stride: int, most: int | None) -> Bpb:
-        every = (source.texts(source.val_shard, most) for source in texts.sources.values())
-        return pooled(
-            document_bpb(model, each, tokenizer, T, stride, step_rows, machine) for each in every
-        )
-
-    plain = score(T, cfg.max_documents)
-    machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
         **samples(model, tokenizer),
-        "document bpb": plain.value,
-        "document bytes": plain.bytes,
         **bucket_figures(unseen),
+        "train tokens scored": train.tokens,
+        "val tokens scored": val.tokens,
     }
-    if cfg.sliding_documents:
-        stride = cfg.sliding_stride or max(1, T // 4)
-        values["sliding window bpb"] = score(stride, cfg.sliding_documents).value
-        values["same documents, plain"] = score(T, cfg.sliding_documents).value
-        values["sliding stride"] = stride
-    values["train tokens scored"], values["val tokens scored"] = train.tokens, val.tokens
-
     if machine.is_main:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
-            records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir)
-            report.update(cfg.report_dir)
+            report.write_section(SECTION, cfg, values, provenance, cost)
     machine.close()
 
 

@@ -31,9 +31,9 @@ from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
+from nanochat.sandbox import Tools
 from nanochat.serve.transcript import Transcript, render_fitting
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 
 HELP = """\
 /help            this list
@@ -184,23 +184,23 @@ class Chat:
             system = [{"role": "system", "content": self.system}] if self.system else []
             messages = [*system, *self.messages, asked]
             prompt = render_fitting(tokenizer, messages, self.engine.cache.capacity * 3 // 4)
-        self.engine.check(prompt)
         transcript = Transcript(tokenizer)
         cfg, seed = self.cfg, self.cfg.seed + len(self.messages)  # other numbers for every turn
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=seed)
-        stream = self.engine.stream(prompt, sampling)
-        shown = "text"
+        [completion] = self.engine.submit(prompt, sampling)
+        shown, seen, stopped = "text", 0, ""
         try:
-            for token in stream:
-                for kind, text in transcript.add(token):
+            while completion.finish is None:
+                self.engine.step()
+                new, seen = completion.ids[seen:], len(completion.ids)
+                for kind, text in (piece for token in new for piece in transcript.add(token)):
                     shown = self.show(shown, kind, text)
             for kind, text in transcript.close():
                 shown = self.show(shown, kind, text)
-            stopped = ""
         except KeyboardInterrupt:
             stopped = " (stopped)"
         finally:
-            stream.close()
+            self.engine.cancel(completion)
         self.write(self.lines.end(), STYLES[shown])
         self.write(stopped, "dim")
         self.write("]\n" if shown != "text" else "\n")

@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.common import UsageError
 from nanochat.config import settings, short, start
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import Graded, Outcomes, left_out, score_by_generation, score_by_logits
+from nanochat.eval_chat import Graded, Outcomes, score_by_generation, score_by_logits
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import for_inference
 from nanochat.lab.held_out import admitted, require_access
 from nanochat.lab.variance import default_repeats, repeated
 from nanochat.preflight import choose_fused_engine
+from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 from tasks.base import Task
 from tasks.registry import exam, key_of, why_unavailable
 
@@ -39,28 +40,19 @@ BUILTIN_EVAL_TASKS = {  # by the data set that the base model was trained on
 
 
 @dataclass(frozen=True)
-class ChatEval:
-    source: Literal["base", "mid", "sft", "rl"] = short("i", "sft")
-    """The stage whose model is scored."""
+class TaskEval:
+    """What the scripts that score chat models have in common."""
+
     task_name: str | None = short("a", None)
     """Tasks by name, with | between them. Default: all of the model's world."""
     temperature: float = short("t", 0.0)
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int = short("m", 512)
     """Longest answer, in tokens."""
-    num_samples: int | None = short("n", None)
-    """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
-    Default: 1 at temperature 0, else what scripts.lab.eval_variance found the task to need."""
     top_k: int | None = short("k", 50)
     """Sample from the k most likely tokens. Default: all."""
     top_p: float = 1.0
     """Only among the likeliest tokens that together reach this probability."""
-    batch_size: int | None = short("b", None)
-    """Answers written at a time; changes no result. Default: 64."""
-    model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the one written last."""
-    step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
     max_problems: int | None = short("x", None)
     """Questions of each task, counted from the first. Default: all."""
     seed: int = 0
@@ -69,17 +61,42 @@ class ChatEval:
     """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
     unsafe_exec: bool = False
     """Run what the model wrote with all your rights where this machine has no sandbox."""
+    batch_size: int | None = short("b", None)
+    """Answers written at a time; changes no result. Default: 64."""
     compile_engine: bool | None = None
     """Fuse the step that writes a token. Default: on a GPU, and on a CPU where so much may be
     written that it pays."""
     final: bool = False
     """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
     it, they are rejected by name and otherwise left out."""
-    skip_if_done: bool = False
-    """Skip the tasks on which this checkpoint was scored with these settings before."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
+
+    def count(self, task: Task) -> int:
+        """Questions of a task that are asked."""
+        return min(len(task), self.max_problems or len(task))
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            self.max_new_tokens, self.temperature, self.top_k, self.top_p, seed=self.seed
+        )
+
+
+@dataclass(frozen=True)
+class ChatEval(TaskEval):
+    source: Literal["base", "mid", "sft", "rl"] = short("i", "sft")
+    """The stage whose model is scored."""
+    num_samples: int | None = short("n", None)
+    """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
+    Default: 1 at temperature 0, else what scripts.lab.eval_variance found the task to need."""
+    model_tag: str | None = short("g", None)
+    """Folder of the checkpoint. Default: the one written last."""
+    step: int | None = short("s", None)
+    """Step of the checkpoint. Default: the last good one."""
+    skip_if_done: bool = False
+    """Skip the tasks on which this checkpoint was scored with these settings before."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_samples", "batch_size", "max_problems"):
@@ -92,24 +109,43 @@ class ChatEval:
     def section(self) -> str:
         return f"Chat evaluation {self.source}"
 
-    def count(self, task: Task) -> int:
-        """Questions of a task that are asked."""
-        return min(len(task), self.max_problems or len(task))
-
     def repeats(self, task: Task) -> int:
         """Answers to each question of a task that is scored by what the model generates."""
         return self.num_samples or default_repeats(task.name, self.temperature)
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(
-            self.max_new_tokens, self.temperature, self.top_k, self.top_p, seed=self.seed
-        )
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
     """What a model is scored on that was pretrained on `source`, as a checkpoint describes it."""
     return BUILTIN_EVAL_TASKS.get(source.get("dataset", ""), EVAL_TASKS)
+
+
+def open_tasks(
+    cfg: TaskEval, default: Sequence[str], machine: DistContext
+) -> tuple[list[Task], dict[str, str]]:
+    """
+    The tasks that every rank can score, and of the others why not; logged. Raises UsageError where
+    the user asked for one of these by name.
+    """
+    names = admitted(cfg.task_name, default, cfg.final, machine.print0)
+    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
+    missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
+    for name, why in missing.items():
+        if cfg.task_name:
+            raise UsageError(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
+        machine.print0(f"{name} is left out: {why}")
+    with machine.working("loading the tasks"):
+        return [exam(name, cfg.unsafe_exec) for name in names if name not in missing], missing
+
+
+def open_engine(
+    cfg: TaskEval, checkpoint: Checkpoint, machine: DistContext, num_answers: int
+) -> Engine:
+    """An engine with the model of a checkpoint, compiled where that many answers pay for it."""
+    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    model = for_inference(load_model(checkpoint, machine))
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
+    fused = choose_fused_engine(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
+    return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
 
 
 def main(cfg: ChatEval) -> None:
@@ -120,11 +156,7 @@ def main(cfg: ChatEval) -> None:
         lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0),
     )
     every_task = default_tasks(checkpoint.state["source"])
-    names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)
-    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
-    missing = left_out(reasons, bool(cfg.task_name), machine)
-    with machine.working("loading the tasks"):
-        tasks = [exam(name, cfg.unsafe_exec) for name in names if name not in missing]
+    tasks, missing = open_tasks(cfg, every_task, machine)
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # of each task's score
     known: dict[str, Estimate] = {}
@@ -139,13 +171,9 @@ def main(cfg: ChatEval) -> None:
         who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
         require_access([task.name for task in todo], cfg.final, who)
     machine.barrier()
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = for_inference(load_model(checkpoint, machine))
     generated = [task for task in todo if task.kind == "generate"]
     answers = sum(cfg.count(task) * cfg.repeats(task) for task in generated)
-    fused = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.max_new_tokens)
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    engine = Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
+    engine = open_engine(cfg, checkpoint, machine, answers)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
         """Extend the section at the cost of the time since; an abort keeps what was scored."""
@@ -161,6 +189,7 @@ def main(cfg: ChatEval) -> None:
     for task in todo:
         begun = time.perf_counter()
         if task.kind == "choice":
+            model, tokenizer = engine.model, engine.tokenizer
             graded = score_by_logits(model, tokenizer, task, cfg.count(task), machine)
         else:
             n, repeats = cfg.count(task), cfg.repeats(task)

@@ -24,8 +24,8 @@ from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import Memory, Prepared, choose_fused_engine
 from nanochat.rl import HeldOut, RLConfig, RolloutLoader, summarize
+from nanochat.sandbox import Tools
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 from nanochat.train import (
     Stopwatch,
     TrainConfig,

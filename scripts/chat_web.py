@@ -22,10 +22,10 @@ from nanochat.config import refuse, short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Sampling
 from nanochat.preflight import choose_fused_engine
+from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.server import Server, ServerConfig, listen, url_of
-from nanochat.tools import Tools
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 

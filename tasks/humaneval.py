@@ -1,15 +1,17 @@
 """
 HumanEval: functions to write from their signature and docstring, judged by running tests.
 
-    answer -> the program in it -> sandbox.passes: it and the tests, each in a child of its own
+    answer -> the program in it -> passes: it and the test, each in a child of its own -> 0 or 1
 
 Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2107.03374.
 """
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
-from nanochat.sandbox import passes
+from nanochat import sandbox
 from tasks.base import Conversation, assistant, spoken, user
 from tasks.hub import HubTask, Row
 
@@ -70,3 +72,33 @@ def code_in(answer: str, entry: str) -> str:
     """
     blocks = BLOCK.findall(answer) or [answer]
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
+
+
+def passes(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
+    """
+    Whether the function `entry` of a program withstands a test that knows it by that name.
+
+    The program and the test run in sandboxes of their own. In the test's, `entry` is a function
+    that asks the program's, and nothing but plain data passes between them: None, numbers, text,
+    bytes, and lists, tuples, sets and dicts of these, always as exactly these types. `setup` is
+    trusted code that the test builds upon; it runs before the test, which replaces its `entry`.
+    The test passes by running to its end: for HumanEval, test=test + "check(<entry>)" and
+    setup=prompt.
+
+    Guaranteed: true only if, within the limits, the program's process answered every call of the
+    test with values that the test accepts. Whatever the program prints, patches, overrides or
+    writes into its pipes, and however it ends, it reaches neither the test's code nor the place
+    where the verdict is made. Not guaranteed: that a function computed the values (a program may
+    guess), that the test is a good one, nor anything where it runs unconfined. The price: a test
+    sees no changes to its arguments, and cannot pass functions or objects.
+    """
+    layer, limits = sandbox.choose_layer(unsafe), sandbox.Limits()
+    calls, replies = os.pipe(), os.pipe()
+    ends = (calls[0], replies[1]), (replies[0], calls[1])  # the program's, the test's
+    held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
+    judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
+    with ThreadPoolExecutor(1) as other:
+        candidate = other.submit(sandbox.run, held, limits, layer, ends[0])
+        verdict = sandbox.run(judge, limits, layer, ends[1])
+        candidate.result()  # raises if it could not be started
+    return verdict.ok

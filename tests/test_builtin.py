@@ -7,7 +7,7 @@ import pytest
 
 from nanochat.common import read_json, sha256_file
 from nanochat.dataset import DataConfig, open_source
-from nanochat.eval_core import FewShotTask, open_bundle
+from nanochat.eval_core import FewShotTask, open_suite
 from nanochat.mixture import MixConfig, open_texts
 from tasks.builtin import ensure_written
 from tasks.world import write
@@ -44,7 +44,7 @@ def test_the_folder_is_an_ordinary_data_set(base, monkeypatch):
 
 
 def test_the_suite_is_an_ordinary_bundle(base):
-    found = open_bundle(ensure_written("embedded", 0) / "suite")
+    found = open_suite(f"{ensure_written('embedded', 0)}/suite")
     assert found.tasks == tuple(FewShotTask(**task) for task in suite())
     assert found.fingerprint == "11eb3427e48b432b" and found.about == "embedded world"
 

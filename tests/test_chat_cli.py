@@ -9,7 +9,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from nanochat.chat_format import render_prompt
-from nanochat.engine import Engine
+from nanochat.engine import Completion, Engine
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_cli import LineBreaker
 from tests.web_server import write_model
@@ -20,11 +20,12 @@ def asked(monkeypatch):
     """The prompt of every answer, as text; the answers themselves are empty."""
     found = []
 
-    def stream(engine, prompt, settings):
+    def submit(engine, prompt, settings):
+        engine.check(prompt)
         found.append(engine.tokenizer.decode(prompt))
-        yield from ()
+        return [Completion(prompt, settings, 0, finish="stop")]
 
-    monkeypatch.setattr(Engine, "stream", stream)
+    monkeypatch.setattr(Engine, "submit", submit)
     return found
 
 
@@ -101,12 +102,14 @@ def test_an_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monk
     write_model()
     prompts = []
 
-    def stream(engine, prompt, settings):
-        prompts.append(prompt)
-        yield from engine.tokenizer.encode("as far as")
-        raise KeyboardInterrupt
+    def step(engine):
+        [completion] = engine.waiting
+        if completion.ids:
+            raise KeyboardInterrupt
+        prompts.append(completion.prompt)
+        completion.ids += engine.tokenizer.encode("as far as")
 
-    monkeypatch.setattr(Engine, "stream", stream)
+    monkeypatch.setattr(Engine, "step", step)
     said = typed("one\rtwo\r/quit\r")
     assert said.text.count("as far as (stopped)\n") == 2
     messages = [

@@ -28,6 +28,12 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class MoreRates(Rates):
+    bias_lr: float = 0.0
+    """How fast biases move."""
+
+
+@dataclass(frozen=True)
 class Script:
     depth: int = 20
     """The dial."""
@@ -140,6 +146,7 @@ def test_a_value_of_the_wrong_type_is_named(capsys):
 
 def test_help_joins_the_lines_below_a_setting(capsys):
     assert field_docs(Rates)["matrix_lr"] == "How fast matrices move."
+    assert list(field_docs(MoreRates)) == ["matrix_lr", "bias_lr"]
     with pytest.raises(SystemExit):
         read("--help")
     out = capsys.readouterr().out

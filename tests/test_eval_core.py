@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import report
+from nanochat import eval_core, report
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
 from nanochat.distributed import DistConfig, DistContext
@@ -18,13 +18,12 @@ from nanochat.eval_core import (
     EvalModel,
     FewShotTask,
     Question,
-    SuiteConfig,
     ask,
-    batches,
     core,
     eval_model_of,
     examine,
     read,
+    score_options,
 )
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
@@ -102,7 +101,7 @@ def test_a_choice_is_scored_from_where_the_options_part(machine):
     item = {"query": "x", "choices": ["ab", "ac"], "gold": 1}
     asked = ask(task("multiple_choice", [item]), 0, Letters(), 100)
     assert asked.starts == [3, 3]
-    readings = read(EvalModel(model, Letters(), 100), [asked], CPU)[0]
+    readings = read(EvalModel(model, Letters(), 100), [asked])[0]
     assert [r.nats for r in readings] == pytest.approx([-math.log(0.2), -math.log(0.4)], rel=1e-5)
 
 
@@ -136,7 +135,7 @@ def test_an_option_that_begins_another_or_ends_it_has_something_to_score(options
         asked = ask(task(kind, [item]), 0, Letters(), 100)
         for ids, start in zip(asked.options, asked.starts, strict=True):
             assert 0 < start < len(ids)
-        assert len(read(EvalModel(Pairs(), Letters(), 100), [asked], CPU)[0]) == 2
+        assert len(read(EvalModel(Pairs(), Letters(), 100), [asked])[0]) == 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -261,8 +260,8 @@ def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, 
     fast = eval_model_of(gpt, Letters())
     questions = questions_of(one_task)
     assert one_task.kind == "language_modeling" or any(q.shared > 20 for q in questions)
-    got = read(fast, questions, CPU)
-    plain = read(replace(fast, new_cache=None), questions, CPU)
+    got = read(fast, questions)
+    plain = read(replace(fast, new_cache=None), questions)
     for q, quick, slow in zip(questions, got, plain, strict=True):
         for ids, start, a, b in zip(q.options, q.starts, quick, slow, strict=True):
             row = torch.tensor([ids])
@@ -287,9 +286,9 @@ def test_the_fast_path_reads_fewer_tokens(gpt):
         logits = staticmethod(gpt.logits)
 
     fast = replace(eval_model_of(gpt, Letters()), model=Counted())
-    read(fast, questions, CPU)
+    read(fast, questions)
     quick, count[:] = sum(count), []
-    read(replace(fast, new_cache=None), questions, CPU)
+    read(replace(fast, new_cache=None), questions)
     assert quick < sum(count) / 2
 
 
@@ -353,7 +352,7 @@ def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
     schema = FewShotTask("schema", "schema", 0, 0.5, "", [item])
     question = ask(schema, 0, Letters(), 400)
     assert [len(ids) - 1 for ids in question.options] == list(question.starts)
-    (readings,) = read(eval_model_of(gpt, Letters()), [question], CPU)
+    (readings,) = read(eval_model_of(gpt, Letters()), [question])
     assert all(math.isfinite(reading.nats) for reading in readings)
 
 
@@ -374,14 +373,16 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
         for n in (8, 16)
     )
     for questions, passes in (([little], [19]), ([much], [16, 3]), ([little, much], [16, 11])):
-        read(subject, questions, CPU)
+        read(subject, questions)
         assert widths == passes
         widths.clear()
 
 
-def test_batches_hold_every_question_once_and_what_fits():
+def test_batches_hold_every_question_once_and_what_fits(monkeypatch):
     questions = [Question(i, [[0] * n] * 2, [1, 1], 0, False) for i, n in enumerate([9, 3, 50])]
-    found = list(batches(questions, 40))
+    found = []
+    monkeypatch.setattr(eval_core, "read", lambda subject, batch: found.append(batch) or batch)
+    list(score_options(EvalModel(None, None, 50, pass_tokens=40), questions))
     assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
 
 
@@ -425,8 +426,8 @@ def save_base(tag, seed, dataset):
 
 def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
     """Run the script as a user does; returns the record."""
-    machine, suite = DistConfig("cpu", "float32"), SuiteConfig(suite, eval_bundle)
-    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, suite=suite, **settings))
+    asked = {"model_tag": tag, "suite": suite, "eval_bundle": eval_bundle, **settings}
+    base_eval.main(base_eval.BaseEval(machine=DistConfig("cpu", "float32"), **asked))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 

@@ -38,7 +38,7 @@ OWNERS = {
     "torch.distributed": {"nanochat/distributed.py", "nanochat/optim.py"},
 }
 NO_TORCH = (
-    *("common", "config", "records", "sandbox", "tools"),
+    *("common", "config", "records", "sandbox"),
     *("dataset", "dataloader", "packing", "hub"),
 )
 FILES = sorted(
@@ -106,7 +106,7 @@ def test_the_data_floor_loads_without_torch(module):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
 def test_tasks_use_only_the_part_without_tensors(name):
-    light = {"common", "dataset", "hub", "mixture", "sandbox", "tools"}
+    light = {"common", "dataset", "hub", "mixture", "sandbox"}
     assert {i for i in own_imports(name) if i.startswith("nanochat.")} <= {
         f"nanochat.{module}" for module in light
     }

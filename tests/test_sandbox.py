@@ -32,9 +32,9 @@ from nanochat.sandbox import (
     Limits,
     Result,
     SandboxUnavailable,
-    passes,
     run_python,
 )
+from tasks.humaneval import passes
 
 ATTEMPT = """
 def attempt(name, function, *args):
@@ -138,13 +138,6 @@ open("left behind", "w").close()
 def test_a_program_that_fails_says_why(layer, code, reason):
     result = run_python(code, Limits(seconds=0.5) if reason == "time" else Limits())
     assert not result.ok and result.reason == reason
-
-
-@pytest.mark.parametrize("name", ["seconds", "memory_bytes", "output_bytes", "file_bytes"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_limits_that_allow_nothing_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        Limits(**{name: value})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -644,7 +637,7 @@ def double(x): return answers.pop(0)""",
 
 @pytest.mark.parametrize("way", CHEATS)
 def test_S8_a_cheat_does_not_pass(layer, way):
-    assert not passes(CHEATS[way], DOUBLE, "double", limits=Limits(seconds=1))
+    assert not passes(CHEATS[way], DOUBLE, "double")
 
 
 @pytest.mark.parametrize("way", ["stops the loop that checks it", "exits when called, hard"])

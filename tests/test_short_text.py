@@ -43,7 +43,7 @@ def train(base: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str
 def test_R34_validation_shorter_than_a_row_gives_no_nan(text, base):
     done = train(base, text)
     assert done.returncode == 0, done.stderr
-    said = done.stdout + python(base, "-m", "scripts.base_loss", "--sliding_documents=1")
+    said = done.stdout + python(base, "-m", "scripts.base_loss")
     metrics = read_metrics(base / "base_checkpoints/d1/metrics.jsonl")
     bpb = [each["val_bpb"] for each in metrics if "val_bpb" in each]
     assert bpb and 0 < bpb[-1] < 20

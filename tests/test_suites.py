@@ -26,10 +26,8 @@ from nanochat.eval_core import (
     CORE_TASKS,
     EvalModel,
     FewShotTask,
-    SuiteConfig,
     examine,
-    fetched,
-    open_bundle,
+    fetch,
     open_suite,
 )
 from nanochat.logger import read_metrics
@@ -92,7 +90,7 @@ def archive(bundle, tmp_path):
 
 
 def test_a_bundle_is_read_with_what_core_yaml_and_the_table_say(bundle):
-    suite = open_bundle(bundle)
+    suite = open_suite(str(bundle))
     copa, jeopardy = suite.tasks
     assert (copa.name, copa.kind, copa.num_fewshot) == ("copa", "multiple_choice", 0)
     assert (copa.random_baseline, copa.continuation_delimiter, len(copa.items)) == (0.5, " ", 100)
@@ -101,11 +99,11 @@ def test_a_bundle_is_read_with_what_core_yaml_and_the_table_say(bundle):
 
 
 def test_missing_tasks_and_other_items_are_named(bundle):
-    suite = open_bundle(bundle)
+    suite = open_suite(str(bundle))
     assert len(suite.missing) == 20 and "winograd" in suite.missing
-    assert "2 of 22 tasks" in suite.about and "coqa" in suite.about
-    assert "jeopardy has 12 of 2,117 items" in suite.about and "copa has" not in suite.about
-    assert "not comparable with published CORE" in suite.about
+    assert suite.about == (
+        "DCLM, 2 of 22 tasks, 112 of 91,037 items; not comparable with published CORE"
+    )
 
 
 @pytest.mark.parametrize("uri", ["../../x.jsonl", "{outside}", "a/../../x.jsonl", "5", '""'])
@@ -131,49 +129,45 @@ def test_a_dataset_uri_outside_the_bundle_is_rejected(bundle, command, tmp_path,
 
 
 def test_folder_and_zip_give_the_same_suite(bundle, archive):
-    assert open_bundle(archive) == open_bundle(bundle)
+    assert open_suite(str(archive)) == open_suite(str(bundle))
     (bundle / "eval_data" / "sense" / "copa.jsonl").write_text(
         json.dumps(ITEMS["sense/copa.jsonl"][0])
     )
-    assert open_bundle(archive).fingerprint != open_bundle(bundle).fingerprint
-
-
-def test_the_published_archive_is_recognised(archive, monkeypatch):
-    monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
-    assert open_bundle(archive).about == "DCLM, the published bundle"
+    assert open_suite(str(archive)).fingerprint != open_suite(str(bundle)).fingerprint
 
 
 def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatch):
-    monkeypatch.setattr(eval_core, "CORE_TASKS", {"copa": 100, "jeopardy": 12})
-    assert open_bundle(bundle).about == "DCLM, 2 of 2 tasks; as many items as published"
+    monkeypatch.setattr(eval_core, "CORE_TASKS", ["copa", "jeopardy"])
+    monkeypatch.setattr(eval_core, "PUBLISHED_ITEMS", 112)
+    assert open_suite(str(bundle)).about == "DCLM, 2 of 2 tasks, 112 of 112 items"
 
 
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("core.yaml", "icl_tasks: 3", "core.yaml.*icl_tasks"),
-        ("core.yaml", "icl_tasks:\n- label: copa\n", "core.yaml.*copa.*lacks"),
-        ("eval_meta_data.csv", "a,b\n1,2\n", "eval_meta_data.csv.*Random baseline"),
-        ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "baseline for jeopardy"),
+        ("core.yaml", "tasks: 3", "icl_tasks"),
+        ("core.yaml", "icl_tasks:\n- label: copa\n", "icl_task_type"),
+        ("eval_meta_data.csv", "a,b\n1,2\n", "Eval Task"),
+        ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "jeopardy"),
         ("eval_data/sense/copa.jsonl", '{"query": 1}\n{"que', "copa.jsonl, line 2"),
-        ("eval_data/sense/copa.jsonl", "", "copa has no items"),
+        ("eval_data/sense/copa.jsonl", "", "copa.*0 items"),
         ("eval_data/sense/copa.jsonl", "[" * 100_000, "copa.jsonl, line 1"),
     ],
 )
 def test_a_file_that_is_amiss_is_named(bundle, file, text, message):
     (bundle / file).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        open_bundle(bundle)
+    with pytest.raises(UsageError, match=f"(?s){bundle}.*{message}.*--eval_bundle"):
+        open_suite(str(bundle))
 
 
 def test_what_is_no_bundle_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "text.txt").write_text("x")
     (tmp_path / "empty").mkdir()
-    for name, message in (("text.txt", "neither a folder nor a zip"), ("empty", "no core.yaml")):
-        with pytest.raises(ValueError, match=f"{message}.*--eval_bundle"):
-            open_bundle(tmp_path / name)
+    for name, message in (("text.txt", "File is not a zip file"), ("empty", "no core.yaml")):
+        with pytest.raises(UsageError, match=f"(?s){message}.*--eval_bundle"):
+            open_suite(str(tmp_path / name))
     with pytest.raises(FileNotFoundError, match="--eval_bundle"):
-        fetched(str(tmp_path / "nowhere"))
+        fetch(str(tmp_path / "nowhere"))
 
 
 @pytest.fixture
@@ -200,24 +194,24 @@ def web(tmp_path):
 def test_a_url_is_downloaded_once(web, archive):
     address, asked = web
     first = open_suite(f"{address}/bundle.zip")
-    assert first == open_suite(f"{address}/bundle.zip") == open_bundle(archive) and asked == [
+    assert first == open_suite(f"{address}/bundle.zip") == open_suite(str(archive)) and asked == [
         "/bundle.zip"
     ]
 
 
 def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
-    suite = SuiteConfig("dclm", str(bundle))
-    base_eval.main(base_eval.BaseEval(suite=suite, only_fetch=True))
+    asked = base_eval.BaseEval(suite="dclm", eval_bundle=str(bundle), only_fetch=True)
+    base_eval.main(asked)
     assert "2 of 22 tasks" in capsys.readouterr().out and not (base / "report").exists()
 
 
 def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch, capsys):
     with pytest.raises(UsageError, match="(?s)/gone.zip.*--eval_bundle"):
-        fetched(f"{web[0]}/gone.zip")
+        fetch(f"{web[0]}/gone.zip")
     assert "trying again" not in capsys.readouterr().out, "404 is final"
     monkeypatch.setattr(eval_core, "PATIENCE_SECONDS", 2.0)
     with pytest.raises(UsageError, match="(?s)gave up.*--eval_bundle"):
-        fetched("http://127.0.0.1:1/refused.zip")
+        fetch("http://127.0.0.1:1/refused.zip")
     assert "trying again" in capsys.readouterr().out
 
 
@@ -245,7 +239,7 @@ def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    path = fetched(f"http://127.0.0.1:{server.server_port}/bundle.zip")
+    path = fetch(f"http://127.0.0.1:{server.server_port}/bundle.zip")
     server.shutdown()
     assert sha256_file(path) == sha256_file(archive) and not answers
 
@@ -254,14 +248,16 @@ def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, b
     address, asked = web
     monkeypatch.setattr(eval_core, "PUBLISHED_URL", f"{address}/bundle.zip")
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
-    with pytest.raises(UsageError, match=f"(?s)not the published bundle.*{sha256_file(archive)}"):
+    with pytest.raises(
+        UsageError, match=f"(?s)does not match the known hash.*{sha256_file(archive)}"
+    ):
         open_suite(None)
     assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
-    assert open_suite(None).about == "DCLM, the published bundle"
+    assert open_suite(None) == open_suite(str(archive))
     (copy,) = (path for path in base.rglob("*.zip"))
     copy.write_bytes(b"damaged since")
-    assert open_suite(None).about == "DCLM, the published bundle"
+    assert open_suite(None) == open_suite(str(archive))
     assert asked == ["/bundle.zip"] * 3
 
 
@@ -277,17 +273,16 @@ UNSAFE = {
     "backslash": (member("..\\up.txt"), b"x", "outside of the archive"),
     "symlink": (member("eval_bundle/link", 0o120777), b"/etc/passwd", "link"),
     "device": (member("eval_bundle/device", 0o020666), b"", "link or a device"),
-    "bomb": (member("eval_bundle/bomb"), bytes(8 << 20), "8,388,608 bytes unpacked"),
-    "twice": (member("eval_bundle/core.yaml"), b"x", "the same name"),
+    "bomb": (member("eval_bundle/bomb"), bytes(8 << 20), "8,[0-9,]+ bytes unpacked"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("case", UNSAFE)
 def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, monkeypatch, case):
     info, content, message = UNSAFE[case]
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(info, content)
+    monkeypatch.setattr(eval_core, "MAX_UNPACKED_BYTES", 2**20)
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("it was read"))
     before = set(archive.parent.rglob("*"))
     for location in (str(archive), f"{web[0]}/bundle.zip"):
@@ -297,21 +292,14 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
     assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
 
 
-def test_S14_an_archive_with_too_much_in_it_is_refused(archive, monkeypatch):
-    for limit in ("MAX_MEMBERS", "MAX_MEMBER_BYTES", "MAX_TOTAL_BYTES"):
-        with monkeypatch.context() as patch, pytest.raises(UsageError, match="bytes"):
-            patch.setattr(eval_core, limit, 4)
-            open_bundle(archive)
-
-
 def test_S14_a_damaged_archive_is_refused_by_name(archive):
     content = bytearray(archive.read_bytes())
     name = b"eval_bundle/eval_data/sense/copa.jsonl"
     start = content.index(name) + len(name)
     content[start + 100] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(UsageError, match=f"(?s){archive.name}.*damaged"):
-        open_bundle(archive)
+    with pytest.raises(UsageError, match=f"(?s){archive.name}.*copa.jsonl"):
+        open_suite(str(archive))
 
 
 def test_S14_the_command_ends_without_a_traceback(archive, base):
@@ -350,7 +338,7 @@ def real():
 def test_the_mirror_holds_the_tasks_in_the_order_of_the_report(real):
     assert real.missing == ("coqa",)
     assert [task.name for task in real.tasks] == [name for name in CORE_TASKS if name != "coqa"]
-    assert "hellaswag has 5,000 of 10,042 items" in real.about
+    assert "21 of 22 tasks" in real.about and "not comparable" in real.about
 
 
 def test_examples_and_their_order_follow_the_published_seeds(real):

@@ -12,7 +12,7 @@ import pytest
 from nanochat import chat_format, hub
 from nanochat import hub as hub_files
 from nanochat.common import UsageError, read_json, sha256_file
-from nanochat.tools import calculate
+from nanochat.sandbox import calculate
 from tasks import registry
 from tasks.aqua import MARKER, AQuA
 from tasks.base import (

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import sandbox
-from nanochat.sandbox import SandboxUnavailable
-from nanochat.tools import Tools, calculate
+from nanochat.sandbox import SandboxUnavailable, Tools, calculate
 
 VALUES = {
     "12*(3+4)": "84",
@@ -77,7 +76,7 @@ def test_the_calculator_agrees_with_the_annotations_of_gsm8k(hub):
 
 
 def test_python_is_off_by_default_and_the_sandbox_untouched(monkeypatch):
-    monkeypatch.setattr("nanochat.tools.run_python", None)
+    monkeypatch.setattr("nanochat.sandbox.run_python", None)
     assert Tools()("print(6 * 7)") is None
     assert Tools()("6 * 7") == "42"
 
@@ -119,7 +118,7 @@ def test_a_tool_that_cannot_run_raises_where_its_answer_is_awaited(monkeypatch):
     def broken(*arguments, **options):
         raise OSError("no more processes")
 
-    monkeypatch.setattr("nanochat.tools.run_python", broken)
+    monkeypatch.setattr("nanochat.sandbox.run_python", broken)
     tools = Tools(python=True, unsafe=True, threads=1)
     with pytest.raises(OSError, match="no more processes"):
         tools("print(1)").result(20)

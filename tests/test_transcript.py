@@ -81,12 +81,17 @@ def test_S13_legitimate_text_is_printed_as_it_is(text):
 @pytest.mark.parametrize(("said", "shown"), [(HOSTILE, SHOWN), *((t, t) for t in LEGITIMATE)])
 def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
     out = io.StringIO()
-    tokens = TOKENIZER.encode(said)
+    answer = SimpleNamespace(finish=None, ids=[])
+
+    def step():
+        answer.ids, answer.finish = TOKENIZER.encode(said), "stop"
+
     engine = SimpleNamespace(
         tokenizer=TOKENIZER,
         cache=SimpleNamespace(capacity=100),
-        check=lambda prompt: None,
-        stream=lambda prompt, sampling: (token for token in tokens),
+        submit=lambda prompt, sampling: [answer],
+        step=step,
+        cancel=lambda completion: None,
     )
     console = Console(
         file=out, force_terminal=terminal, highlight=False, soft_wrap=True, emoji=False

@@ -18,6 +18,7 @@ from nanochat.distributed import DistContext
 from nanochat.engine import Sampling
 from nanochat.engine import sample as plain
 from nanochat.gpt import GPTConfig
+from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.security import SecurityConfig
@@ -28,7 +29,6 @@ from nanochat.serve.server import (
     url_of,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
 from tests.conftest import TINY, lively
 
 CPU = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from nanochat.bench.table import Findings, Line, in_turn
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
-from nanochat.eval_core import (
-    FewShotTask,
-    Question,
-    ask,
-    batches,
-    eval_model_of,
-    read_safely,
-)
+from nanochat.eval_core import FewShotTask, Question, ask, eval_model_of, score_options
 from nanochat.gpt import GPT, GPTConfig, for_inference
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
@@ -54,8 +47,8 @@ def bench_evaluation(
 
         def score(questions: Sequence[Question] = questions) -> float:
             started = time.perf_counter()
-            for batch in batches(questions, subject.pass_tokens):
-                read_safely(subject, batch, machine.device)
+            for _ in score_options(subject, questions):
+                pass
             return time.perf_counter() - started
 
         def score_peer(questions: Sequence[Question] = questions) -> float:

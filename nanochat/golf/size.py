@@ -3,7 +3,7 @@ What an artifact costs: every container with every compressor, the code, each te
 
     stored tensors -> the smallest file there is, its sizes -> a table, or UsageError
 
-The code that is charged is what it takes to read a file and score it: `artifact.py`, `eval_bpb.py`
+The code that is charged is what it takes to read a file and score it: `artifact.py`, `documents.py`
 and all of ours that they import. Packages are not: torch, numpy, pyarrow, tiktoken, rustbpe.
 """
 
@@ -25,7 +25,7 @@ from nanochat.golf.artifact import (
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-EVALUATORS = ("golf.artifact", "eval_bpb")  # what reads a file, what scores its model
+EVALUATORS = ("golf.artifact", "golf.documents")  # what reads a file, what scores its model
 COSTLIEST = 5  # tensors that a refusal names
 
 

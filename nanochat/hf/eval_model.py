@@ -80,7 +80,8 @@ class Found:
         model = model.to(machine.device).eval().requires_grad_(False)
         per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
         most = max(self.context, LOGIT_BYTES // per_token)
-        return EvalModel(HFLanguageModel(model), encoder, self.context, pass_tokens=most)
+        scored = HFLanguageModel(model)
+        return EvalModel(scored, encoder, self.context, None, most, machine.device)
 
 
 def find(path: str, trust_remote_code: bool = False) -> Found:

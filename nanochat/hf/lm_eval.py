@@ -21,13 +21,7 @@ from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import fit
-from nanochat.eval_core import (
-    Question,
-    batches,
-    eval_model_of,
-    fitted,
-    read_safely,
-)
+from nanochat.eval_core import Question, eval_model_of, fitted, score_options
 from nanochat.gpt import for_inference
 from nanochat.preflight import choose_fused_engine
 from nanochat.serve.scheduler import Answer, GenerationRequest
@@ -95,12 +89,10 @@ class NanochatLM(LM):
     def score(self, questions: Sequence[Question], count: int) -> list[Scored]:
         """The options of all questions, in order; `number` of a question is that of its first."""
         found: dict[int, Scored] = {}
-        for batch in batches(questions, self.subject.pass_tokens):
-            readings = read_safely(self.subject, batch, self.machine.device)
-            for q, options in zip(batch, readings, strict=True):
-                for n, reading in enumerate(options):
-                    num_tokens = len(q.options[n]) - q.starts[n]
-                    found[q.number + n] = (-reading.nats * num_tokens, reading.is_greedy)
+        for q, options in score_options(self.subject, questions):
+            for n, reading in enumerate(options):
+                num_tokens = len(q.options[n]) - q.starts[n]
+                found[q.number + n] = (-reading.nats * num_tokens, reading.is_greedy)
         return [found[n] for n in range(count)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, Bpb, bits_per_byte_of
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
 from nanochat.optim import MuonAdamW, values
@@ -117,7 +117,7 @@ def bpb_by_loop(
     def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model.losses_by_loop(tokens, targets, loops)
 
-    return bits_per_byte_of(score, len(loops), batches, token_bytes, machine, stopping)
+    return bits_per_byte(score, batches, token_bytes, machine, stopping, len(loops))
 
 
 def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:

@@ -55,12 +55,13 @@ class RequestHandler:
             length = min(asked.length or room, room)
             request = GenerationRequest(
                 prompt,
-                asked.sampling(self.defaults, length, seed, asked.num_logprobs),
+                asked.sampling(self.defaults, length, seed),
                 n,
                 asked.stop,
                 parts=asked.kind == "chat",
                 echo_from=num_added if asked.echo else None,
                 only_prompt=asked.max_tokens == 0,
+                logprobs=asked.num_logprobs,
             )
             requests.append(request)
         return self.worker.submit(engine, requests)

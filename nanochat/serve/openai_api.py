@@ -6,7 +6,7 @@ The data format of OpenAI's API: requests, answers and errors.
 
 Fields that change nothing in an answer are ignored. Fields that this server does not support are
 accepted at the values that ask for nothing and rejected by name at any other. Reading stops at the
-first error. Beyond OpenAI's fields: `top_k`, `min_p`, `truncation`, `parts` of a message,
+first error. Beyond OpenAI's fields: `top_k`, `truncation`, `parts` of a message,
 `continuous_usage_stats`. A conversation that ends with the assistant is continued.
 Source: the API reference of OpenAI, chat completions and (legacy) completions, 2025.
 """
@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from nanochat.chat_format import render_prompt
-from nanochat.engine import Sampling, TokenLogprob
+from nanochat.engine import Sampling
 from nanochat.serve.transcript import render_fitting
 from nanochat.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "frequency_penalty": [0],
     "repetition_penalty": [1],
     "length_penalty": [1],
+    "min_p": [0],
     "logit_bias": [{}],
     "tool_choice": ["none", "auto"],
     "function_call": ["none", "auto"],
@@ -298,16 +299,13 @@ class Generation(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(read_stop)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool = False
 
-    def sampling(
-        self, defaults: Sampling, length: int, seed: int, num_logprobs: int | None
-    ) -> Sampling:
+    def sampling(self, defaults: Sampling, length: int, seed: int) -> Sampling:
         """The settings, with the server's where the request is silent; `length` new tokens."""
 
         def chosen(value: Any, default: Any) -> Any:
@@ -319,10 +317,7 @@ class Generation(Strict):
             temperature=chosen(self.temperature, defaults.temperature),
             top_k=top_k if top_k and top_k > 0 else None,
             top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 is meant: the likeliest
-            min_p=chosen(self.min_p, defaults.min_p),
             seed=chosen(self.seed, seed),
-            logprobs=num_logprobs,
-            prompt_logprobs=self.echo and num_logprobs is not None,
         )
 
 
@@ -390,6 +385,17 @@ class TextRequest(Generation):
 
 
 # ---- answers -----------------------------------------------------------------------------------
+
+
+class TokenLogprob(NamedTuple):
+    """
+    A token, the logarithm (nats) of its probability, and the likeliest ones with theirs; None and
+    nothing where no token came before.
+    """
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
 
 
 class TokenInfo(NamedTuple):

@@ -15,14 +15,18 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from nanochat.engine import PATIENCE_SECONDS, Completion, Engine, Sampling, TokenLogprob
-from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo
+import torch
+from torch import Tensor
+
+from nanochat.engine import PATIENCE_SECONDS, Completion, Engine, Sampling
+from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
 from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 
 LONGEST_RETRY_SECONDS = 60
+LOGITS_TOKENS = 512  # of a prompt whose log-probabilities are recorded: logits of them at a time
 
 # ---- Stop strings --------------------------------------------------------------------------------
 # Text that may be the beginning of a stop string is held back until it is clear.
@@ -79,6 +83,38 @@ class GenerationRequest:
     """Repeat the prompt from this position on before the completion. None: do not."""
     only_prompt: bool = False
     """Discard what is generated."""
+    logprobs: int | None = None
+    """Record the log-probability of each token, of an echoed prompt too, and of this many most
+    likely alternatives. None: record nothing."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each token of the prompt but the first, once it is prefilled."""
+
+    def record_prompt(self, engine: Engine, hidden: Tensor) -> None:
+        """Record the log-probabilities of an echoed prompt; hidden (T, C)."""
+        if self.logprobs is None or self.echo_from is None or self.prompt_logprobs:
+            return
+        for first in range(0, len(self.prompt) - 1, LOGITS_TOKENS):
+            tokens = self.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
+            logits = engine.model.logits(hidden[first : first + len(tokens)])
+            top = [self.logprobs] * len(tokens)
+            self.prompt_logprobs.extend(log_probabilities(logits, tokens, top))
+
+
+def log_probabilities(
+    logits: Tensor, tokens: Sequence[int], top: Sequence[int]
+) -> list[TokenLogprob]:
+    """
+    Of one token per row of logits (B, V) float32, with the `top[row]` likeliest alternatives. Of
+    the model itself: temperature and filters do not count.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(max(top), logits.size(1)), dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, chosen[row], list(zip(ids[row][:k], values[row][:k], strict=True)))
+        for row, (token, k) in enumerate(zip(tokens, top, strict=True))
+    ]
 
 
 class Answer:
@@ -96,6 +132,7 @@ class Answer:
         self.transcript = Transcript(tokenizer)
         self.stops = StopFinder(request.stop)
         self.num_tokens = 0  # taken from the completion
+        self.logprobs: list[TokenLogprob] = []  # of each of its tokens, where they are recorded
         self.length = 0  # characters of text, including held-back ones
         self.sent = 0  # characters of text that were passed on
         self.pending: deque[TokenInfo] = deque()  # not passed on yet
@@ -109,8 +146,8 @@ class Answer:
         while self.num_tokens < len(c.ids) and not (self.stops.found or request.only_prompt):
             token = c.ids[self.num_tokens]
             shown = self.transcript.add(token)
-            if c.logprobs and (not request.parts or self.transcript.is_text(token)):
-                self.pending.append(TokenInfo(c.logprobs[self.num_tokens], self.length))
+            if self.logprobs and (not request.parts or self.transcript.is_text(token)):
+                self.pending.append(TokenInfo(self.logprobs[self.num_tokens], self.length))
             for kind, text in shown:
                 deltas += self.show(kind, text)
             self.num_tokens += 1
@@ -121,8 +158,8 @@ class Answer:
         transcript, text, tokens, self.echoes = Transcript(self.tokenizer), "", [], False
         prompt = list(enumerate(self.request.prompt))
         for i, token in prompt[self.request.echo_from :]:
-            if self.request.sampling.prompt_logprobs:
-                noted = self.completion.prompt_logprobs[i - 1] if i else None
+            if self.request.logprobs is not None:
+                noted = self.request.prompt_logprobs[i - 1] if i else None
                 tokens.append(TokenInfo(noted or TokenLogprob(token, None, []), len(text)))
             if i or token != self.tokenizer.bos_id:
                 text += "".join(shown for _, shown in transcript.add(token))
@@ -159,6 +196,22 @@ class Answer:
         stopped = self.stops.found or self.completion.finish == "stop"
         self.finish = "stop" if stopped else "length"
         return [*deltas, Delta(self.index, tokens=rest, finish=self.finish)]
+
+
+def record_logprobs(answers: Sequence[Answer], logits: Tensor) -> None:
+    """Record the log-probability of the newest token where it is wanted; logits (B, V)."""
+    wanted = {
+        row: answer
+        for row, answer in enumerate(answers)
+        if answer.request.logprobs is not None
+        and len(answer.completion.ids) > len(answer.logprobs)  # it has not just ended
+    }
+    if wanted:
+        newest = [answer.completion.ids[-1] for answer in wanted.values()]
+        top = [answer.request.logprobs or 0 for answer in wanted.values()]
+        found = log_probabilities(logits[list(wanted)], newest, top)
+        for answer, one in zip(wanted.values(), found, strict=True):
+            answer.logprobs.append(one)
 
 
 class Reply:
@@ -346,6 +399,7 @@ class Worker:
 
     def begin(self, engine: Engine, reply: Reply) -> None:
         """Submit requests to their engine."""
+        engine.on_prefill = lambda c, h: self.owners[c][2].request.record_prompt(engine, h)
         for request in reply.requests:
             for completion in engine.submit(request.prompt, request.sampling, request.n):
                 answer = Answer(completion, engine.tokenizer, request, len(reply.answers))
@@ -359,12 +413,13 @@ class Worker:
             grown = engine.step(patience_seconds)
         except Exception as error:  # ends what this engine was doing, not the server
             traceback.print_exc()
-            engine.cancel_all()
+            cancel_all(engine)
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
             self.fail(mine, ApiError(500, f"generation failed: {error!r}", "generation_failed"))
             return
         news: dict[Reply, list[Delta]] = {}
         ended = []
+        record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
         for completion in grown:
             _, reply, answer = self.owners[completion]
             if deltas := answer.advance():
@@ -400,6 +455,15 @@ class Worker:
             self.loop.call_soon_threadsafe(
                 lambda: [reply.put(deltas, error) for reply, deltas, error in news]
             )
+
+
+def cancel_all(engine: Engine) -> None:
+    """End all completions and free all slots. Needs nothing of a broken device."""
+    for queue in (engine.waiting, engine.active, engine.calling):
+        for completion in queue:
+            completion.cancel()
+        queue.clear()
+    engine.cache.lengths = [0] * engine.slots
 
 
 def shutting_down(message: str) -> ApiError:

@@ -19,11 +19,12 @@ import numpy as np
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint
 from nanochat.common import MissingInput, base_dir, sha256_file
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, document_bpb
+from nanochat.eval_bpb import Bpb
 from nanochat.golf.artifact import Artifact, read_artifact
+from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from tasks.builtin import ensure_written
@@ -53,10 +54,6 @@ class GolfEval:
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
-
-    def __post_init__(self) -> None:
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(f"--max_documents is at least 1, got {self.max_documents}")
 
 
 class Scored(NamedTuple):
@@ -106,7 +103,7 @@ def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, int(tokens), machine) / 3)
 
     def bpb(stride: int) -> Bpb:
-        return document_bpb(model, texts, artifact.tokenizer, T, stride, windows, machine)
+        return document_bpb(model, texts, artifact.tokenizer, stride, windows, machine)
 
     plain = bpb(T)
     parts = [f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"]
@@ -179,15 +176,8 @@ def write_section(
     }
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(origin["run_id"], origin["seed"], inputs),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-    )
-    report.update(cfg.report_dir)
+    provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
+    report.write_section(SECTION, cfg, values, provenance, records.Cost.since(started, machine))
 
 
 def describe(s: Scored) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from nanochat import records, report
 from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.common import MissingInput, printable
-from nanochat.config import settings, start
+from nanochat.config import start
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ def main(cfg: Compare) -> None:
     provenance = records.Provenance(after.run_id, 0, inputs)
     cost = records.Cost(time.perf_counter() - started)
     section, table["title"] = f"Comparison of {before.name} and {after.name}", None
-    records.write_record(
-        section, settings(cfg), verdicts, provenance, cost, cfg.report_dir, tables=[table]
-    )
-    report.update(cfg.report_dir)
+    report.write_section(section, cfg, verdicts, provenance, cost, tables=[table])
 
 
 def find(name: str, report_dir: str | None) -> Scored:

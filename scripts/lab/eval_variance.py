@@ -11,58 +11,29 @@ Writes  eval_variance.json under the base directory, which gives scripts.chat_ev
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, load_model, parse_checkpoint_ref
-from nanochat.config import settings, start
-from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import left_out, score_by_generation
-from nanochat.gpt import for_inference
+from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref
+from nanochat.config import start
+from nanochat.distributed import DistContext, init_distributed
+from nanochat.eval_chat import score_by_generation
 from nanochat.lab import variance
-from nanochat.lab.held_out import admitted, require_access
-from nanochat.preflight import choose_fused_engine
-from nanochat.tokenizer import Tokenizer
-from nanochat.tools import Tools
-from scripts.chat_eval import default_tasks
+from nanochat.lab.held_out import require_access
+from scripts.chat_eval import TaskEval, default_tasks, open_engine, open_tasks
 from tasks.base import Task
-from tasks.registry import exam, why_unavailable
 
 SECTION = "Evaluation variance"
 
 
 @dataclass(frozen=True)
-class EvalVariance:
+class EvalVariance(TaskEval):
     checkpoints: str = "sft|rl"
     """Models, as stage[:tag[:step]] with | between them."""
-    task_name: str | None = None
-    """Tasks by name, with | between them. Default: those of the model's data set that generate."""
-    final: bool = False
-    """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
-    it, they are rejected by name and otherwise left out."""
     runs: int = 3
     """Answers to each question."""
     temperature: float = 1.0
     """Sampling temperature; at 0 nothing would vary."""
-    top_k: int | None = 50
-    """Sample from the k most likely tokens. Default: all."""
-    top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
-    max_new_tokens: int = 512
-    """Longest answer, in tokens."""
-    max_problems: int | None = None
-    """Questions of each task, counted from the first. Default: all."""
-    slots: int = 64
-    """Answers written at a time; changes no result."""
-    seed: int = 0
-    python: bool = False
-    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
-    unsafe_exec: bool = False
-    """Run what the model wrote with all your rights where this machine has no sandbox."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
-    machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         if self.runs < 2 or self.temperature <= 0:
@@ -80,15 +51,11 @@ def main(cfg: EvalVariance) -> None:
         "verifying checkpoints",
         lambda: [parse_checkpoint_ref(name, machine.print0) for name in names],
     )
-    evaluated = default_tasks(models[0].state["source"])
-    wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
-    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in wanted}
-    missing = left_out(reasons, bool(cfg.task_name), machine)
-    with machine.working("loading the tasks"):
-        every = [exam(name, cfg.unsafe_exec) for name in wanted if name not in missing]
+    every, _ = open_tasks(cfg, default_tasks(models[0].state["source"]), machine)
     tasks = [task for task in every if task.kind == "generate"]
     if not tasks:
-        raise ValueError(f"none of {', '.join(wanted)} is scored by what the model writes")
+        names = ", ".join(task.name for task in every)
+        raise ValueError(f"none of {names} is scored by what the model writes")
     if machine.is_main:
         who = {"checkpoint": cfg.checkpoints, "section": SECTION}
         require_access([task.name for task in tasks], cfg.final, who)
@@ -108,10 +75,7 @@ def main(cfg: EvalVariance) -> None:
             inputs = {model.state["stage"]: model.fingerprint for model in models}
             provenance = records.Provenance(run_id, cfg.seed, inputs)
             cost = records.Cost.since(started, machine)
-            records.write_record(
-                SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
-            )
-            report.update(cfg.report_dir)
+            report.write_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 
@@ -119,21 +83,16 @@ def answers(
     cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
 ) -> dict[str, list[list[float]]]:
     """Task -> the score of every run of every item."""
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = for_inference(load_model(checkpoint, machine))
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    items = sum(min(len(task), cfg.max_problems or len(task)) for task in tasks)
-    fused = choose_fused_engine(None, machine, items * cfg.runs * cfg.max_new_tokens)
-    engine = Engine(model, tokenizer, cfg.slots, tool=tool, compiled=fused)
-    sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=cfg.seed)
+    items = sum(map(cfg.count, tasks))
+    engine = open_engine(cfg, checkpoint, machine, items * cfg.runs)
     found = {}
     for task in tasks:
-        count = min(len(task), cfg.max_problems or len(task))
-        graded = score_by_generation(engine, task, count, sampling, cfg.runs, machine)
+        count = cfg.count(task)
+        graded = score_by_generation(engine, task, count, cfg.sampling, cfg.runs, machine)
         found[task.name] = graded.outcomes
         machine.print0(f"{checkpoint.folder}: {task.name}, {count} items, {cfg.runs} runs")
     return found
 
 
 if __name__ == "__main__":
-    start(main, EvalVariance(), __doc__)
+    start(main, EvalVariance(), __doc__, {"slots": "it is now --batch_size"})

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nanochat import records, report
 from nanochat.common import fingerprint, printable, sha256_file, write_atomic
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.dataset import json_lines
 from nanochat.mixture import parse_mixture, read_buckets
 from nanochat.tokenizer import Tokenizer
@@ -75,10 +75,7 @@ def main(cfg: Filter) -> None:
         source = fingerprint(open_bucket(cfg).train.identity)
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
     cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
-    records.write_record(
-        section, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
-    )
-    report.update(cfg.report_dir)
+    report.write_section(section, cfg, values, provenance, cost, tables=[table])
 
 
 def length_in(tag: str) -> Callable[[str], int]:

@@ -94,8 +94,7 @@ def main(cfg: Generate) -> None:
     inputs = {"before": fingerprint([row["key"] for row in todo])}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     cost, section = records.Cost(time.perf_counter() - started), f"Generation {out.stem}"
-    records.write_record(section, settings(cfg), values, provenance, cost, cfg.report_dir)
-    report.update(cfg.report_dir)
+    report.write_section(section, cfg, values, provenance, cost)
 
 
 def read_prompts(path: str) -> Iterator[dict[str, Any]]:

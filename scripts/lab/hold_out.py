@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_buckets
 from tasks.buckets import TAGS, buckets
@@ -76,10 +76,7 @@ def scan(cfg: HoldOut) -> None:
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     cost = records.Cost(time.perf_counter() - started)
-    records.write_record(
-        SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, tables=[table]
-    )
-    report.update(cfg.report_dir)
+    report.write_section(SECTION, cfg, values, provenance, cost, tables=[table])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from nanochat import records, report
 from nanochat.chat_packing import signed_inputs_and_targets
@@ -158,7 +159,14 @@ def main(cfg: MergeScript) -> None:
     inputs |= {"merge base": base.fingerprint} if base else {}
     checkpoint = save(cfg, parents, shares, judge, inputs)
     machine.print0(f"wrote {checkpoint.folder}")
-    write_section(cfg, scores, found, lines, checkpoint, inputs, started)
+    values, table = figures(scores, found, lines, checkpoint)
+    print(report.render_table(table))
+    outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
+    run_id = checkpoint.state["provenance"]["run_id"]
+    provenance = records.Provenance(run_id, 0, inputs, outputs)
+    cost = records.Cost(time.perf_counter() - started)
+    shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
+    report.write_section(SECTION, cfg, values, provenance, cost, **shown)
     machine.close()
 
 
@@ -235,16 +243,10 @@ def save(
     return save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
 
 
-def write_section(
-    cfg: MergeScript,
-    scores: Sequence[ByRow],
-    merged: ByRow,
-    lines: Mapping[str, Line],
-    checkpoint: Checkpoint,
-    inputs: Mapping[str, str],
-    started: float,
-) -> None:
-    """The record and the report: the merge against its best parent and their mean, and the path."""
+def figures(
+    scores: Sequence[ByRow], merged: ByRow, lines: Mapping[str, Line], checkpoint: Checkpoint
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and table of the record: the merge against its best parent, their mean, the path."""
     best = min(scores, key=lambda score: score.value)
     change = merged.against(best)
     verdict = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)  # of bits
@@ -255,7 +257,6 @@ def write_section(
     rows.append(["merged", "", f"{merged.value:.4f}", f"{change.difference:+.4f}, {verdict}"])
     columns = ["Model", "Weight", "bpb", "Against the best parent"]
     table = {"title": "Parents and merge", "columns": columns, "rows": rows}
-    print(report.render_table(table))
     values = {
         "Merged bpb": merged.value,
         "Best parent's bpb": best.value,
@@ -264,13 +265,7 @@ def write_section(
         "Verdict": verdict,
         **{f"Rise from {name}": f"{rise(line):+.4f}" for name, line in lines.items()},
     }
-    outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
-    run_id = checkpoint.state["provenance"]["run_id"]
-    provenance = records.Provenance(run_id, 0, inputs, outputs)
-    cost = records.Cost(time.perf_counter() - started)
-    shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
-    records.write_record(SECTION, settings(cfg), values, provenance, cost, cfg.report_dir, **shown)
-    report.update(cfg.report_dir)
+    return values, table
 
 
 if __name__ == "__main__":

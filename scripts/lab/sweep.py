@@ -24,7 +24,7 @@ from typing import Any
 
 from nanochat import records, report
 from nanochat.common import fingerprint, write_atomic
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
 from nanochat.lab.search import SearchConfig
@@ -101,11 +101,9 @@ def main(cfg: SweepScript) -> None:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
     with sweep:
         values, tables, series = (seek if cfg.searching.search else compare)(cfg, study, sweep)
-    rate = (
-        records.default_rate(report.hardware()["gpus"])
-        if cfg.hourly_rate is None
-        else cfg.hourly_rate
-    )
+    rate = cfg.hourly_rate
+    if rate is None:
+        rate = records.default_rate(report.hardware()["gpus"])
     tables.append(ledger_table(sweep.ledger(), rate))
     for table in tables:
         print(report.render_table(table), flush=True)
@@ -113,9 +111,7 @@ def main(cfg: SweepScript) -> None:
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
     provenance = records.Provenance(study.run_id, 0, study.inputs)
     cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
-    curves = {"tables": tables, "series": series}
-    records.write_record(section, settings(cfg), values, provenance, cost, cfg.report_dir, **curves)
-    report.update(cfg.report_dir)
+    report.write_section(section, cfg, values, provenance, cost, tables=tables, series=series)
 
 
 def data_of(cfg: SweepScript) -> str:

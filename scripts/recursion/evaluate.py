@@ -159,7 +159,7 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> S
         bpb = bpb_by_loop(model, loops, batches(), token_bytes, machine)
         states = state_figures(model, batches())
     else:
-        bpb = [bits_per_byte(model, batches(), token_bytes, machine)]
+        bpb = bits_per_byte(model.token_losses, batches(), token_bytes, machine)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     scored = Scored(

@@ -22,7 +22,6 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.distributed import DistConfig
-from nanochat.eval_bpb import document_bpb
 from nanochat.golf.artifact import (
     COMPRESSORS,
     CONTAINERS,
@@ -31,6 +30,7 @@ from nanochat.golf.artifact import (
     store,
     unpack,
 )
+from nanochat.golf.documents import document_bpb
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import (
@@ -170,12 +170,12 @@ PROGRAM = """
 import json, sys, torch
 from pathlib import Path
 from nanochat.golf.artifact import read_artifact
-from nanochat.eval_bpb import document_bpb
+from nanochat.golf.documents import document_bpb
 from nanochat.distributed import DistContext
 machine = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 found = read_artifact(Path("model.golf"))
 texts = json.loads(Path("texts.json").read_text())
-bpb = document_bpb(found.build(machine), texts, found.tokenizer, 32, 8, 4, machine)
+bpb = document_bpb(found.build(machine), texts, found.tokenizer, 8, 4, machine)
 print("BPB", bpb.value, Path(sys.modules["nanochat"].__path__[0]).resolve().parent)
 """
 
@@ -199,7 +199,7 @@ def test_the_code_that_is_charged_is_all_it_takes_to_score_a_file(tokenizer, tmp
     _, value, where = done.stdout.split()
     assert where == str(folder.resolve())
     found = read_artifact(folder / "model.golf")
-    want = document_bpb(found.build(machine), TEXTS, tokenizer, 32, 8, 4, machine)
+    want = document_bpb(found.build(machine), TEXTS, tokenizer, 8, 4, machine)
     assert float(value) == pytest.approx(want.value, abs=1e-6)
 
 
@@ -237,10 +237,10 @@ def test_export_and_score_fill_the_section(base, tokenizer, machine, capsys):
     checkpoint = find_checkpoint("base", "golf-1", None)
     whole = load_model(checkpoint, machine)
     texts = list(evaluate.open_source(evaluate.DataConfig(**data)).texts("world_val", 6))
-    before = document_bpb(whole, texts, tokenizer, 16, 16, 8, machine)
+    before = document_bpb(whole, texts, tokenizer, 16, 8, machine)
     artifact = read_artifact(base / "export" / "base-golf-1.golf")
-    after = document_bpb(artifact.build(machine), texts, tokenizer, 16, 16, 3, machine)
-    sliding = document_bpb(artifact.build(machine), texts, tokenizer, 16, 4, 5, machine)
+    after = document_bpb(artifact.build(machine), texts, tokenizer, 16, 3, machine)
+    sliding = document_bpb(artifact.build(machine), texts, tokenizer, 4, 5, machine)
     assert values["Bytes scored"] == sum(len(text.encode()) for text in texts) == before.bytes
     told = values["base-golf-1"]
     for found, name in ((before, "before"), (after, "roundtrip"), (sliding, "sliding")):

@@ -710,10 +710,9 @@ def test_base_evaluators_take_tag_and_step_as_letters(base, script, command, tok
 def score(base, folder, **settings):
     """scripts.base_eval of a model in Hugging Face's format; returns the record."""
     machine = DistConfig("cpu", "float32")
-    suite = base_eval.SuiteConfig("embedded")
     base_eval.main(
         base_eval.BaseEval(
-            hf_path=str(folder), suite=suite, machine=machine, max_per_task=6, **settings
+            hf_path=str(folder), suite="embedded", machine=machine, max_per_task=6, **settings
         )
     )
     (path,) = (base / "report").glob("evaluation-of-*.json")

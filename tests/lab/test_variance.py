@@ -182,10 +182,9 @@ def test_every_metric_has_items_answers_and_both_errors(base, tokenizer):
 def test_two_checkpoints_of_one_run_are_compared_item_by_item(base, tokenizer, capsys):
     for step, seed in ((5, 1), (10, 2)):
         save_model(tokenizer, "base", "d2", step, seed)
-        suite = base_eval.SuiteConfig("embedded")
         base_eval.main(
             base_eval.BaseEval(
-                model_tag="d2", model_step=step, suite=suite, max_per_task=10, machine=CPU
+                model_tag="d2", model_step=step, suite="embedded", max_per_task=10, machine=CPU
             )
         )
         evaluate("base", "d2", step=step, task_name="world_choice")

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.openai_api import ApiError
@@ -73,11 +74,11 @@ def test_a_reply_has_the_answers_to_all_its_prompts_numbered_through(engine):
 def test_the_tokens_that_are_told_are_those_of_the_text(engine):
     async def use(worker):
         for stop in ((), ("\\x",), None):
-            settings = Sampling(max_new_tokens=40, seed=5, logprobs=0)
+            settings = Sampling(max_new_tokens=40, seed=5)
             plain = text_of(await read(worker.submit(engine, [Prompt([7], settings)])))
             if stop is None:
                 stop = (plain[9:11],)
-            ask = Prompt([7], settings, stop=stop, parts=False)
+            ask = Prompt([7], settings, stop=stop, parts=False, logprobs=0)
             pieces = await read(worker.submit(engine, [ask]))
             text, said = text_of(pieces), [one for piece in pieces for one in piece.tokens]
             assert [one.start for one in said] == sorted(one.start for one in said)
@@ -87,6 +88,30 @@ def test_the_tokens_that_are_told_are_those_of_the_text(engine):
             assert TOKENIZER.decode(tokens).startswith(text)
             assert not stop or not tokens or len(TOKENIZER.decode(tokens[:-1])) < len(text)
             assert pieces[-1].finish == ("stop" if any(s in plain for s in stop) else "length")
+
+    run(engine, use)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_logprobs_are_those_of_a_full_forward_for_prompt_and_answer(engine, length):
+    prompt = [(7 * j + 1) % 250 for j in range(length)]
+    settings = Sampling(max_new_tokens=6, seed=3, top_k=9)
+
+    async def use(worker):
+        asked = Prompt(prompt, settings, n=3, parts=False, echo_from=0, logprobs=4)
+        reply = worker.submit(engine, [asked, Prompt([5, 6, 7], settings)])
+        pieces = await read(reply)
+        assert not any(piece.tokens for piece in pieces if piece.index == 3)
+        for index, answer in enumerate(reply.answers[:3]):
+            ids = [*prompt, *answer.completion.ids]
+            told = [one.logprob for p in pieces if p.index == index for one in p.tokens]
+            assert [one.token for one in told] == ids and told[0].logprob is None
+            logprobs = engine.model(torch.tensor([ids]))[0].log_softmax(-1).detach()
+            for at, one in enumerate(told[1:]):
+                assert one.logprob == pytest.approx(float(logprobs[at, one.token]), abs=1e-4)
+                best = logprobs[at].topk(4)
+                assert [token for token, _ in one.top] == best.indices.tolist()
+                assert [p for _, p in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
     run(engine, use)
 

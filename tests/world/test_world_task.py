@@ -8,8 +8,8 @@ from itertools import islice
 import pytest
 
 from nanochat.chat_format import render
+from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.tools import calculate
 from tasks.base import Conversation, answer_text, final_number
 from tasks.world.corpus import documents
 from tasks.world.questions import bare, fact_questions, sentences

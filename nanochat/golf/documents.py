@@ -1,0 +1,87 @@
+"""
+Bits per byte of whole documents, each behind a BOS, in windows that may overlap.
+
+    documents -> windows of the model's context -> nats and bytes, summed over ranks -> Bpb
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from nanochat.distributed import DistContext
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte
+from nanochat.gpt import GPT
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+
+
+def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
+    """
+    Cut one document, ids (n + 1,) with BOS in front, into (tokens, targets) of T each, padded.
+
+    The first window scores all its targets, each later one its last `stride` (the last window
+    its remainder); the others are IGNORE. Every token is scored exactly once, with T - stride
+    to T - 1 tokens before it where the document has them. stride = T starts anew in each window.
+    """
+    num_targets = len(ids) - 1
+    scored = 0
+    while scored < num_targets:
+        begin = max(0, scored + stride - T) if scored else 0
+        end = min(begin + T, num_targets)
+        tokens = np.full(T, ids[0], dtype=np.int64)
+        targets = np.full(T, IGNORE, dtype=np.int64)
+        tokens[: end - begin] = ids[begin:end]
+        targets[scored - begin : end - begin] = ids[scored + 1 : end + 1]
+        yield tokens, targets
+        scored = end
+
+
+def window_batches(pieces: Iterator[Batch], T: int, rows: int) -> Iterator[Batch]:
+    """Windows of T as batches of exactly `rows`, one shape for the compiler."""
+    while batch := list(itertools.islice(pieces, rows)):
+        blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
+        batch += [blank] * (rows - len(batch))
+        tokens, targets = map(np.stack, zip(*batch, strict=True))
+        yield tokens, targets
+
+
+def document_bpb(
+    model: GPT,
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    stride: int,
+    rows: int,
+    machine: DistContext,
+) -> Bpb:
+    """
+    Score documents one by one, each behind a BOS, in `windows` of the model's context that advance
+    by `stride`; `rows` windows per forward pass. `bytes` are those of the texts' UTF-8, whatever
+    the tokenizer.
+
+    Every rank passes all texts. Raises ValueError for a stride outside 1..context, AssertionError
+    unless every token was scored exactly once.
+    """
+    T = model.cfg.max_seq_len
+    if not 1 <= stride <= T:
+        raise ValueError(f"stride must lie in 1..{T}, got {stride}")
+    num_tokens = num_bytes = 0
+
+    def encoded() -> Iterator[np.ndarray]:
+        nonlocal num_tokens, num_bytes
+        for text in texts:
+            ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], dtype=np.int64)
+            num_tokens += len(ids) - 1
+            num_bytes += len(text.encode())
+            yield ids
+
+    pieces = itertools.chain.from_iterable(windows(ids, T, stride) for ids in encoded())
+    first = (machine.rank - 1) % machine.world_size
+    mine = itertools.islice(pieces, first, None, machine.world_size)
+    batches = window_batches(mine, T, rows)
+    [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), machine)
+    assert (found.tokens, found.bytes) == (num_tokens, num_bytes), (
+        f"scored {found.tokens} tokens of {found.bytes} bytes, "
+        f"the texts have {num_tokens} of {num_bytes}"
+    )
+    return found

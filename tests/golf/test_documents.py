@@ -1,0 +1,114 @@
+"""Bits per byte of documents: every token once, with the promised context, on any ranks."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanochat.checkpoint import build_model
+from nanochat.distributed import DistContext
+from nanochat.golf import documents
+from nanochat.golf.documents import document_bpb, windows
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+from tasks.world import corpus
+from tests.conftest import TINY, lively
+
+
+@given(n=st.integers(1, 60), T=st.integers(1, 12), data=st.data())
+def test_windows_score_every_token_once_with_the_promised_context(n, T, data):
+    stride = data.draw(st.integers(1, T))
+    ids = np.arange(n + 1)  # ids are positions, so that what is scored names itself
+    scored = []
+    for tokens, targets in windows(ids, T, stride):
+        assert tokens.shape == targets.shape == (T,)
+        (places,) = np.nonzero(targets != IGNORE)
+        for i in places:
+            position = int(targets[i])
+            assert tokens[i] == position - 1
+            context = i  # tokens in front of tokens[i] in this window
+            assert context >= min(position - 1, T - stride)
+            scored.append(position)
+    assert scored == list(range(1, n + 1))
+
+
+def test_plain_windows_are_consecutive_pieces_that_start_anew():
+    got = [t[t2 != IGNORE].tolist() for t, t2 in windows(np.arange(8), 3, 3)]
+    assert got == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(corpus.documents(0, 0, "train"), 300)
+
+
+TEXTS = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n" * 2, "a", "Tom is here. " * 9]
+
+
+def model_of(tokenizer):
+    cfg = replace(TINY, vocab_size=tokenizer.vocab_size)
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
+
+
+@dataclass(frozen=True)
+class Together(DistContext):
+    """One of several ranks that are threads of this process."""
+
+    box: list = field(kw_only=True)
+    all_here: threading.Barrier = field(kw_only=True)
+
+    def sum(self, *values):
+        self.box[self.rank] = values
+        self.all_here.wait(timeout=60)
+        return [sum(each) for each in zip(*self.box, strict=True)]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(3, 2), (2, 4), (7, 1)])
+def test_documents_are_scored_the_same_by_any_number_of_ranks(tokenizer, machine, ranks, rows):
+    model, shared = model_of(tokenizer), {"box": [()] * ranks, "all_here": threading.Barrier(ranks)}
+
+    def measure(rank):
+        one = Together(rank, rank, ranks, machine.device, machine.dtype, **shared)
+        return document_bpb(model, TEXTS, tokenizer, 8, rows, one)
+
+    want = document_bpb(model, TEXTS, tokenizer, 8, 4, machine)
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(measure, range(ranks)):
+            assert found[1:] == want[1:] and found.nats == pytest.approx(want.nats, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stride", "rows"), [(16, 1), (16, 4), (8, 3), (1, 7), (3, 2)])
+def test_documents_are_scored_as_if_token_by_token_and_bytes_are_those_of_the_text(
+    stride, rows, tokenizer, machine
+):
+    """Against the definition: each token from its own window, alone, with the context promised."""
+    model, nats = model_of(tokenizer), 0.0
+    for text in TEXTS:
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        for place in range(1, len(ids)):  # the first 16 share a window, then each `stride`
+            late = max(0, place - 16)
+            begin = 0 if not late else -(-late // stride) * stride
+            seen = torch.tensor([ids[begin:place]])
+            nats -= float(model(seen)[0, -1].detach().log_softmax(-1)[ids[place]])
+    found = document_bpb(model, TEXTS, tokenizer, stride, rows, machine)
+    assert found.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert found.nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_token_that_was_not_scored_is_noticed(tokenizer, machine, monkeypatch):
+    """As upstream's sliding window did the other way round: it scored its tail twice."""
+    whole = documents.windows
+    monkeypatch.setattr(documents, "windows", lambda *args: list(whole(*args))[:-1])
+    with pytest.raises(AssertionError, match="the texts have"):
+        document_bpb(model_of(tokenizer), TEXTS, tokenizer, 8, 4, machine)
+
+
+@pytest.mark.parametrize("stride", [0, 17])
+def test_a_stride_outside_the_window_is_refused(stride, tokenizer, machine):
+    with pytest.raises(ValueError, match=str(stride)):
+        document_bpb(model_of(tokenizer), TEXTS, tokenizer, stride, 2, machine)
