@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How much is learned from little: depth 4 on 3.9M tokens of real text, by val bpb, three seeds.
+# How much is learned from little: depth 4 on 3.9M tokens of real text, by document bpb, three seeds.
 #
 #   bash dev/learning.sh                                # half an hour on two cores
 #   bash dev/learning.sh without --bigram_rows=0        # flags of base_train: another arm
@@ -24,13 +24,13 @@ for seed in ${SEEDS:-0 1 2}; do
     python -m scripts.base_train --depth="$depth" --max_seq_len=512 --num_iterations="$steps" \
         --total_batch_size=4096 --eval_every=240 --eval_tokens=524288 --log_every=100 --seed="$seed" \
         --model_tag="$tag" --report_dir="$reports" --resume=auto --skip_if_done "$@"
-    python -m scripts.base_loss --model_tag="$tag" --split_tokens=10485760 \
+    python -m scripts.base_loss --model_tag="$tag" --split_tokens=4096 \
         --report_dir="$reports" --skip_if_done
 done
 python - "$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps" ${SEEDS:-0 1 2} <<'PYTHON'
 import json, statistics, sys
 folder, *seeds = sys.argv[1:]
-found = [json.load(open(f"{folder}-{s}/base-model-loss.json"))["values"]["val bpb"] for s in seeds]
+found = [json.load(open(f"{folder}-{s}/base-model-loss.json"))["values"]["document bpb"] for s in seeds]
 spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-print(f"val bpb {statistics.mean(found):.4f}, standard deviation of the seeds {spread:.4f}:", *found)
+print(f"document bpb {statistics.mean(found):.4f}, standard deviation of the seeds {spread:.4f}:", *found)
 PYTHON

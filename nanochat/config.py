@@ -59,7 +59,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "max_bad_steps": "five non-finite steps in a row stop a run",
     "on_spike": "a loss spike is reported",
     "check_ranks_every": "ranks compare their weights every 100 steps",
-    **dict.fromkeys(("max_documents", "sliding_documents"), "only scripts.golf.evaluate has it"),
+    **dict.fromkeys(("sliding_documents", "sliding_stride"), "only scripts.golf.evaluate has it"),
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
 BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

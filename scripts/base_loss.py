@@ -22,6 +22,7 @@ from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, pooled, row_batches
 from nanochat.evaluators import samples
+from nanochat.golf.documents import document_bpb
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -39,6 +40,8 @@ class BaseLoss:
     split_tokens: int | None = None
     """Tokens to score of the training rows and of the validation rows; at most all of them.
     Default: 10,485,760, on a CPU 262,144."""
+    max_documents: int | None = None
+    """Validation documents of each text to score one by one. Default: all."""
     model_tag: str | None = short("g", None)
     """Folder under base_checkpoints/. Default: the one written last."""
     model_step: int | None = short("s", None)
@@ -94,10 +97,18 @@ def main(cfg: BaseLoss) -> None:
     train, val = pooled(seen.values()), pooled(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
+    # Documents, each from its beginning: comparable between packers and tokenizers
+    plain = pooled(
+        document_bpb(model, each, tokenizer, T, step_rows, machine)
+        for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
+    )
+    machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
         **samples(model, tokenizer),
+        "document bpb": plain.value,
+        "document bytes": plain.bytes,
         **bucket_figures(unseen),
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,

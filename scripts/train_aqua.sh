@@ -22,7 +22,7 @@ h100x8)
     tokenizer=(--vocab_size=65536 --max_chars=2000000000)
     base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size=524288)
     core=()
-    loss=()
+    loss=(--max_documents=500)
     mid=(--num_iterations=200 --mixture="smoltalk:$TALK,mmlu,gsm8k")
     talk=10000
     sft=()
@@ -35,7 +35,7 @@ gpu)
     tokenizer=(--vocab_size=65536 --max_chars=1000000000)
     base=(--max_seq_len=2048 --num_iterations=200 --total_batch_size="$(($(whole 256) * 2048))")
     core=()
-    loss=()
+    loss=(--max_documents=500)
     mid=(--num_iterations=100 --mixture="smoltalk:$TALK,mmlu,gsm8k")
     talk=10000
     sft=()
@@ -50,7 +50,7 @@ cpu)
     base=(--max_seq_len=512 --num_iterations="${ITERATIONS:-200}" --total_batch_size=8192 --num_shards=1
         --eval_every=100 --core_metric_max_per_task=20)
     core=(--max_per_task=20)
-    loss=(--split_tokens=32768)
+    loss=(--max_documents=100 --split_tokens=32768)
     mid=(--num_iterations="${ITERATIONS:-60}" --mixture="smoltalk:$TALK=4000,mmlu=2000,gsm8k=2000")
     talk=1000
     sft=(--num_iterations="${ITERATIONS:-60}" --eval_tokens=1048576 --eval_every=0)
@@ -82,7 +82,7 @@ stage "tokenizer" python -m scripts.tok_train --dataset="$TEXT" "${tokenizer[@]}
 stage "tokenizer evaluation" python -m scripts.tok_eval --skip_if_done
 stage "base model" train scripts.base_train --depth="$depth" --arch=classic "${base[@]}" \
     ${estimate[@]+"${estimate[@]}"} "${go[@]}"
-stage "base model loss" train scripts.base_loss --model_tag="$tag" ${loss[@]+"${loss[@]}"} --skip_if_done
+stage "base model loss" train scripts.base_loss --model_tag="$tag" "${loss[@]}" --skip_if_done
 if [ "$few_shot" = 1 ]; then
     stage "base model evaluation" train scripts.base_eval --model_tag="$tag" "${suite[@]}" \
         ${core[@]+"${core[@]}"} --skip_if_done
