@@ -10,26 +10,29 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from nanochat import records
 from nanochat.checkpoint import build_model, new_model
-from nanochat.common import write_json
 from nanochat.config import settings, start
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
+from nanochat.evaluators import (
+    FewShotScore,
+    PretrainEvalConfig,
+    Samples,
+    ValidationConfig,
+    ValidationLoss,
+)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
-from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
+from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
@@ -50,9 +53,13 @@ from tasks.builtin import choose_bundle, ensure_written
 SECTION = "Base model training"
 # Flags that other trainers of this kind have, or that moved.
 RETIRED = {
-    "n_embd": "the width is --d_model; by default it follows from --depth",
     "n_layer": "the number of layers is --depth",
-    "n_head": "heads follow from the width and --head_dim",
+    **dict.fromkeys(("n_embd", "n_head"), "width and heads follow from --depth"),
+    **dict.fromkeys(
+        ("d_model", "head_dim"),
+        "it follows from --depth; it is a flag of scripts.golf.base_train and of "
+        "scripts.recursion.base_train",
+    ),
     "sequence_length": "the length of a row is --max_seq_len",
     "block_size": "the length of a row is --max_seq_len",
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
@@ -104,6 +111,7 @@ class BaseTrain:
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: PretrainEvalConfig = field(default_factory=PretrainEvalConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -113,8 +121,8 @@ class BaseTrain:
 def pretrain(
     cfg: BaseTrain,
     adapt: Callable[[GPTConfig], GPTConfig] = lambda shape: shape,
-    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     validation: type[ValidationLoss] = ValidationLoss,
+    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     max_seconds: float | None = None,
     ema_decay: float = 0.0,
     identity: Mapping[str, Any] = {},
@@ -132,9 +140,9 @@ def pretrain(
     machine = init_distributed(cfg.train.machine, seed)
 
     # Data: tokenizer, rows, and whether this very training was done before
-    corpus, run_id, inputs = open_text(cfg, machine)
+    corpus, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
-    asked = {**settings(cfg), "eval_tokens": cfg.evaluation.tokens(machine)}
+    asked = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
     if finished_before(SECTION, asked, inputs, cfg.train, machine):
         return machine.close()
 
@@ -154,38 +162,36 @@ def pretrain(
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run
-    evaluators = open_evaluators(cfg, corpus, model, validation, machine)
+    split = partial(inputs_and_targets, ignore=IGNORE)
+    loss = validation(cfg.validation, corpus.rows, split)
     run = TrainingRun(
         kind="base",
         model=model,
+        tokenizer=tokenizer,
         optimizer=optimizer,
         loader=RowLoader(corpus.mixed(needed), split, horizon.batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg.train,
         tag=cfg.train.model_tag or f"d{cfg.depth}",
         num_steps=num_steps,
-        batch_tokens=horizon.batch_tokens,
         schedule=cfg.schedule,
         kernels=cfg.kernels,
-        callbacks=[*evaluators, *callbacks(model)],
+        callbacks=[loss, *open_evaluators(cfg, corpus, machine), *callbacks(model)],
         max_seconds=max_seconds,
-        tokenizer=tokenizer,
+        inputs=inputs,
         identity=identity,
-        provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={
             "horizon": asdict(horizon),
             "source": corpus.texts.describe(),
             **({"mixture": mixed.state()} if mixed else {}),
         },
         settings=asked,
-        background=lambda: pack_in_background(corpus, needed, evaluators[0], machine),
+        background=partial(corpus.packing, needed, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
     )
     if max_seconds is not None:  # the clock must not run while text is packed
         corpus.pack(needed, machine)
     result = train(run)
-    if mixed and result.checkpoint:
-        write_json(result.folder / MIXTURE_FILE, mixed.state())
     write_section(SECTION, result, summarize(result), began, mixed.tables() if mixed else ())
 
 
@@ -212,10 +218,10 @@ def plan(
     return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))
 
 
-def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, str, dict[str, str]]:
+def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, str]]:
     """
     Open tokenizer, source and rows, the main rank first, so that one process writes. Returns the
-    corpus, the id of the pipeline run, and the fingerprints of what is read.
+    corpus and the fingerprints of what is read.
     """
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
@@ -223,54 +229,27 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, str, dict[s
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
-    inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
     if machine.is_main:
         open_corpus(texts, tokenizer, cfg.max_seq_len)
     machine.barrier()
     verifies = machine.local_rank == 0
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)
-    return corpus, run_id, {"rows": corpus.fingerprint, **inputs}
+    prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
+    return corpus, {**prints, "data": texts.fingerprint}
 
 
-def open_evaluators(
-    cfg: BaseTrain,
-    corpus: Corpus,
-    model: GPT,
-    validation: type[ValidationLoss],
-    machine: DistContext,
-) -> list[Callback]:
-    """The validation loss, and what else was asked for."""
-    evaluation, tokenizer = cfg.evaluation, corpus.tokenizer
-    eval_tokens, half = evaluation.tokens(machine), evaluation.eval_half
-    loss = validation(
-        model, tokenizer, corpus.rows, machine, eval_tokens, cfg.train.eval_every, half
-    )
-    evaluators: list[Callback] = [loss]
+def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> list[Callback]:
+    """What is measured besides the validation loss, as far as it was asked for."""
+    evaluation, evaluators = cfg.evaluation, []
     if evaluation.sample_every:
-        evaluators.append(Samples(evaluation, model, tokenizer, machine))
+        evaluators.append(Samples(evaluation.sample_every))
     if evaluation.core_metric_every:
         dataset = corpus.texts.describe().get("dataset")
         bundle = machine.on_main(
             "writing the suite", lambda: choose_bundle(None, evaluation.eval_bundle, dataset)
         )
-        evaluators.append(FewShotScore(evaluation, model, tokenizer, bundle, machine))
+        evaluators.append(FewShotScore(evaluation, bundle, machine))
     return evaluators
-
-
-def pack_in_background(
-    corpus: Corpus, needed: Mapping[str, int], loss: Callback, machine: DistContext
-) -> ExitStack:
-    """Pack during training; returns when the validation rows are packed and can be scored."""
-    assert isinstance(loss, ValidationLoss)
-    with corpus.packing(needed, machine) as packing:
-        loss.require_rows()
-        return packing.pop_all()
-
-
-def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (B, T + 1) -> tokens and targets, both (B, T)."""
-    return inputs_and_targets(rows, IGNORE)
 
 
 def summarize(result: TrainingResult) -> dict[str, Any]:
@@ -286,7 +265,7 @@ def summarize(result: TrainingResult) -> dict[str, Any]:
         "DDP world size": run.machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **{name: value for each in run.callbacks for name, value in each.values().items()},
+        **run.callback_values(),
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",

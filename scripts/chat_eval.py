@@ -117,7 +117,7 @@ def main(cfg: ChatEval) -> None:
     machine = init_distributed(cfg.machine, cfg.seed)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
-        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0),
+        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step),
     )
     every_task = default_tasks(checkpoint.state["source"])
     names = admitted(cfg.task_name, every_task, cfg.final, machine.print0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanochat.config import start
 from nanochat.finetune import FinetuneConfig, FineTuning
-from nanochat.optim import OptimConfig, ScheduleConfig
+from nanochat.optim import OptimConfig
 from nanochat.train import TrainConfig, TrainingResult
 from scripts import mid_train
 from scripts.mid_train import MidTrain, fine_tune
@@ -43,9 +43,7 @@ class ChatSft(MidTrain):
 DEFAULTS = ChatSft(
     source="mid",
     # learning rates fall linearly from their peak to 0
-    tuning=FinetuneConfig(
-        init_lr_frac=0.3, schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)
-    ),
+    tuning=FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0),
     train=TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0)),
 )
 

@@ -50,9 +50,11 @@ def run(base, tiny_gpt, tokenizer, machine):
     folder, optimizer = stage_folder("base") / "tiny", new_optimizer(tiny_gpt, machine)
     identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
 
-    def open_with(machine=machine, keep_optimizer=True, asynchronous=None, **changed):
+    def open_with(machine=machine, keep_optimizer=True, asynchronous=False, **changed):
         cfg = SavingConfig(**changed)
-        return Checkpoints(folder, machine, cfg, keep_optimizer, asynchronous)
+        checkpoints = Checkpoints(folder, machine, cfg, keep_optimizer)
+        checkpoints.asynchronous = asynchronous
+        return checkpoints
 
     def save(checkpoints, step, final=False, **more):
         progress = Progress(step=step, health=AnomalyState(bad_steps=1, losses=[1.5]), **more)
@@ -409,11 +411,10 @@ def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
     assert (run.folder / "latest").read_text() == "step_000003\n"
 
 
-def test_saving_is_asynchronous_on_gpus_unless_told(run, machine):
+def test_saving_is_asynchronous_on_gpus(run, machine):
     on_gpu = replace(machine, device=torch.device("cuda"))
-    for flag, expected in ((None, (False, True)), (True, (True, True)), (False, (False, False))):
-        found = tuple(run.open(m, asynchronous=flag).asynchronous for m in (machine, on_gpu))
-        assert found == expected
+    assert Checkpoints(run.folder, on_gpu).asynchronous
+    assert not Checkpoints(run.folder, machine).asynchronous
 
 
 # ------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def main(cfg: EvalVariance) -> None:
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
         "verifying checkpoints",
-        lambda: [parse_checkpoint_ref(name, machine.print0) for name in names],
+        lambda: [parse_checkpoint_ref(name) for name in names],
     )
     evaluated = default_tasks(models[0].state["source"])
     wanted = admitted(cfg.task_name or None, evaluated, cfg.final, machine.print0)
