@@ -58,8 +58,6 @@ FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + 
 SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
 # .replaced: the same step was being saved again when the process died
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
-
-
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 
 
@@ -90,40 +88,14 @@ class Checkpoint:
     def optim_tensors(self) -> dict[str, Tensor]:
         return load_file(self.folder / OPTIM_FILE)
 
-    def verify(self) -> None:
-        """
-        Raises CorruptCheckpoint naming the first file that differs from its digest, and where the
-        folder or the list of files is not that of a saved step.
-        """
-        try:
-            step = self.state["step"]
-            files = [(n, f["bytes"], f["sha256"]) for n, f in self.state["files"].items()]
-        except (KeyError, TypeError, AttributeError) as error:
-            message = f"{self.folder}/state.json does not say which files of which step it is about"
-            raise CorruptCheckpoint(message) from error
-        if missing := {MODEL_FILE, TOKENIZER_FILE} - self.state["files"].keys():
-            names = ", ".join(sorted(missing))
-            raise CorruptCheckpoint(f"{self.folder}: its state.json lists no {names}")
-        if step != self.step:
-            raise CorruptCheckpoint(
-                f"{self.folder} was renamed: its state.json is that of step {step}; rename the "
-                f"folder to step_{step:06d}"
-            )
-        for name, size, digest in files:
-            path = self.folder / name
-            if not path.is_file():
-                raise CorruptCheckpoint(f"{path} is missing")
-            if path.stat().st_size != size or sha256_file(path) != digest:
-                raise CorruptCheckpoint(f"{path} does not match its SHA-256")
-
     def next_commands(self, machine: DistContext) -> str:
         """What a training prints last: where its checkpoint is, and the next command."""
         stage, tag = self.state["stage"], self.folder.parent.name
-        many = f"torchrun --nproc_per_node={machine.local_size} -m {{}} --"
-        run = many if machine.world_size > 1 else "python -m {}"
+        many = f"torchrun --nproc_per_node={machine.local_size} -m scripts.{{}} --"
+        run = many if machine.world_size > 1 else "python -m scripts.{}"
         lines = [f"checkpoint: {self.folder}"]
         if following := dict(pairwise(SCRIPTS)).get(stage):
-            lines.append(f"next: {run.format(maker(following))} --model_tag={tag}")
+            lines.append(f"next: {run.format(SCRIPTS[following])} --model_tag={tag}")
         if stage in ("sft", "rl"):
             lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
         return "\n".join(lines)
@@ -214,10 +186,7 @@ def sweep(folder: Path) -> None:
     """
     for path in folder.glob(".replaced_*"):
         original = folder / path.name.replace(".replaced_", "step_")
-        if original.exists():
-            shutil.rmtree(path)
-        else:
-            path.rename(original)
+        shutil.rmtree(path) if original.exists() else path.rename(original)
     for path in folder.glob(".saving_*"):
         shutil.rmtree(path)
 
@@ -238,6 +207,32 @@ def step_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """
+    A saved step. Raises CorruptCheckpoint naming the first file that differs from its digest, and
+    where the folder or the list of files is not that of this step.
+    """
+    state = read_state(folder / "state.json")
+    try:
+        names = [MODEL_FILE, TOKENIZER_FILE, *state["files"]]
+        files = {n: (state["files"][n]["bytes"], state["files"][n]["sha256"]) for n in names}
+        saved = f"step_{state['step']:06d}"
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{folder}/state.json does not list files ({error!r})") from error
+    if state["step"] != step:
+        raise CorruptCheckpoint(
+            f"{folder} was renamed: its state.json is that of step {state['step']}; rename the "
+            f"folder to {saved}"
+        )
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptCheckpoint(f"{path} is missing")
+        if path.stat().st_size != size or sha256_file(path) != digest:
+            raise CorruptCheckpoint(f"{path} does not match its SHA-256")
+    return Checkpoint(folder, step, state)
+
+
 def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     """
     The newest good checkpoint of a folder, or exactly `step`; None where there is none.
@@ -248,21 +243,16 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     folders = step_folders(folder)
     if step is not None and step not in folders:
         raise FileNotFoundError(f"no step {step} in {folder}; there are {list(folders)}")
-    for number in reversed(folders) if step is None else [step]:
+    if step is not None:
+        return read_checkpoint(folders[step], step)
+    for number, path in reversed(folders.items()):
         try:
-            state = read_state(folders[number] / "state.json")
-            checkpoint = Checkpoint(folders[number], number, state)
-            checkpoint.verify()
-            return checkpoint
+            return read_checkpoint(path, number)
         except (OSError, ValueError) as error:
-            if step is not None:
-                raise
             print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
     if folders:
-        raise CorruptCheckpoint(
-            f"no good checkpoint is left in {folder}; --resume=never starts anew and moves them "
-            "aside"
-        )
+        message = f"no good checkpoint is left in {folder}; --resume=never starts anew and moves"
+        raise CorruptCheckpoint(f"{message} them aside")
     return None
 
 
@@ -280,7 +270,7 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
 
     Raises MissingInput naming the script that makes one.
     """
-    root, command = stage_folder(stage), f"python -m {maker(stage)}"
+    root, command = stage_folder(stage), f"python -m scripts.{SCRIPTS[stage]}"
     if tag is None:
         tags = list(root.glob("*/latest"))
         if not tags:
@@ -320,11 +310,6 @@ def newest_stage() -> str:
         if next(stage_folder(stage).glob("*/latest"), None):
             return stage
     raise MissingInput(f"there is no model in {base_dir()}", "bash speedrun.sh")
-
-
-def maker(stage: str) -> str:
-    """The script that writes the checkpoints of a stage."""
-    return f"scripts.{SCRIPTS[stage]}"
 
 
 # Other models than GPT: a field that only their configuration has -> a module with `read_config`,

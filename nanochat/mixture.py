@@ -28,10 +28,12 @@ from nanochat.tokenizer import Tokenizer
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
 NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 PART = re.compile(
-    r"([\w./-]+)(?::([^,=*]+))?"
-    rf"(?:=({NUMBER})%|=(?:(\d+)\*)?(\d+)t|(?:=(\d+))?(?:\*({NUMBER}))?)"
+    r"(?P<name>[\w./-]+)(?::(?P<source>[^,=*]+))?"
+    rf"(?:=(?P<share>{NUMBER})%|=(?:(?P<of>\d+)\*)?(?P<tokens>\d+)t|(?:=(?P<rows>\d+))?"
+    rf"(?:\*(?P<repeats>{NUMBER}))?)"
 )
 BUDGET = re.compile(rf"@(?=[\d^])(?:(\d+)t)?(?:\^({NUMBER}))?$")
+READERS = {"rows": int, "repeats": float, "tokens": int, "share": lambda x: float(x) / 100}
 FORM = (
     "name[:source], then =rows, *repeats, =tokens as in =500000t, rows and tokens as in "
     "=10000*500000t, or a share as in =20%"
@@ -124,15 +126,10 @@ def parse_mixture(spec: str) -> list[Part]:
     for words in BUDGET.sub("", spec).split(","):
         if (found := PART.fullmatch(words.strip())) is None:
             raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
-        name, source, share, first, tokens, rows, repeats = found.groups()
-        part = Part(
-            name,
-            source,
-            int(rows or first) if rows or first else None,
-            float(repeats) if repeats else None,
-            int(tokens) if tokens else None,
-            float(share) / 100 if share else None,
-        )
+        given = {name: text for name, text in found.groupdict().items() if text}
+        if "of" in given:
+            given["rows"] = given.pop("of")
+        part = Part(**{name: READERS.get(name, str)(text) for name, text in given.items()})
         if 0 in (part.rows, part.repeats) or (part.tokens == 0 and not part.rows):
             raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}: it takes nothing")
         parts.append(part)
@@ -519,8 +516,7 @@ def open_texts(
     spec, declared = read_mixture(mixture)
     if replace(cfg, num_shards=None) != type(cfg)():
         raise ValueError(
-            "--mixture names its texts itself: give no --dataset, --data_dir, --val_shard or "
-            "--revision beside it"
+            "--mixture names its texts itself: leave out the other flags that name one"
         )
     if parse_budget(spec)["mixture_tokens"] is not None:
         raise ValueError(

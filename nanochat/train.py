@@ -63,10 +63,6 @@ RL_MOMENTUM = 0.95  # of Muon; the other stages ramp up to it
 MAX_TIMES_SEEN = 7  # times that a row came before; more are counted as this many
 UNTIMED_STEPS = 3  # of each attempt, which compile and allocate, are left out of a median
 CHECK_RANKS_EVERY = 100  # steps between checks that all ranks hold the same weights
-UNEVALUATED_MESSAGE = (
-    "the model is trained and saved, but memory ran out in its last evaluation; the same command "
-    "with --resume=auto evaluates it, best with fewer rows at a time: a smaller --device_batch_size"
-)
 
 
 @dataclass(frozen=True)
@@ -151,8 +147,8 @@ class MicroBatch(NamedTuple):
     """How many count."""
     weights: Tensor | None = None
     """(B, T) factors of the targets' losses. Default: 1."""
-    times_seen: int | None = None
-    """How often all of these rows came before, where that is counted and the same for all."""
+    times_seen: int = 0
+    """How often every row of the step came before; 0 where that differs."""
 
 
 class Loader(Protocol):
@@ -193,11 +189,12 @@ class RowLoader:
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         self.rows.should_stop = stopping
-        share = (step, self.num_rows, self.seed, self.machine.rank, self.machine.world_size)
+        share = (step, self.num_rows, self.seed)
         with self.machine.working("waiting for rows that are being packed"):
-            mine = self.rows.batch(*share)
+            mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.times_seen(*share)
-        return split_micro_batches(*self.split(mine), device_rows, self.machine.device, seen)
+        times = int(seen[0]) if seen.min() == seen.max() else 0
+        return split_micro_batches(*self.split(mine), device_rows, self.machine.device, times)
 
     def row_names(self, step: int) -> str:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
@@ -215,26 +212,14 @@ class RowLoader:
 
 
 def split_micro_batches(
-    tokens: np.ndarray,
-    targets: np.ndarray,
-    device_rows: int,
-    device: torch.device,
-    seen: np.ndarray,
+    tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device, times_seen: int
 ) -> list[MicroBatch]:
-    """
-    Micro-batches of `device_rows` rows, copied to `device` all at once. seen: how often each row
-    came before; rows are ordered by it, so that most micro-batches have one number.
-    """
-    order = np.argsort(seen, kind="stable")
-    tokens, targets, seen = tokens[order], targets[order], seen[order]
-    x, y = to_device(tokens, device), to_device(targets, device)
-    found = []
+    """Micro-batches of `device_rows` rows, copied to `device` all at once."""
+    x, y, found = to_device(tokens, device), to_device(targets, device), []
     for i in range(0, len(tokens), device_rows):
         rows = slice(i, i + device_rows)
-        same = seen.any() and seen[rows].min() == seen[rows].max()
-        times = min(int(seen[i]), MAX_TIMES_SEEN) if same else None
         count = int((targets[rows] >= 0).sum())
-        found.append(MicroBatch(x[rows], y[rows], count, times_seen=times))
+        found.append(MicroBatch(x[rows], y[rows], count, times_seen=times_seen))
     return found
 
 
@@ -372,9 +357,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if detector.bad_in_a_row >= MAX_BAD_STEPS:
                 run.save(progress, final=True)
                 raise NotFinite(
-                    f"{detector.bad_in_a_row} steps in a row were not finite, the last one step "
-                    f"{step}; the weights before them are saved. Look at those rows, or train anew "
-                    "with lower learning rates and another --model_tag"
+                    f"{MAX_BAD_STEPS} steps in a row were not finite, the last one step {step}; "
+                    "what was before them is saved. Look at those rows, or lower learning rates"
                 )
             every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
@@ -388,7 +372,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
         try:
             return evaluate(run, progress, last=True)
         except torch.OutOfMemoryError as error:
-            machine.print0(UNEVALUATED_MESSAGE)
+            machine.print0(
+                "the model is trained and saved, but memory ran out in its last evaluation; "
+                "--resume=auto repeats that alone, best with a smaller --device_batch_size"
+            )
             raise SystemExit(UNEVALUATED) from error
 
 
@@ -431,7 +418,6 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     """
     machine, optimizer, horizon = run.machine, run.optimizer, horizon or run.num_steps
     objective = run.objective or run.model
-    loss_by_times_seen = torch.zeros(MAX_TIMES_SEEN + 1, 2, dtype=torch.float64)
     losses = []
     with ExitStack() as stack:
         try:
@@ -448,26 +434,22 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             # a constant divisor, so that gradients have a fixed scale in bf16; `scale` corrects it
             (loss_sum / run.batch_tokens).backward()
             losses.append(loss_sum.detach())
-    for each, loss in zip(micro_batches, losses, strict=False):
-        if each.times_seen is not None:
-            loss_by_times_seen[each.times_seen] += torch.tensor([float(loss), each.num_targets])
-    nats, count, tokens, stopped, *by_times_seen = machine.sum(
+    nats, count, tokens, stopped = machine.sum(
         float(sum(losses)),
         float(sum(each.num_targets for each in micro_batches)),
         float(sum(each.tokens.numel() for each in micro_batches)),
         float(run.stopping()),
-        *loss_by_times_seen.flatten().tolist(),
     )
     if stopped:
         optimizer.drop_gradients()
         return None
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
-    pairs = zip(by_times_seen[::2], by_times_seen[1::2], strict=True)
     loss, norm = nats / count if count else 0.0, norm * scale
     lr = lr_factor(step, horizon, run.schedule)
     metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
-    metrics |= {f"loss_seen_{n}": bucket / of for n, (bucket, of) in enumerate(pairs) if of}
+    if micro_batches and (seen := micro_batches[0].times_seen):
+        metrics[f"loss_seen_{min(seen, MAX_TIMES_SEEN)}"] = loss
     for callback in run.callbacks:
         metrics |= callback.after_backward(scale)
     if count and math.isfinite(loss + norm):

@@ -63,13 +63,12 @@ class Given:
 
     identity, batch_tokens = {}, ROWS * T
 
-    def __init__(self, rows, times_seen=None, device="cpu"):
+    def __init__(self, rows, times_seen=0, device="cpu"):
         self.rows, self.times_seen, self.device = rows, times_seen, torch.device(device)
 
     def micro_batches(self, step, device_rows, stopping):
         tokens, targets = self.rows(step)
-        seen = np.zeros(len(tokens), int) if self.times_seen is None else self.times_seen
-        return split_micro_batches(tokens, targets, device_rows, self.device, seen)
+        return split_micro_batches(tokens, targets, device_rows, self.device, self.times_seen)
 
     def row_names(self, step):
         return f"rows of {step}"
@@ -82,7 +81,7 @@ def make_run(
     masked=False,
     seed=0,
     rows=None,
-    times_seen=None,
+    times_seen=0,
     evaluate=falling,
     grad_clip=0.0,
     **changes,
@@ -142,23 +141,11 @@ def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
     assert train_step(run, 0)[0] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("device_rows", [1, 4])
-def test_the_loss_is_told_by_how_often_rows_came_before(machine, device_rows):
-    seen = np.array([1, 0, 0, 1, 9, 0, 1, 9])
-    plain = train_step(make_run(machine, masked=True, device_rows=device_rows)[0], 0)
-    run, *_ = make_run(machine, masked=True, device_rows=device_rows, times_seen=seen)
-    tokens, targets = (torch.from_numpy(x) for x in rows_of(0, masked=True))
-    want = {}
-    for times in (0, 1, 9) if device_rows == 1 else ():  # of four rows not all came as often
-        mine = torch.from_numpy(seen == times)
-        nats = run.model.loss(tokens[mine], targets[mine]).item()
-        want[f"loss_seen_{min(times, 7)}"] = nats / int((targets[mine] != IGNORE).sum())
-    found = train_step(run, 0)
-    assert found.loss == pytest.approx(plain.loss, rel=1e-5)
-    assert found.norm == pytest.approx(plain.norm, rel=1e-4)
-    by_epoch = {k: v for k, v in found.metrics.items() if k.startswith("loss_seen")}
-    assert by_epoch == pytest.approx(want, rel=1e-5)
-    assert plain.metrics.keys() == {"loss", "lr", "grad_norm"}
+def test_the_loss_of_rows_that_came_before_is_logged_by_how_often(machine):
+    for seen, name in ((0, None), (1, "loss_seen_1"), (9, "loss_seen_7")):
+        done = train_step(make_run(machine, masked=True, times_seen=seen)[0], 0)
+        by_epoch = {k: v for k, v in done.metrics.items() if k.startswith("loss_seen")}
+        assert by_epoch == ({name: done.loss} if name else {})
 
 
 def test_B1_a_step_in_which_nothing_counts_changes_nothing(machine):
