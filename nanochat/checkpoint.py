@@ -27,21 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanochat import common
 from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
-from nanochat.common import (
-    MissingInput,
-    RunLock,
-    UsageError,
-    base_dir,
-    fingerprint,
-    fsync,
-    printable,
-    read_json,
-    read_sealed,
-    sealed,
-    sha256_file,
-    write_json,
-)
+from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
 from nanochat.dataloader import differences
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
@@ -76,7 +64,7 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Names the content: model, optimizer and tokenizer."""
-        return fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
+        return common.fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
 
     def model_tensors(self) -> dict[str, Tensor]:
         return load_file(self.folder / MODEL_FILE)
@@ -137,8 +125,8 @@ def save_checkpoint(
             save_tensors(optim_tensors, temporary / OPTIM_FILE)
         files = {}
         for path in sorted(temporary.iterdir()):
-            fsync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            common.fsync(path)
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
         record = {
             **state,
             "format": FORMAT,
@@ -147,11 +135,11 @@ def save_checkpoint(
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        write_json(temporary / "state.json", sealed(record))
+        common.write_json(temporary / "state.json", common.sealed(record))
         if final.exists():  # the same step, saved again
             final.rename(folder / f".replaced_{step:06d}")
         temporary.rename(final)
-        fsync(folder)
+        common.fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -193,11 +181,11 @@ def sweep(folder: Path) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The content of a state.json. Raises CorruptCheckpoint unless it is what was written."""
-    state = read_json(path)
+    state = common.read_json(path)
     was = state.get("format") if isinstance(state, dict) else None
     if was != FORMAT:
         raise CorruptCheckpoint(f"{path} has format {was}, not {FORMAT}")
-    return read_sealed(path)
+    return common.read_sealed(path)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -228,7 +216,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
         path = folder / name
         if not path.is_file():
             raise CorruptCheckpoint(f"{path} is missing")
-        if path.stat().st_size != size or sha256_file(path) != digest:
+        if path.stat().st_size != size or common.sha256_file(path) != digest:
             raise CorruptCheckpoint(f"{path} does not match its SHA-256")
     return Checkpoint(folder, step, state)
 

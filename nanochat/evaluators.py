@@ -41,26 +41,19 @@ NEW_TOKENS = 16
 
 
 @torch.no_grad()
-def continue_greedily(model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens: int) -> str:
-    """`prompt` behind BOS and its most likely continuation, decoded; reads the whole each time."""
-    device = model.device
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    for _ in range(new_tokens):
-        window = torch.tensor([ids[-model.cfg.max_seq_len :]], device=device)
-        ids.append(int(model(window)[0, -1].argmax()))
-    return tokenizer.decode(ids)
-
-
 def samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
     """
-    `sample 0` to `sample 6`, as the report names them. The inference copy generates: a compiled
-    model would be compiled for each of their lengths.
+    `sample 0` to `sample 6`, as the report names them: the prompts behind BOS with their likeliest
+    continuations. The inference copy generates: a compiled model would be compiled for each length.
     """
-    model = for_inference(model)
-    return {
-        f"sample {i}": continue_greedily(model, tokenizer, prompt, NEW_TOKENS)
-        for i, prompt in enumerate(PROMPTS)
-    }
+    model, found = for_inference(model), {}
+    for i, prompt in enumerate(PROMPTS):
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        for _ in range(NEW_TOKENS):
+            window = torch.tensor([ids[-model.cfg.max_seq_len :]], device=model.device)
+            ids.append(int(model(window)[0, -1].argmax()))
+        found[f"sample {i}"] = tokenizer.decode(ids)
+    return found
 
 
 # ---- Evaluation while training -------------------------------------------------------------------
@@ -125,10 +118,7 @@ class ValidationLoss(Evaluator):
     """Nats per counted token."""
 
     def __init__(
-        self,
-        cfg: ValidationConfig,
-        rows: Mapping[str, Rows],
-        split: Callable[[np.ndarray], Batch],
+        self, cfg: ValidationConfig, rows: Mapping[str, Rows], split: Callable[[np.ndarray], Batch]
     ) -> None:
         self.cfg, self.rows, self.split = cfg, rows, split
         self.by_bucket: dict[str, float] = {}
@@ -171,7 +161,7 @@ class ValidationLoss(Evaluator):
         every = pooled(found.values())
         self.loss = every.nats / every.tokens if every.tokens else math.nan
         self.by_bucket = bucket_figures(found)
-        return {"val_bpb": every.value, **self.by_bucket}
+        return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
 
 @dataclass(frozen=True)

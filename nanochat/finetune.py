@@ -27,19 +27,12 @@ from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
-from nanochat.mixture import (
-    Bucket,
-    Resolution,
-    Resolved,
-    parse_budget,
-    parse_mixture,
-    resolve,
-)
+from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
 from nanochat.optim import MuonAdamW, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import divisible_batch
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import RowLoader, ShouldStop, TrainConfig, TrainingRun
+from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
 MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
 MIN_ROWS = 8  # in a batch, where its size is not given
@@ -115,19 +108,12 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
-class AnswerLoss(ValidationLoss):
-    """Bits per byte and loss of the answers in validation rows."""
-
-    def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        return {**super().measure(stopping), "val_loss": self.loss}
-
-
 @dataclass(frozen=True)
 class FineTuning:
     """A training on conversations, ready to begin."""
 
     run: TrainingRun
-    answers: AnswerLoss
+    loss: ValidationLoss
     resolution: Resolution
     """How much of each bucket is in the mixture."""
     rows: Rows
@@ -172,7 +158,7 @@ def open_fine_tuning(
     default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
     table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
-    answers = AnswerLoss(tuning.validation, measured, split)
+    loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(
         kind=kind,
         model=model,
@@ -186,7 +172,7 @@ def open_fine_tuning(
         num_steps=max(1, tuning.num_iterations or round(tokens / batch_tokens)),
         schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
         kernels=tuning.kernels,
-        callbacks=[answers],
+        callbacks=[loss],
         inputs=inputs,
         identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
         state={
@@ -200,7 +186,7 @@ def open_fine_tuning(
         settings=settings,
         keep_optimizer=tuning.save_optimizer,
     )
-    return FineTuning(run, answers, resolution, rows, parent, chats)
+    return FineTuning(run, loss, resolution, rows, parent, chats)
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,40 +209,35 @@ def val_rows(
         for bucket in buckets:
             rows = found[bucket.name]
             if not rows.is_packed("val"):
-                encoded = encode_bucket(bucket.name, bucket.val, tokenizer, max_seq_len, machine)
-                pack_encoded(rows, "val", encoded, tokenizer)
+                encoded = encode_all({bucket.name: bucket.val}, tokenizer, max_seq_len, machine)
+                pack_encoded(rows, "val", encoded[bucket.name], tokenizer)
 
     machine.on_node("packing validation rows", pack)
     return found
 
 
-def encode_bucket(
-    name: str,
-    conversations: Any,
+def encode_all(
+    tasks: Mapping[str, Any],
     tokenizer: Tokenizer,
     max_seq_len: int,
     machine: DistContext,
     verify: bool = True,
-) -> Encoded:
-    """The tokens of a bucket's conversations, from the disk where that was done before."""
-    about = conversations.identity
-    with machine.working(f"encoding {name}") as report:
-        return encode(about, conversations, tokenizer, max_seq_len, verify, report)
+) -> dict[str, Encoded]:
+    """The tokens of conversations by bucket, from the disk where that was done before."""
+    found = {}
+    for name, task in tasks.items():
+        with machine.working(f"encoding {name}") as report:
+            found[name] = encode(task.identity, task, tokenizer, max_seq_len, verify, report)
+    return found
 
 
 def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
-
-    def encode_all(verify: bool) -> dict[str, Encoded]:
-        return {
-            each.name: encode_bucket(each.name, each.train, tokenizer, max_seq_len, machine, verify)
-            for each in chats.learned
-        }
-
-    machine.on_node("encoding conversations", lambda: bool(encode_all(verify=True)))
-    encoded = encode_all(verify=False)  # from the disk
+    asked = ({bucket.name: bucket.train for bucket in chats.learned}, tokenizer, max_seq_len)
+    machine.on_node("encoding conversations", lambda: bool(encode_all(*asked, machine)))
+    encoded = encode_all(*asked, machine, verify=False)  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
     amounts = parse_budget(chats.spec).values()
     counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)

@@ -15,31 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import preflight, records, report
+from nanochat import checkpoint, common, optim, preflight, records, report
 from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NotFinite, require_equal_ranks
-from nanochat.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    Progress,
-    SavingConfig,
-    architecture_of,
-    stage_folder,
-)
-from nanochat.common import (
-    PREEMPTED,
-    UNEVALUATED,
-    Interrupted,
-    StoppedWaiting,
-    StopRequest,
-    require_name,
-)
+from nanochat.checkpoint import Checkpoint, Checkpoints, Progress, SavingConfig
+from nanochat.common import Interrupted, StoppedWaiting, StopRequest
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
@@ -47,14 +32,7 @@ from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes, utilization
 from nanochat.logger import METRICS_FILE, RunLog, RunLogConfig
 from nanochat.loss import Trainable
-from nanochat.optim import (
-    MuonAdamW,
-    OptimConfig,
-    ScheduleConfig,
-    decay_factor,
-    lr_factor,
-    muon_momentum,
-)
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
 
@@ -87,7 +65,7 @@ class TrainConfig:
     log: RunLogConfig = field(default_factory=RunLogConfig)
 
     def __post_init__(self) -> None:
-        require_name("model_tag", self.model_tag)
+        common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
 
 
@@ -278,6 +256,10 @@ class TrainingRun:
     bytes_to_pack: int = 0
     """What that will write to the disk."""
 
+    progress: Progress = field(default_factory=Progress)
+    """As `train` leaves it."""
+    checkpoint: Checkpoint | None = None
+    """The last one; None on the ranks that do not write."""
     device_rows: int = 1
     """Rows per micro-batch on one device."""
     save: Callable[..., None] = lambda progress, final=False: None
@@ -294,8 +276,14 @@ class TrainingRun:
         """Whether this rank was asked to stop."""
         return self.stop.asked
 
-    def callback_values(self) -> dict[str, Any]:
-        """What the callbacks have for the record."""
+    @property
+    def tokens_per_second(self) -> float | None:
+        """At the median of the latest timed steps; None where there were none."""
+        seconds = self.progress.step_seconds
+        return self.batch_tokens / statistics.median(seconds) if seconds else None
+
+    def values(self) -> dict[str, Any]:
+        """Of the callbacks, for the record."""
         return {name: value for each in self.callbacks for name, value in each.values().items()}
 
     def horizon(self, progress: Progress) -> float:
@@ -376,7 +364,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 "the model is trained and saved, but memory ran out in its last evaluation; "
                 "--resume=auto repeats that alone, best with a smaller --device_batch_size"
             )
-            raise SystemExit(UNEVALUATED) from error
+            raise SystemExit(common.UNEVALUATED) from error
 
 
 def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
@@ -446,7 +434,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     norm = optimizer.reduce_gradients()
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
     loss, norm = nats / count if count else 0.0, norm * scale
-    lr = lr_factor(step, horizon, run.schedule)
+    lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
     if micro_batches and (seen := micro_batches[0].times_seen):
         metrics[f"loss_seen_{min(seen, MAX_TIMES_SEEN)}"] = loss
@@ -455,8 +443,8 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     if count and math.isfinite(loss + norm):
         if run.cfg.optim.grad_clip and norm > run.cfg.optim.grad_clip:
             scale *= run.cfg.optim.grad_clip / norm
-        momentum = RL_MOMENTUM if run.kind == "rl" else muon_momentum(step, horizon)
-        optimizer.step(lr, momentum, decay_factor(step, horizon), scale)
+        momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
+        optimizer.step(lr, momentum, optim.decay_factor(step, horizon), scale)
     else:
         optimizer.drop_gradients()
     machine.synchronize()
@@ -479,57 +467,12 @@ def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -
 # ---- From an opened model and its rows to a record -----------------------------------------------
 
 
-class TrainingResult(NamedTuple):
-    """What a finished run leaves for its record."""
+@dataclass(frozen=True)
+class Stopwatch:
+    """Made when a script begins, for the cost in its record."""
 
-    run: TrainingRun
-    prepared: Prepared
-    progress: Progress
-    folder: Path
-    """Of the run's checkpoints and metrics."""
-    checkpoint: Checkpoint | None
-    """The last one; None on the ranks that do not write."""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """At the median of the latest timed steps; None where there were none."""
-        seconds = self.progress.step_seconds
-        return self.run.batch_tokens / statistics.median(seconds) if seconds else None
-
-    @property
-    def utilization(self) -> float | None:
-        """Share of the device's peak (MFU) at the median step, None where one is unknown."""
-        rate, machine = self.tokens_per_second, self.run.machine
-        if rate is None:
-            return None
-        flops = self.progress.flops / (self.progress.step * self.run.batch_tokens)  # of a token
-        return utilization(rate * flops, machine.device, machine.world_size)
-
-    def values(self, memory_at_start: int) -> dict[str, Any]:
-        """Values that the record of every training on rows ends with."""
-        rate, health = self.tokens_per_second, self.progress.health
-        return {
-            "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
-            "Batch tokens": self.run.batch_tokens,
-            "Rows per device pass": self.prepared.device_rows,
-            "Compute dtype": str(self.run.machine.dtype).removeprefix("torch."),
-            "Compiled": self.prepared.compiled,
-            "Stated memory": f"{self.prepared.memory.total / 2**20:.2f}MiB",
-            "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
-            "Skipped steps": health.bad_steps,
-            "Loss spikes": health.spikes,
-        }
-
-
-class Stopwatch(NamedTuple):
-    """Taken when a script begins, for the cost in its record."""
-
-    seconds: float
-    memory_bytes: int
-
-    @staticmethod
-    def start() -> "Stopwatch":
-        return Stopwatch(time.perf_counter(), used_memory_bytes(torch.device("cpu")))
+    seconds: float = field(default_factory=time.perf_counter)
+    memory_bytes: int = field(default_factory=lambda: used_memory_bytes(torch.device("cpu")))
 
 
 def finished_before(
@@ -549,9 +492,9 @@ def finished_before(
     return found
 
 
-def train(run: TrainingRun) -> TrainingResult:
+def train(run: TrainingRun) -> None:
     """
-    Resume or begin, check what fits, train, save and evaluate.
+    Resume or begin, check what fits, train, save and evaluate: `run` is complete then.
 
     Raises UsageError where the run cannot finish, or where another one writes to its folder;
     SystemExit(PREEMPTED) when it was asked to stop: saved, not finished.
@@ -573,36 +516,36 @@ def train(run: TrainingRun) -> TrainingResult:
         "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": run.inputs},
         **run.state,
     }
-    folder = stage_folder(run.kind) / run.tag
+    folder = checkpoint.stage_folder(run.kind) / run.tag
     with Checkpoints(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
-        progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
-        prepared = prepare(run, progress, checkpoints)
+        run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
+        run.prepared = prepare(run, checkpoints)
         log = RunLog(
             cfg.log,
             checkpoints.folder,
             is_main=machine.is_main,
-            first_step=progress.step,
+            first_step=run.progress.step,
             total_steps=run.num_steps if run.max_seconds is None else None,
             run_id=run_id,
             settings=run.settings,
         )
         run.log = log.log
         run.save = partial(checkpoints.save, model, run.optimizer, run.tokenizer, state)
-        if module := architecture_of(model.cfg):
+        if module := checkpoint.architecture_of(model.cfg):
             more = module.callbacks(model, run.optimizer, cfg.seed)
             run.callbacks = [*run.callbacks, *more]
         with log, run.background():
-            done = run_loop(run, progress)
+            done = run_loop(run, run.progress)
+    run.checkpoint = checkpoints.saved
     if not done:
         machine.close()
-        raise SystemExit(PREEMPTED)
-    return TrainingResult(run, prepared, progress, folder, checkpoints.saved)
+        raise SystemExit(common.PREEMPTED)
 
 
-def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> Prepared:
+def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
     """Choose kernels and micro-batch, check memory and disk, and print it all on one screen."""
     cfg, model, machine = run.cfg, run.model, run.machine
-    left, folder = run.num_steps - progress.step, checkpoints.folder
+    left, folder = run.num_steps - run.progress.step, checkpoints.folder
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
@@ -625,13 +568,13 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
         memory = preflight.describe_memory(prepared.memory, prepared.device_rows, machine)
         lines["memory"] = memory
     if run.max_seconds is not None:
-        seconds = max(0.0, min(seconds, run.max_seconds - progress.clock_seconds))
+        seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of steps, at most "
     lines |= {
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
-        "training": f"{most}{run.num_steps:,} steps; from step {progress.step:,}",
+        "training": f"{most}{run.num_steps:,} steps; from step {run.progress.step:,}",
         "estimate": preflight.cost(seconds, machine),
     }
     preflight.screen(lines, machine)
@@ -640,29 +583,42 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
 
 def write_section(
     section: str,
-    result: TrainingResult,
+    run: TrainingRun,
     values: Mapping[str, Any],
     began: Stopwatch,
     tables: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the record of a finished run, render the report, and print the next command."""
-    run, checkpoint, machine = result.run, result.checkpoint, result.run.machine
-    if checkpoint is not None:
+    saved, machine, prepared = run.checkpoint, run.machine, run.prepared
+    if saved is not None:
+        assert prepared is not None
         if run.kind != "rl":
-            values = {**values, **result.values(began.memory_bytes)}
-        origin, outputs = checkpoint.state["provenance"], {run.kind: checkpoint.fingerprint}
+            rate, health = run.tokens_per_second, run.progress.health
+            values = {
+                **values,
+                "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
+                "Batch tokens": run.batch_tokens,
+                "Rows per device pass": prepared.device_rows,
+                "Compute dtype": str(machine.dtype).removeprefix("torch."),
+                "Compiled": prepared.compiled,
+                "Stated memory": f"{prepared.memory.total / 2**20:.2f}MiB",
+                "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",
+                "Skipped steps": health.bad_steps,
+                "Loss spikes": health.spikes,
+            }
+        origin, outputs = saved.state["provenance"], {run.kind: saved.fingerprint}
         with machine.working("writing the report"):
             records.write_record(
                 section,
                 run.settings,
-                {**values, **run.callback_values()},
+                {**values, **run.values()},
                 records.Provenance(**origin, outputs=outputs),
                 records.Cost.since(began.seconds, machine),
                 run.cfg.report_dir,
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],
-                metrics=result.folder / METRICS_FILE,
-                files=[checkpoint.folder],
+                metrics=saved.folder.parent / METRICS_FILE,
+                files=[saved.folder],
             )
             report.update(run.cfg.report_dir)
-        machine.print0(checkpoint.next_commands(machine))
+        machine.print0(saved.next_commands(machine))
     machine.close()

@@ -29,7 +29,7 @@ from nanochat.evaluators import (
     ValidationLoss,
 )
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import peak_memory_bytes
+from nanochat.hardware import peak_memory_bytes, utilization
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
 from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
@@ -42,7 +42,6 @@ from nanochat.train import (
     RowLoader,
     Stopwatch,
     TrainConfig,
-    TrainingResult,
     TrainingRun,
     finished_before,
     train,
@@ -136,7 +135,7 @@ def pretrain(
     the end. identity: further settings that decide the result; a run with others is not resumed.
     rules: optimizer settings, horizon and width -> the update rules.
     """
-    began, seed = Stopwatch.start(), cfg.train.seed
+    began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
 
     # Data: tokenizer, rows, and whether this very training was done before
@@ -191,8 +190,8 @@ def pretrain(
     )
     if max_seconds is not None:  # the clock must not run while text is packed
         corpus.pack(needed, machine)
-    result = train(run)
-    write_section(SECTION, result, summarize(result), began, mixed.tables() if mixed else ())
+    train(run)
+    write_section(SECTION, run, summarize(run), began, mixed.tables() if mixed else ())
 
 
 def plan(
@@ -252,24 +251,26 @@ def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> lis
     return evaluators
 
 
-def summarize(result: TrainingResult) -> dict[str, Any]:
+def summarize(run: TrainingRun) -> dict[str, Any]:
     """What the section shows first."""
-    run, progress = result.run, result.progress
-    tokens, mfu = progress.step * run.batch_tokens, result.utilization
+    progress, machine, rate = run.progress, run.machine, run.tokens_per_second
+    tokens = progress.step * run.batch_tokens
+    flops = progress.flops / tokens  # of a token
+    mfu = rate and utilization(rate * flops, machine.device, machine.world_size)
     return {
         "Number of parameters": run.model.num_params(),
-        "Number of FLOPs per token": f"{progress.flops / tokens:e}",
+        "Number of FLOPs per token": f"{flops:e}",
         "Calculated number of iterations": progress.step,
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / run.model.num_params(),
-        "DDP world size": run.machine.world_size,
+        "DDP world size": machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **run.callback_values(),
+        **run.values(),
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
-        "Peak memory usage": f"{peak_memory_bytes(run.machine.device) / 2**20:.2f}MiB",
+        "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
     }
 

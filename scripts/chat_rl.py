@@ -108,7 +108,7 @@ class ChatRL:
 
 
 def main(cfg: ChatRL) -> None:
-    began, seed = Stopwatch.start(), cfg.train.seed
+    began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
@@ -160,11 +160,12 @@ def main(cfg: ChatRL) -> None:
         settings=asked,
         keep_optimizer=cfg.save_optimizer,
     )
-    result = train(run)
-    metrics = read_metrics(result.folder / METRICS_FILE) if machine.is_main else []
+    train(run)
+    folder = run.checkpoint.folder.parent if run.checkpoint else None
+    metrics = read_metrics(folder / METRICS_FILE) if folder else []
     names = [held_out.locate(i)[0].name for i in range(len(held_out))]
     values = summarize(metrics, names, evaluator.before, evaluator.after) if metrics else {}
-    write_section(SECTION, result, values, began)
+    write_section(SECTION, run, values, began)
 
 
 def open_rollouts(

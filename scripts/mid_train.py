@@ -30,7 +30,6 @@ from nanochat.optim import OptimConfig
 from nanochat.train import (
     Stopwatch,
     TrainConfig,
-    TrainingResult,
     finished_before,
     train,
     write_section,
@@ -82,14 +81,14 @@ def fine_tune(
     section: str,
     mixture: str,
     builtin_mixtures: Mapping[str, str],
-    summarize: Callable[[FineTuning, TrainingResult], dict[str, Any]],
+    summarize: Callable[[FineTuning], dict[str, Any]],
 ) -> None:
     """
     Train a checkpoint of one of `stages` on conversations and record it.
 
     mixture: the default; builtin_mixtures: that of a model trained on a built-in data set.
     """
-    began = Stopwatch.start()
+    began = Stopwatch()
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
 
@@ -108,20 +107,21 @@ def fine_tune(
 
     # Model, optimizer, rows and validation loss; then the canaries
     tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, asked, inputs, machine)
-    tuning.run.callbacks = [tuning.answers, *monitor_finetuning(cfg.canaries, tuning)]
-    result = train(tuning.run)
-    write_section(section, result, summarize(tuning, result), began, tuning.resolution.tables())
+    tuning.run.callbacks = [tuning.loss, *monitor_finetuning(cfg.canaries, tuning)]
+    train(tuning.run)
+    write_section(section, tuning.run, summarize(tuning), began, tuning.resolution.tables())
 
 
-def summarize(tuning: FineTuning, result: TrainingResult) -> dict[str, Any]:
+def summarize(tuning: FineTuning) -> dict[str, Any]:
     """What the section shows first."""
+    progress = tuning.run.progress
     return {
-        "Number of iterations": result.run.num_steps,
-        "DDP world size": result.run.machine.world_size,
-        "Minimum validation bpb": result.progress.min_val,
-        "Final validation bpb": result.progress.last_val,
-        "Validation loss": tuning.answers.loss,
-        **tuning.answers.by_bucket,
+        "Number of iterations": tuning.run.num_steps,
+        "DDP world size": tuning.run.machine.world_size,
+        "Minimum validation bpb": progress.min_val,
+        "Final validation bpb": progress.last_val,
+        "Validation loss": tuning.loss.loss,
+        **tuning.loss.by_bucket,
     }
 
 

@@ -138,7 +138,7 @@ def test_R1_a_save_that_dies_leaves_the_old_checkpoint_and_no_rest(
     if moment == "tokenizer":
         monkeypatch.setattr(module.Tokenizer, "save", dies)
     if moment == "state":
-        monkeypatch.setattr(module, "write_json", dies)
+        monkeypatch.setattr(module.common, "write_json", dies)
     with pytest.raises(OSError, match="No space"):
         save(2)
     assert open_checkpoint(folder).step == 1

@@ -18,9 +18,8 @@ from nanochat.chat_packing import (
 )
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
-from nanochat.evaluators import ValidationConfig
+from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.finetune import (
-    AnswerLoss,
     DocumentMaskedModel,
     auto_batch,
     split,
@@ -108,7 +107,7 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     apart = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
-        found = AnswerLoss(ValidationConfig(8 * 63, half), buckets, split)
+        found = ValidationLoss(ValidationConfig(8 * 63, half), buckets, split)
         cfg = SimpleNamespace(eval_every=1)
         found.start(
             SimpleNamespace(
