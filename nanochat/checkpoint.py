@@ -30,6 +30,7 @@ from torch import Tensor
 from nanochat import common
 from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
 from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
+from nanochat.config import require_at_least
 from nanochat.dataloader import differences
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
@@ -328,8 +329,7 @@ def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The identity that an earlier commit gave a run, as this one has it."""
     upgraded = dict(recorded)
     for name in {"optim", "schedule"} & recorded.keys():
-        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
-        upgraded[name] = dict(kept)
+        upgraded[name] = dict(recorded[name].items() - OLD_SETTINGS.items())
     if "value_embeddings" in recorded.get("model", ()):
         upgraded["model"] = asdict(read_config(recorded["model"]))
     return upgraded
@@ -424,13 +424,11 @@ class Progress:
         """Raise UsageError where training cannot go on; call it where steps are left to train."""
         self.finished = False
         if self.averaged or self.optimizer_missing:
-            why, fix = "no optimizer state", "keep the optimizer state with --save_optimizer"
-            if self.averaged:
-                why, fix = "the average of its weights", "leave out --ema_decay"
+            why = "averaged weights" if self.averaged else "no optimizer state"
             raise UsageError(
-                f"the run ended after step {self.step}, and its last checkpoint holds {why}, so it "
-                "cannot be made longer",
-                f"train all steps anew with --resume=never or another --model_tag, and {fix}",
+                f"the run ended after step {self.step} with {why}: it cannot be made longer",
+                "train all steps anew with --resume=never, and with --save_optimizer, which keeps "
+                "the optimizer state, or without --ema_decay",
             )
 
 
@@ -448,34 +446,32 @@ class SavingConfig:
     save fails is always an error."""
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        require_at_least(self, keep=1)
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """
     The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one.
 
-    A context manager: inside, only this run may write there. keep_optimizer: whether the checkpoint
-    of the finished run holds the optimizer state; all others do.
+    A context manager: inside, only this run may write there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        machine: DistContext,
-        cfg: SavingConfig = SavingConfig(),
-        keep_optimizer: bool = True,
-    ):
-        self.folder, self.machine, self.cfg = folder, machine, cfg
-        self.keep_optimizer = keep_optimizer
-        self.asynchronous = machine.device.type == "cuda"
+    folder: Path
+    machine: DistContext
+    cfg: SavingConfig = SavingConfig()
+    keep_optimizer: bool = True
+    """Whether the checkpoint of the finished run holds the optimizer state; all others do."""
+    saved: Checkpoint | None = None
+    """The newest one that this process wrote, on the main rank."""
+    pending: tuple[int, Future[Checkpoint]] | None = None
+    """Step that is being saved."""
+
+    def __post_init__(self) -> None:
+        self.asynchronous = self.machine.device.type == "cuda"
         """Return from `save` once the state is on the host, where a synchronous save has it too."""
-        self.saved: Checkpoint | None = None
-        """The newest one that this process wrote, on the main rank."""
-        self.lock = RunLock(folder.parent / f".{folder.name}.lock")
+        self.lock = RunLock(self.folder.parent / f".{self.folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
 
     def __enter__(self) -> Self:
         """Raises UsageError, on every rank, where another run writes to the folder."""
@@ -551,11 +547,9 @@ class Checkpoints:
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
-            last = list(step_folders(self.folder))[-1:]
-            raise NotFinite(
-                f"{found[0]} holds numbers that are not finite: not saved. "
-                + (f"--resume=auto goes on from step {last[0]}" if last else "There is none before")
-            )
+            last = max(step_folders(self.folder), default="nowhere")
+            fix = f"--resume=auto goes on from the last good step: {last}"
+            raise NotFinite(f"{found[0]} holds numbers that are not finite, not saved; {fix}")
 
     # ---- beginning ---------------------------------------------------------------------------
 
@@ -629,10 +623,8 @@ class Checkpoints:
         names = self.machine.gather(name)
         for rank, other in enumerate(names):
             if other != names[0]:
-                raise CorruptCheckpoint(
-                    f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}; the ranks of "
-                    "all nodes must see the same files: use a shared disk"
-                )
+                message = f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}"
+                raise CorruptCheckpoint(f"{message}; all nodes need the same files: a shared disk")
         return found
 
     def disk_bytes(self, model: GPT, saves: int) -> int:

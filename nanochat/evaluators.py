@@ -152,10 +152,9 @@ class ValidationLoss(Evaluator):
             yield tokens, targets
 
     def measure(self, stopping: ShouldStop) -> dict[str, float]:
+        sizes, machine = self.token_bytes, self.machine
         found = {
-            name: bits_per_byte(
-                self.model, self.batches(rows), self.token_bytes, self.machine, stopping
-            )
+            name: bits_per_byte(self.model, self.batches(rows), sizes, machine, stopping)
             for name, rows in self.rows.items()
         }
         every = pooled(found.values())
@@ -195,12 +194,8 @@ class FewShotScore(Evaluator):
 
     def measure(self, stopping: ShouldStop) -> dict[str, float]:
         subject = eval_model_of(for_inference(self.run.model), self.run.tokenizer)
-        self.score = core(
-            [
-                examine(subject, task, self.machine, self.most, stopping=stopping)
-                for task in self.suite.tasks
-            ]
-        )
+        limits = {"machine": self.machine, "max_items": self.most, "stopping": stopping}
+        self.score = core([examine(subject, task, **limits) for task in self.suite.tasks])
         return {"core_metric": self.score.value}
 
     def values(self) -> dict[str, Any]:

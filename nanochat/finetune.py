@@ -177,11 +177,8 @@ def open_fine_tuning(
         identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
         state={
             "source": parent.state["source"],
-            "mixture": {
-                **chats.description,
-                "resolved": resolution.state(),
-                "declared": chats.declared,
-            },
+            "mixture": {**chats.description, "resolved": resolution.state()},
+            "declared": chats.declared,
         },
         settings=settings,
         keep_optimizer=tuning.save_optimizer,

@@ -9,6 +9,7 @@ Text is counted in tokens, conversations in items: by shares, counts or repeats.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -143,10 +144,7 @@ def parse_budget(spec: str) -> dict[str, Any]:
     if (tokens and int(tokens) == 0) or (alpha and float(alpha) > 1):
         raise ValueError(f"the mixture {spec!r} needs a token or more and a power from 0 to 1")
     # the names that fingerprints and checkpoints have
-    return {
-        "mixture_tokens": int(tokens) if tokens else None,
-        "mixture_alpha": float(alpha) if alpha else 1.0,
-    }
+    return {"mixture_tokens": int(tokens) if tokens else None, "mixture_alpha": float(alpha or 1)}
 
 
 def resolve(
@@ -272,10 +270,9 @@ class Resolution:
 
     def shares_by(self, tag: str) -> dict[str, float]:
         """Value of a tag -> the share of the tokens that it has."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = defaultdict(float)
         for bucket in self.buckets:
-            value = getattr(bucket.tags, tag)
-            found[value] = found.get(value, 0.0) + self.share(bucket)
+            found[getattr(bucket.tags, tag)] += self.share(bucket)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -314,12 +311,8 @@ class Resolution:
         return tables if by_tag else tables[:1]
 
     def __str__(self) -> str:
-        lines = [
-            f"  {bucket.name}: {self.share(bucket):.1%}, {bucket.tokens:,} tokens, "
-            f"{bucket.trained_tokens:,} with loss"
-            for bucket in self.buckets
-        ]
-        return "\n".join([f"mixture {self.spec}", *lines, *self.warnings])
+        rows = map("  ".join, self.tables()[0]["rows"])
+        return "\n".join([f"mixture {self.spec}", *rows, *self.warnings])
 
 
 # ---- Own buckets ---------------------------------------------------------------------------------
@@ -343,12 +336,11 @@ def read_mixture(words: str) -> tuple[str, dict[str, dict[str, Any]]]:
     if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
         raise ValueError(f'{file} is not {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
     for name, entry in content["buckets"].items():
-        if not isinstance(entry, dict) or len({"task", "dataset", "data_dir"} & entry.keys()) != 1:
+        if len({"task", "dataset", "data_dir"} & entry.keys()) != 1:
             raise ValueError(f"{file}: {name} must have one of task, dataset and data_dir")
-        if wrong := [key for key in places & entry.keys() if not isinstance(entry[key], str)]:
-            raise ValueError(f"{file}: {wrong[0]} of {name} is {entry[wrong[0]]!r}, not a string")
-        if unknown := ", ".join(sorted(entry.keys() - known)):
-            raise ValueError(f"{file}: {name} has {unknown}; known are {', '.join(sorted(known))}")
+        if wrong := {k: v for k, v in entry.items() if k not in known or not isinstance(v, str)}:
+            allowed = f"the others are strings, of {', '.join(sorted(known))}"
+            raise ValueError(f"{file}: {name} has {wrong}; leave it out, {allowed}")
     return content["mixture"], content["buckets"]
 
 
@@ -378,7 +370,6 @@ class TextMixture:
     @property
     def only(self) -> Source:
         """The single source."""
-        assert not self.spec, "a mixture has several sources"
         return next(iter(self.sources.values()))
 
     @property
@@ -431,18 +422,19 @@ class Corpus:
             self.pack(dict.fromkeys(sized), machine)
         T = next(iter(self.rows.values())).max_seq_len
         sizes = {  # None while not all of a text is packed
-            name: rows.packed_train_rows if all(map(rows.is_packed, rows.train_shards)) else None
+            name: rows.packed_train_rows * T
+            if all(map(rows.is_packed, rows.train_shards))
+            else None
             for name, rows in self.rows.items()
         }
-        available = [sizes[part.label] or rows_needed for part in parts]
+        available = [size // T if size else rows_needed for size in sizes.values()]
         alpha = parse_budget(spec)["mixture_alpha"]
         counts = resolve(parts, available, T, rows_needed * T, alpha)
         needed = dict(zip(self.rows, counts, strict=True))
-        found = []
-        for name, rows in self.rows.items():
-            size, documents = sizes[name], rows.totals()["documents"]
-            tokens = None if size is None else size * T
-            found.append(Resolved(name, tags[name], tokens, needed[name] * T, documents))
+        found = [
+            Resolved(name, tags[name], sizes[name], needed[name] * T, rows.totals()["documents"])
+            for name, rows in self.rows.items()
+        ]
         mixed = Resolution(spec, found)
         machine.print0(mixed)
         return mixed, needed
@@ -519,23 +511,17 @@ def open_texts(
             "--mixture names its texts itself: leave out the other flags that name one"
         )
     if parse_budget(spec)["mixture_tokens"] is not None:
-        raise ValueError(
-            f"{spec!r}: the budget of a mixture of text is the run's: leave @...t out and use "
-            "--num_iterations or --target_param_data_ratio"
-        )
+        fix = "leave @...t out; --num_iterations or --target_param_data_ratio decides"
+        raise ValueError(f"{spec!r}: the budget of a mixture of text is that of the run: {fix}")
     configs: dict[str, DataConfig] = {}
     for part in parse_mixture(spec):
         entry = declared.get(part.name, {"dataset": part.name})
         if part.rows is not None or part.source is not None:
-            raise ValueError(
-                f"{part.label!r}: text is taken by tokens (=500000t), a share (=20%) or repeats "
-                "(*1.5), and has no further source"
-            )
+            ways = "tokens (=500000t), a share (=20%) or repeats (*1.5)"
+            raise ValueError(f"{part.label!r}: text is taken by {ways}, and has no further source")
         if "task" in entry:
-            raise ValueError(
-                f"{part.name} is declared as a task: it holds conversations, no text; use it in "
-                "the mixture of scripts.mid_train or scripts.chat_sft"
-            )
+            fix = "it is for the mixture of scripts.mid_train or scripts.chat_sft"
+            raise ValueError(f"{part.name} is declared as a task, which is no text: {fix}")
         if part.name in configs:
             raise ValueError(f"{part.name} comes twice in the mixture; say {part.name}*2")
         place = {key: entry.get(key) for key in ("dataset", "data_dir")}

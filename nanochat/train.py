@@ -178,14 +178,13 @@ class RowLoader:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
 
     def describe(self, run: "TrainingRun") -> dict[str, str]:
-        T, world_size = self.rows.max_seq_len, self.machine.world_size
         epochs = self.rows.epochs_for(run.num_steps * self.num_rows)
         repeats = "not all packed yet" if epochs is None else f"{epochs:.2f} epochs"
-        passes = self.num_rows // (run.device_rows * world_size)
+        size, count = f"{self.rows.max_seq_len:,} tokens", self.machine.world_size
         return {
-            "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
-            "batch": f"{self.batch_tokens:,} tokens: {passes} passes of {run.device_rows} rows on "
-            f"each of {world_size} devices",
+            "rows": f"{self.rows.fingerprint} of {size}, {repeats}",
+            "batch": f"{self.batch_tokens:,} tokens, {run.device_rows} rows at a time on each of "
+            f"{count} devices",
         }
 
 
@@ -193,12 +192,10 @@ def split_micro_batches(
     tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device, times_seen: int
 ) -> list[MicroBatch]:
     """Micro-batches of `device_rows` rows, copied to `device` all at once."""
-    x, y, found = to_device(tokens, device), to_device(targets, device), []
-    for i in range(0, len(tokens), device_rows):
-        rows = slice(i, i + device_rows)
-        count = int((targets[rows] >= 0).sum())
-        found.append(MicroBatch(x[rows], y[rows], count, times_seen=times_seen))
-    return found
+    x, y = to_device(tokens, device), to_device(targets, device)
+    counts = (targets >= 0).sum(axis=1)
+    parts = [slice(i, i + device_rows) for i in range(0, len(tokens), device_rows)]
+    return [MicroBatch(x[p], y[p], int(counts[p].sum()), times_seen=times_seen) for p in parts]
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -376,8 +373,7 @@ def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
     except Interrupted:
         run.machine.print0(f"asked to stop: evaluation at step {progress.step} aborted")
         return False
-    value = metrics.get("val_bpb")
-    if value is not None:
+    if (value := metrics.get("val_bpb")) is not None:
         progress.last_val = value
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
     if metrics:
@@ -565,8 +561,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
     if run.prepared:
         seconds *= left / run.num_steps
     else:
-        memory = preflight.describe_memory(prepared.memory, prepared.device_rows, machine)
-        lines["memory"] = memory
+        lines["memory"] = preflight.describe_memory(prepared.memory, run.device_rows, machine)
     if run.max_seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of steps, at most "

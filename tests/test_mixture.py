@@ -264,7 +264,7 @@ def test_own_buckets_are_declared_in_a_file(tmp_path):
     assert read_mixture("a=5,jsonl:own.json") == ("a=5,jsonl:own.json", {})
     for wrong, message in (
         ('{"x": {"language": "ko"}}', "x must have one of task, dataset and data_dir"),
-        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has colour; known are"),
+        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has {'colour': 'red'}; leave it out"),
         ('{}, "more": 1', "is not .*mixture.*buckets"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -430,6 +430,6 @@ def test_R13_what_is_not_finite_is_never_saved(run, where):
             values = run.optimizer.local_state()
         name = list(values)[-1]
         values[name].data.view(-1)[0] = float("nan")
-        with pytest.raises(NotFinite, match=rf"{name} holds.*goes on from step 1"):
+        with pytest.raises(NotFinite, match=rf"{name} holds.*goes on from the last good step: 1"):
             run.save(checkpoints, 2)
     assert open_checkpoint(run.folder).step == 1

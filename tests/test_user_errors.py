@@ -39,7 +39,7 @@ BAD_FLAGS = [
     ),
     ("tok_train --mixture=a=?", "'a=?' in the mixture", "name[:source]"),
     ("tok_train --mixture={file}", "{file} is not valid JSON", "correct or delete it"),
-    ("tok_train --mixture={types}", "data_dir of a is 5", "not a string"),
+    ("tok_train --mixture={types}", "a has {'data_dir': 5}", "the others are strings"),
     ("tok_eval --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("data --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("base_train --detph=2", "--detph", "did you mean --depth?"),

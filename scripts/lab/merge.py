@@ -119,7 +119,7 @@ def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
     if not spec:
         raise ValueError(f"{first.folder} does not say what to validate on: give --val_mixture")
     spec, declared = read_mixture(spec)
-    found = buckets(spec, declared or first.state.get("mixture", {}).get("declared", {}))
+    found = buckets(spec, declared or first.state.get("declared", {}))
     require_access((bucket.measures for bucket in found if bucket.measures), False, {})
     return found
 
