@@ -85,8 +85,6 @@ class AnomalyDetector:
 def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor that holds a NaN or an infinity, or None."""
     floats = {name: x for name, x in named.items() if x.is_floating_point()}
-    if not floats:
-        return None
     finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
     return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
 

@@ -158,13 +158,14 @@ def open_fine_tuning(
     default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
     table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
+    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
     loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(
         kind=kind,
         model=model,
         tokenizer=tokenizer,
         objective=DocumentMaskedModel(model, tokenizer.bos_id),
-        optimizer=MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine),
+        optimizer=optimizer,
         loader=RowLoader(rows, split, batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg,

@@ -35,10 +35,7 @@ PART = re.compile(
 )
 BUDGET = re.compile(rf"@(?=[\d^])(?:(\d+)t)?(?:\^({NUMBER}))?$")
 READERS = {"rows": int, "repeats": float, "tokens": int, "share": lambda x: float(x) / 100}
-FORM = (
-    "name[:source], then =rows, *repeats, =tokens as in =500000t, rows and tokens as in "
-    "=10000*500000t, or a share as in =20%"
-)
+FORM = "name[:source], then =rows, *repeats, =tokens (=500000t), =rows*tokens or =share (=20%)"
 
 
 @dataclass(frozen=True)

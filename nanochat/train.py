@@ -180,11 +180,10 @@ class RowLoader:
     def describe(self, run: "TrainingRun") -> dict[str, str]:
         epochs = self.rows.epochs_for(run.num_steps * self.num_rows)
         repeats = "not all packed yet" if epochs is None else f"{epochs:.2f} epochs"
-        size, count = f"{self.rows.max_seq_len:,} tokens", self.machine.world_size
+        T, n, world_size = self.rows.max_seq_len, run.device_rows, self.machine.world_size
         return {
-            "rows": f"{self.rows.fingerprint} of {size}, {repeats}",
-            "batch": f"{self.batch_tokens:,} tokens, {run.device_rows} rows at a time on each of "
-            f"{count} devices",
+            "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
+            "batch": f"{self.batch_tokens:,} tokens, {n} rows at a time on {world_size} devices",
         }
 
 
@@ -585,8 +584,7 @@ def write_section(
 ) -> None:
     """Write the record of a finished run, render the report, and print the next command."""
     saved, machine, prepared = run.checkpoint, run.machine, run.prepared
-    if saved is not None:
-        assert prepared is not None
+    if saved is not None and prepared is not None:
         if run.kind != "rl":
             rate, health = run.tokens_per_second, run.progress.health
             values = {

@@ -53,11 +53,9 @@ SECTION = "Base model training"
 # Flags that other trainers of this kind have, or that moved.
 RETIRED = {
     "n_layer": "the number of layers is --depth",
-    **dict.fromkeys(("n_embd", "n_head"), "width and heads follow from --depth"),
     **dict.fromkeys(
-        ("d_model", "head_dim"),
-        "it follows from --depth; it is a flag of scripts.golf.base_train and of "
-        "scripts.recursion.base_train",
+        ("n_embd", "n_head", "d_model", "head_dim"),
+        "width and heads follow from --depth; scripts.golf.base_train takes other widths",
     ),
     "sequence_length": "the length of a row is --max_seq_len",
     "block_size": "the length of a row is --max_seq_len",
@@ -82,8 +80,7 @@ RETIRED = {
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
     "suite": "the few-shot tasks follow from the data set, or are those of --eval_bundle",
-    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
-    "arm_floor": "it is a flag of scripts.lab.sweep",
+    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
 }
 
 
@@ -228,9 +225,7 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, s
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
-    if machine.is_main:
-        open_corpus(texts, tokenizer, cfg.max_seq_len)
-    machine.barrier()
+    machine.on_main("opening rows", lambda: bool(open_corpus(texts, tokenizer, cfg.max_seq_len)))
     verifies = machine.local_rank == 0
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)
     prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}

@@ -27,13 +27,7 @@ from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetunin
 from nanochat.lab.held_out import require_fair
 from nanochat.mixture import MixConfig, read_mixture
 from nanochat.optim import OptimConfig
-from nanochat.train import (
-    Stopwatch,
-    TrainConfig,
-    finished_before,
-    train,
-    write_section,
-)
+from nanochat.train import Stopwatch, TrainConfig, finished_before, train, write_section
 from tasks.buckets import buckets
 
 SECTION = "Midtraining"
@@ -44,8 +38,7 @@ BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
 RETIRED = {
     **RETIRED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
-    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
-    "arm_floor": "it is a flag of scripts.lab.sweep",
+    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
     **dict.fromkeys(
         ("warmup_steps", "final_lr_frac"),
         "learning rates start at their peak and fall to 0: --init_lr_frac and --warmdown_ratio",
