@@ -504,9 +504,7 @@ def open_texts(
         return TextMixture({source.name: source})
     spec, declared = read_mixture(mixture)
     if replace(cfg, num_shards=None) != type(cfg)():
-        raise ValueError(
-            "--mixture names its texts itself: leave out the other flags that name one"
-        )
+        raise ValueError("--mixture names its texts itself: give no --dataset or other text")
     if parse_budget(spec)["mixture_tokens"] is not None:
         fix = "leave @...t out; --num_iterations or --target_param_data_ratio decides"
         raise ValueError(f"{spec!r}: the budget of a mixture of text is that of the run: {fix}")
