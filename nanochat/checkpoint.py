@@ -426,7 +426,7 @@ class Progress:
         if self.averaged or self.optimizer_missing:
             why = "averaged weights" if self.averaged else "no optimizer state"
             raise UsageError(
-                f"the run ended after step {self.step} with {why}: it cannot be made longer",
+                f"the run ended after step {self.step} and holds {why}: it cannot be made longer",
                 "train all steps anew with --resume=never, and with --save_optimizer, which keeps "
                 "the optimizer state, or without --ema_decay",
             )
