@@ -9,8 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
-own=(--buckets=dev/korean_buckets.json)
-text=("${own[@]}" --mixture=english=75%,korean=25%)
+text=(--mixture=dev/korean_text.json)
 as_measured=(--bigram_rows=0 --value_every=2) # before the default had more tables
 
 python -m scripts.tok_train "${text[@]}" --vocab_size=4096 --max_chars=40000000 --skip_if_done
@@ -27,8 +26,7 @@ wait -n
 wait -n
 
 python -m scripts.lab.sweep --name=korean --devices=2 --bases="d2|d4" --source=base \
-    --num_iterations=200 --total_batch_size=4096 "${own[@]}" \
-    --mixture="chat-instruct=32%,chat-korean=33%,gsm8k=15%,arc_easy=5%,arc_challenge=3%,aqua=12%" \
+    --num_iterations=200 --total_batch_size=4096 --mixture=dev/korean_chat.json \
     --arm_floor="arc_easy=5%" \
     --arms="only:chat-korean|drop:gsm8k|ratio:language ko:en=1:1|ratio:language ko:en=1:4" \
     --seeds=3 --arm_seeds=2 --flags="--eval_tokens=196608 --save_every=50" \

@@ -48,13 +48,14 @@ def main(cfg: Planted) -> None:
         name: {"task": "jsonl", "source": str(folder / f"{name}.jsonl"), "answer_format": "letter"}
         for name in ("clean", "shuffled")
     }
-    (folder / "buckets.json").write_text(json.dumps(declared))
+    mixture = {"mixture": "clean=70%,world_problems=30%,shuffled=0%", "buckets": declared}
+    (folder / "mixture.json").write_text(json.dumps(mixture))
     arms = ["swap:clean->shuffled", *(f"copy:{n}" for n in range(COPIES))]
     words = [
         *("scripts.lab.sweep", "--name=planted", f"--bases={cfg.base}"),
         *(f"--num_iterations={cfg.num_iterations}", "--total_batch_size=2048"),
-        *(f"--devices={cfg.devices}", f"--buckets={folder / 'buckets.json'}"),
-        *("--mixture=clean=70%,world_problems=30%,shuffled=0%", f"--arms={'|'.join(arms)}"),
+        *(f"--devices={cfg.devices}", f"--mixture={folder / 'mixture.json'}"),
+        f"--arms={'|'.join(arms)}",
         "--flags=--val_mixture=world_choice,world_problems --eval_tokens=32768",
     ]
     subprocess.run([sys.executable, "-m", *words], cwd=REPOSITORY, check=True)

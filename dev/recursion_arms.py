@@ -22,7 +22,7 @@ from nanochat.common import base_dir
 from nanochat.config import start
 from nanochat.lab.sweep import Job, Sweep, SweepConfig
 from nanochat.logger import read_metrics
-from nanochat.recursion.presets import Preset, RecursionConfig
+from nanochat.recursion.presets import Preset, RecursionConfig, WidthConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
@@ -30,11 +30,12 @@ from nanochat.tokenizer import Tokenizer
 BATCH = 4096
 T = 512
 DEPTH = 4
-SHAPE = ShapeConfig(d_model=128, head_dim=32, value_every=2, bigram_rows=0)
+SHAPE = ShapeConfig(value_every=2, bigram_rows=0)
+WIDTH = WidthConfig(d_model=128, head_dim=32)
 COMMON = (
     f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 --log_every=50 "
     "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
-    + " ".join(f"--{name}={value}" for name, value in asdict(SHAPE).items())
+    + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
 )
 # Also within the budget: plain repetition, from the start and from the middle, and the rates that
 # the presets once came with.
@@ -58,7 +59,7 @@ class Arms:
 
 def flops(depth: int, preset: Preset = "none") -> float:
     """Of a token, in training."""
-    plain = shape_for_depth(depth, Tokenizer.load().vocab_size, T, shape=SHAPE)
+    plain = WIDTH.apply(shape_for_depth(depth, Tokenizer.load().vocab_size, T, shape=SHAPE))
     with torch.device("meta"):
         shape = RecursionConfig(recursion_preset=preset).apply(plain)
         return new_model(shape).flops_per_token()

@@ -6,6 +6,7 @@ Print the FLOPs that the training of a base model took.
 Reads   base_checkpoints/<tag>/
 """
 
+import contextlib
 import sys
 
 from nanochat.checkpoint import find_checkpoint
@@ -13,5 +14,6 @@ from nanochat.checkpoint import find_checkpoint
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m dev.spent <model_tag>")
-    checkpoint = find_checkpoint("base", sys.argv[1], say=lambda text: print(text, file=sys.stderr))
+    with contextlib.redirect_stdout(sys.stderr):  # what is reported of damaged checkpoints
+        checkpoint = find_checkpoint("base", sys.argv[1])
     print(checkpoint.state["progress"]["flops"])

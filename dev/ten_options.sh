@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 source .venv/bin/activate
 
 python -m scripts.lab.sweep --name=ten-options --devices=2 --bases=d4 --source=base \
-    --buckets=dev/ten_options.json --mixture="arc_easy=100%,more=0%" --arms="swap:arc_easy->more" \
+    --mixture=dev/ten_options.json --arms="swap:arc_easy->more" \
     --num_iterations=150 --total_batch_size=2048 --seeds=3 --arm_seeds=3 \
     --flags="--val_mixture=arc_easy,more --eval_tokens=131072 --init_lr_frac=0.15" \
     --tasks="ARC-Easy|ARC-Easy-10|ARC-Challenge|ARC-Challenge-10"

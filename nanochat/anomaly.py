@@ -5,7 +5,6 @@ Anomalies of a training run: non-finite numbers, spikes, ranks whose weights dif
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,8 +18,6 @@ SPIKE_RATIO = 2.0  # times the highest loss of the window, and at least
 SPIKE_NATS = 0.5  # above it: a loss near 0 may double by chance
 SPIKE_WINDOW = 8  # steps: short, because the loss falls fast in the beginning
 SPIKE_FIRST = 3  # steps that must have been seen before one can be called a spike
-NORM_RATIO = 4.0  # times the median gradient norm of the window: a spike of the gradient
-NORM_WINDOW = 32  # steps
 MAX_BAD_STEPS = 5  # non-finite steps in a row that stop the run; each is skipped
 
 Verdict = Literal["good", "spike", "bad"]
@@ -44,10 +41,6 @@ class AnomalyState:
     """Steps whose loss was far above those before them."""
     losses: list[float] = field(default_factory=list)
     """The latest losses that were neither."""
-    norm_spikes: int = 0
-    """Steps whose gradient was far larger than those before them, whatever their loss."""
-    norms: list[float] = field(default_factory=list)
-    """The latest gradient norms."""
 
 
 class AnomalyDetector:
@@ -73,44 +66,25 @@ class AnomalyDetector:
         As many spikes in a row as the window is long are a new level of the loss.
         """
         verdict, state = self.classify(loss, norm), self.state
-        state.norm_spikes += self.is_norm_spike(norm)
-        if math.isfinite(norm):
-            state.norms = [*state.norms, norm][-NORM_WINDOW:]
         self.bad_in_a_row = self.bad_in_a_row + 1 if verdict == "bad" else 0
         self.spikes_in_a_row = self.spikes_in_a_row + 1 if verdict == "spike" else 0
-        if verdict == "bad":
-            state.bad_steps += 1
+        state.bad_steps += verdict == "bad"
+        state.spikes += verdict == "spike"
+        if verdict != "good":
+            problem = f"skipped on all ranks ({self.bad_in_a_row} in a row)"
+            if verdict == "spike":
+                problem = f"a spike, above {max(state.losses):.4f}, the highest of the steps before"
             self.machine.print0(
-                f"step {step}: loss {loss}, gradient norm {norm}: skipped on all ranks "
-                f"({self.bad_in_a_row} in a row); rows {rows()}"
-            )
-        elif verdict == "spike":
-            state.spikes += 1
-            self.machine.print0(
-                f"step {step}: a spike, loss {loss:.4f} (the highest of the {len(state.losses)} "
-                f"steps before was {max(state.losses):.4f}), gradient norm {norm:.4g}; "
-                f"rows {rows()}"
+                f"step {step}: loss {loss:.4f}, gradient norm {norm:.4g}: {problem}; rows {rows()}"
             )
         if verdict == "good" or self.spikes_in_a_row == SPIKE_WINDOW:
             state.losses = [*state.losses, loss][-SPIKE_WINDOW:]
         return verdict
 
-    def is_norm_spike(self, norm: float) -> bool:
-        """Whether a gradient norm is far above those before it."""
-        seen = self.state.norms
-        return len(seen) >= SPIKE_WINDOW and norm > NORM_RATIO * statistics.median(seen)
-
-    @property
-    def should_abort(self) -> bool:
-        """Whether too many steps in a row were bad for the run to go on."""
-        return self.bad_in_a_row >= MAX_BAD_STEPS
-
 
 def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor that holds a NaN or an infinity, or None."""
     floats = {name: x for name, x in named.items() if x.is_floating_point()}
-    if not floats:
-        return None
     finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
     return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
 

@@ -10,15 +10,15 @@ that fails them is skipped, and the previous good one is used.
 
 import contextlib
 import importlib
-import json
 import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,22 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanochat import common
 from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
-from nanochat.common import (
-    MissingInput,
-    RunLock,
-    UsageError,
-    base_dir,
-    fingerprint,
-    fsync,
-    json_text,
-    printable,
-    read_json,
-    sealed,
-    sha256_file,
-    unseal,
-    write_atomic,
-)
+from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
+from nanochat.config import require_at_least
 from nanochat.dataloader import differences
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
@@ -59,6 +47,7 @@ FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + 
 SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
 # .replaced: the same step was being saved again when the process died
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
+CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 
 
 class CorruptCheckpoint(ValueError):
@@ -76,39 +65,29 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Names the content: model, optimizer and tokenizer."""
-        return fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
+        return common.fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
 
     def model_tensors(self) -> dict[str, Tensor]:
         return load_file(self.folder / MODEL_FILE)
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizer state was kept."""
         return OPTIM_FILE in self.state["files"]
 
     def optim_tensors(self) -> dict[str, Tensor]:
-        """The optimizer state, where it was kept."""
         return load_file(self.folder / OPTIM_FILE)
 
-    def verify(self) -> None:
-        """
-        Raises CorruptCheckpoint naming the first file that differs from its digest, and where the
-        folder or the list of files is not that of a saved step.
-        """
-        for name in (MODEL_FILE, TOKENIZER_FILE):
-            if name not in self.state["files"]:
-                raise CorruptCheckpoint(f"{self.folder}: its state.json lists no {name}")
-        if self.state["step"] != self.step:
-            raise CorruptCheckpoint(
-                f"{self.folder} was renamed: its state.json is that of step {self.state['step']}; "
-                f"rename the folder to step_{self.state['step']:06d}"
-            )
-        for name, was in self.state["files"].items():
-            path = self.folder / name
-            if not path.is_file():
-                raise CorruptCheckpoint(f"{path} is missing")
-            if path.stat().st_size != was["bytes"] or sha256_file(path) != was["sha256"]:
-                raise CorruptCheckpoint(f"{path} does not match its SHA-256")
+    def next_commands(self, machine: DistContext) -> str:
+        """What a training prints last: where its checkpoint is, and the next command."""
+        stage, tag = self.state["stage"], self.folder.parent.name
+        many = f"torchrun --nproc_per_node={machine.local_size} -m scripts.{{}} --"
+        run = many if machine.world_size > 1 else "python -m scripts.{}"
+        lines = [f"checkpoint: {self.folder}"]
+        if following := dict(pairwise(SCRIPTS)).get(stage):
+            lines.append(f"next: {run.format(SCRIPTS[following])} --model_tag={tag}")
+        if stage in ("sft", "rl"):
+            lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
+        return "\n".join(lines)
 
 
 def stage_folder(stage: str) -> Path:
@@ -147,8 +126,8 @@ def save_checkpoint(
             save_tensors(optim_tensors, temporary / OPTIM_FILE)
         files = {}
         for path in sorted(temporary.iterdir()):
-            fsync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            common.fsync(path)
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
         record = {
             **state,
             "format": FORMAT,
@@ -157,30 +136,27 @@ def save_checkpoint(
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        record = json.loads(json_text(record))  # as it will be read
-        write_atomic(temporary / "state.json", json_text(sealed(record)))
+        common.write_json(temporary / "state.json", common.sealed(record))
         if final.exists():  # the same step, saved again
             final.rename(folder / f".replaced_{step:06d}")
         temporary.rename(final)
-        fsync(folder)
+        common.fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     with contextlib.suppress(OSError):  # it is committed: the rest can wait for the next save
-        write_atomic(folder / "latest", final.name + "\n")
+        (folder / "latest").write_text(final.name + "\n")
         sweep(folder)
     for old, path in list(step_folders(folder).items())[:-keep]:
         if old != step:
             shutil.rmtree(path, ignore_errors=True)
-    return Checkpoint(final, step, record)
+    return Checkpoint(final, step, read_state(final / "state.json"))
 
 
 def weights_on_host(model: GPT, copy: bool = False) -> dict[str, Tensor]:
     """The weights as a file wants them; those of a model on the CPU are only copied if asked to."""
-    weights = {n: p.detach().to("cpu").contiguous() for n, p in model.state_dict().items()}
-    if copy and next(model.parameters()).device.type == "cpu":
-        weights = {n: p.clone() for n, p in weights.items()}
-    return weights
+    weights = model.state_dict().items()
+    return {name: p.detach().to("cpu", copy=copy).contiguous() for name, p in weights}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -199,31 +175,18 @@ def sweep(folder: Path) -> None:
     """
     for path in folder.glob(".replaced_*"):
         original = folder / path.name.replace(".replaced_", "step_")
-        if original.exists():
-            shutil.rmtree(path)
-        else:
-            path.rename(original)
+        shutil.rmtree(path) if original.exists() else path.rename(original)
     for path in folder.glob(".saving_*"):
         shutil.rmtree(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The content of a state.json. Raises CorruptCheckpoint unless it is what was written."""
-    state = read_json(path)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        was = state.get("format") if isinstance(state, dict) else None
+    state = common.read_json(path)
+    was = state.get("format") if isinstance(state, dict) else None
+    if was != FORMAT:
         raise CorruptCheckpoint(f"{path} has format {was}, not {FORMAT}")
-    try:
-        rest = unseal(path.read_text(encoding="utf-8"), json_text)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {error}") from error
-    files = rest.get("files")
-    listed = isinstance(files, dict) and all(
-        isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values()
-    )
-    if not listed or "step" not in rest:
-        raise CorruptCheckpoint(f"{path} does not say which files of which step it is about")
-    return rest
+    return common.read_sealed(path)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -233,9 +196,33 @@ def step_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def open_checkpoint(
-    folder: Path, step: int | None = None, say: Callable[[str], None] = print
-) -> Checkpoint | None:
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """
+    A saved step. Raises CorruptCheckpoint naming the first file that differs from its digest, and
+    where the folder or the list of files is not that of this step.
+    """
+    state = read_state(folder / "state.json")
+    try:
+        names = [MODEL_FILE, TOKENIZER_FILE, *state["files"]]
+        files = {n: (state["files"][n]["bytes"], state["files"][n]["sha256"]) for n in names}
+        saved = f"step_{state['step']:06d}"
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{folder}/state.json does not list files ({error!r})") from error
+    if state["step"] != step:
+        raise CorruptCheckpoint(
+            f"{folder} was renamed: its state.json is that of step {state['step']}; rename the "
+            f"folder to {saved}"
+        )
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptCheckpoint(f"{path} is missing")
+        if path.stat().st_size != size or common.sha256_file(path) != digest:
+            raise CorruptCheckpoint(f"{path} does not match its SHA-256")
+    return Checkpoint(folder, step, state)
+
+
+def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     """
     The newest good checkpoint of a folder, or exactly `step`; None where there is none.
 
@@ -245,20 +232,16 @@ def open_checkpoint(
     folders = step_folders(folder)
     if step is not None and step not in folders:
         raise FileNotFoundError(f"no step {step} in {folder}; there are {list(folders)}")
-    last_error: Exception | None = None
-    for number in reversed(folders) if step is None else [step]:
-        path = folders[number]
+    if step is not None:
+        return read_checkpoint(folders[step], step)
+    for number, path in reversed(folders.items()):
         try:
-            checkpoint = Checkpoint(path, number, read_state(path / "state.json"))
-            checkpoint.verify()
-            return checkpoint
+            return read_checkpoint(path, number)
         except (OSError, ValueError) as error:
-            if step is not None:
-                raise
-            last_error = error
-            say(f"skipping a damaged checkpoint: {error}")
-    if last_error is not None:
-        raise CorruptCheckpoint(f"no good checkpoint is left in {folder}") from last_error
+            print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
+    if folders:
+        message = f"no good checkpoint is left in {folder}; --resume=never starts anew and moves"
+        raise CorruptCheckpoint(f"{message} them aside")
     return None
 
 
@@ -270,39 +253,35 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def find_checkpoint(
-    stage: str, tag: str | None = None, step: int | None = None, say: Callable[[str], None] = print
-) -> Checkpoint:
+def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None) -> Checkpoint:
     """
     The checkpoint of a stage: tag and step where given, else the tag written last, its last step.
 
     Raises MissingInput naming the script that makes one.
     """
-    root = stage_folder(stage)
+    root, command = stage_folder(stage), f"python -m scripts.{SCRIPTS[stage]}"
     if tag is None:
         tags = list(root.glob("*/latest"))
         if not tags:
-            raise MissingInput(f"no checkpoint in {root}", f"python -m {maker(stage)}")
+            raise MissingInput(f"no checkpoint in {root}", command)
         tag = max(tags, key=lambda p: p.stat().st_mtime).parent.name
-    found = open_checkpoint(root / tag, step, say)
+    found = open_checkpoint(root / tag, step)
     if found is None:
-        raise MissingInput(
-            f"no checkpoint in {root / tag}", f"python -m {maker(stage)} --model_tag={tag}"
-        )
+        raise MissingInput(f"no checkpoint in {root / tag}", f"{command} --model_tag={tag}")
     return found
 
 
-def parse_checkpoint_ref(name: str, say: Callable[[str], None] = print) -> Checkpoint:
+def parse_checkpoint_ref(name: str) -> Checkpoint:
     """
     The checkpoint that stage[:tag[:step]] names, as in sft, base:d4 or base:d4:400.
 
     Raises ValueError for another form, MissingInput where there is no such checkpoint.
     """
-    parts = name.split(":")
-    if not 1 <= len(parts) <= 3 or parts[0] not in FOLDERS or not (parts[2:] or ["0"])[0].isdigit():
+    found = CHECKPOINT_REF.fullmatch(name)
+    if not found or found["stage"] not in FOLDERS:
         raise ValueError(f"{name!r} names no checkpoint: stage[:tag[:step]], as in base:d4:400")
-    step = int(parts[2]) if len(parts) == 3 else None
-    return find_checkpoint(parts[0], parts[1] if len(parts) > 1 else None, step, say)
+    step = int(found["step"]) if found["step"] else None
+    return find_checkpoint(found["stage"], found["tag"], step)
 
 
 def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,53 +301,35 @@ def newest_stage() -> str:
     raise MissingInput(f"there is no model in {base_dir()}", "bash speedrun.sh")
 
 
-def maker(stage: str) -> str:
-    """The script that writes the checkpoints of a stage."""
-    return f"scripts.{SCRIPTS[stage]}"
-
-
-def closing_lines(stage: str, checkpoint: Checkpoint, machine: DistContext) -> str:
-    """What a training prints last: where its checkpoint is, and the next command."""
-    tag, stages = checkpoint.folder.parent.name, list(SCRIPTS)
-    run, dashes = "python", ""
-    if machine.world_size > 1:
-        run, dashes = f"torchrun --nproc_per_node={machine.local_size}", " --"
-    lines = [f"checkpoint: {checkpoint.folder}"]
-    if stage != "rl":
-        following = maker(stages[stages.index(stage) + 1])
-        lines += [f"next: {run} -m {following}{dashes} --model_tag={tag}"]
-    if stage in ("sft", "rl"):
-        lines += [f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}"]
-    return "\n".join(lines)
-
-
 # Other models than GPT: a field that only their configuration has -> a module with `read_config`,
 # `new_model` and `callbacks`
 ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
+def architecture_of(cfg: GPTConfig | Mapping[str, Any]) -> Any:
+    """The module of a configuration, or of its values; None for a plain GPT."""
+    values = cfg if isinstance(cfg, Mapping) else vars(cfg)
+    names = (module for name, module in ARCHITECTURES.items() if name in values)
+    return next(map(importlib.import_module, names), None)
+
+
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """The model configuration that a checkpoint holds. Raises ValueError for a deleted option."""
-    for name, module in ARCHITECTURES.items():
-        if name in values:
-            return importlib.import_module(module).read_config(values)
-    return config_from(GPTConfig, values)
+    module = architecture_of(values)
+    return module.read_config(values) if module else config_from(GPTConfig, values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """A model of a configuration, its weights not drawn yet."""
-    for name, module in ARCHITECTURES.items():
-        if hasattr(cfg, name):
-            return importlib.import_module(module).new_model(cfg, dtype)
-    return GPT(cfg, dtype)
+    module = architecture_of(cfg)
+    return module.new_model(cfg, dtype) if module else GPT(cfg, dtype)
 
 
 def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The identity that an earlier commit gave a run, as this one has it."""
     upgraded = dict(recorded)
     for name in {"optim", "schedule"} & recorded.keys():
-        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
-        upgraded[name] = dict(kept)
+        upgraded[name] = dict(recorded[name].items() - OLD_SETTINGS.items())
     if "value_embeddings" in recorded.get("model", ()):
         upgraded["model"] = asdict(read_config(recorded["model"]))
     return upgraded
@@ -416,7 +377,6 @@ class Progress:
     """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
     train_seconds: float = 0.0
     """Time spent in timed steps, by all attempts together."""
-    timed_steps: int = 0
     flops: float = 0.0
     """Spent on all steps, forward and backward."""
     clock_seconds: float = 0.0
@@ -437,9 +397,23 @@ class Progress:
         return {name: x for name, x in asdict(self).items() if name != "step_seconds"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved; earlier commits saved more."""
         for name in self.state_dict().keys() & state.keys():
             setattr(self, name, state[name])
-        self.health = AnomalyState(**state["health"])
+        known = {k: v for k, v in state["health"].items() if hasattr(AnomalyState(), k)}
+        self.health = AnomalyState(**known)
+
+    def add_step(self, loss: float | None, flops: float, seconds: float, timed: bool) -> None:
+        """Count a step; `loss` is None where it was no good one, `timed` for the throughput."""
+        if loss is None:
+            loss = self.smooth_loss if self.step else 0.0
+        self.loss_average = LOSS_BETA * self.loss_average + (1 - LOSS_BETA) * loss
+        self.step += 1
+        self.flops += flops
+        self.clock_seconds += seconds
+        if timed:
+            self.train_seconds += seconds
+            self.step_seconds = [*self.step_seconds[-999:], seconds]
 
     @property
     def smooth_loss(self) -> float:
@@ -449,18 +423,12 @@ class Progress:
     def require_resumable(self) -> None:
         """Raise UsageError where training cannot go on; call it where steps are left to train."""
         self.finished = False
-        if self.averaged:
+        if self.averaged or self.optimizer_missing:
+            why = "averaged weights" if self.averaged else "no optimizer state"
             raise UsageError(
-                f"the run ended after step {self.step} with the average of its weights, and cannot "
-                "be made longer",
-                "another --model_tag, or no --ema_decay",
-            )
-        if self.optimizer_missing:
-            raise UsageError(
-                f"the run finished at step {self.step}, and its last checkpoint holds no optimizer "
-                "state, so it cannot be made longer",
-                "train all steps anew with --resume=never, and keep the optimizer state of the "
-                "last checkpoint with --save_optimizer",
+                f"the run ended after step {self.step} and holds {why}: it cannot be made longer",
+                "train all steps anew with --resume=never, and with --save_optimizer, which keeps "
+                "the optimizer state, or without --ema_decay",
             )
 
 
@@ -478,36 +446,32 @@ class SavingConfig:
     save fails is always an error."""
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        require_at_least(self, keep=1)
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """
     The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one.
 
-    A context manager: inside, only this run may write there. keep_optimizer: whether the checkpoint
-    of the finished run holds the optimizer state; all others do. asynchronous: return from `save`
-    once the state is copied to the host; by default on GPUs, where a synchronous save copies too.
+    A context manager: inside, only this run may write there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        machine: DistContext,
-        cfg: SavingConfig = SavingConfig(),
-        keep_optimizer: bool = True,
-        asynchronous: bool | None = None,
-    ):
-        self.folder, self.machine, self.cfg = folder, machine, cfg
-        self.keep_optimizer = keep_optimizer
-        on_gpu = machine.device.type == "cuda"
-        self.asynchronous = on_gpu if asynchronous is None else asynchronous
-        self.saved: Checkpoint | None = None
-        """The newest one that this process wrote, on the main rank."""
-        self.lock = RunLock(folder.parent / f".{folder.name}.lock")
+    folder: Path
+    machine: DistContext
+    cfg: SavingConfig = SavingConfig()
+    keep_optimizer: bool = True
+    """Whether the checkpoint of the finished run holds the optimizer state; all others do."""
+    saved: Checkpoint | None = None
+    """The newest one that this process wrote, on the main rank."""
+    pending: tuple[int, Future[Checkpoint]] | None = None
+    """Step that is being saved."""
+
+    def __post_init__(self) -> None:
+        self.asynchronous = self.machine.device.type == "cuda"
+        """Return from `save` once the state is on the host, where a synchronous save has it too."""
+        self.lock = RunLock(self.folder.parent / f".{self.folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: tuple[int, Future[Checkpoint]] | None = None  # step, and who writes it
 
     def __enter__(self) -> Self:
         """Raises UsageError, on every rank, where another run writes to the folder."""
@@ -545,22 +509,21 @@ class Checkpoints:
         """
         self.require_finite(model, optimizer)
         require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
-        missed = self.wait()  # the one before: a disk has one writer, and memory room for one
+        problem = self.wait()  # the one before: a disk has one writer, and memory room for one
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict()
-        problem = None
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             waits = final or not self.asynchronous
-            write = partial(
-                save_checkpoint, self.folder, progress.step, model, optim_tensors, tokenizer, state,
-                self.cfg.keep, weights_on_host(model, copy=not waits),
-            )  # fmt: skip
-            self.pending = (progress.step, self.writer.submit(write))
-            problem = self.wait() if waits else missed
-            if missed and waits:
-                print(printable(missed), flush=True)
+            weights = weights_on_host(model, copy=not waits)
+            write = partial(save_checkpoint, self.folder, progress.step, model, optim_tensors)
+            future = self.writer.submit(write, tokenizer, state, self.cfg.keep, weights)
+            self.pending = (progress.step, future)
+            if waits:
+                if problem:
+                    print(printable(problem), flush=True)
+                problem = self.wait()
         problem = self.machine.broadcast(problem)
         if problem and (final or self.cfg.on_save_error == "stop"):
             raise OSError(problem)
@@ -584,20 +547,14 @@ class Checkpoints:
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
-            last = list(step_folders(self.folder))[-1:]
-            raise NotFinite(
-                f"{found[0]} holds numbers that are not finite: not saved. "
-                + (f"--resume=auto goes on from step {last[0]}" if last else "There is none before")
-            )
+            last = max(step_folders(self.folder), default="nowhere")
+            fix = f"--resume=auto goes on from the last good step: {last}"
+            raise NotFinite(f"{found[0]} holds numbers that are not finite, not saved; {fix}")
 
     # ---- beginning ---------------------------------------------------------------------------
 
     def begin(
-        self,
-        identity: Mapping[str, Any],
-        model: GPT,
-        optimizer: MuonAdamW,
-        num_steps: int,
+        self, identity: Mapping[str, Any], model: GPT, optimizer: MuonAdamW, num_steps: int
     ) -> Progress:
         """
         Load the newest good checkpoint where that was asked for, or where torchrun restarted this
@@ -609,7 +566,11 @@ class Checkpoints:
         """
         progress = Progress()
         if self.cfg.resume == "never" and not self.was_restarted(num_steps):
-            self.make_room()
+            if self.machine.is_main and step_folders(self.folder):
+                when = time.strftime("%y%m%d-%H%M%S")
+                aside = self.folder.rename(f"{self.folder}.before-{when}")
+                self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
+            self.machine.barrier()
             return progress
         found = self.newest()
         if found is None:
@@ -644,10 +605,9 @@ class Checkpoints:
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 
         def saved_before() -> bool:
-            newest = newest_state(self.folder) if launch else None
-            if newest is None or newest.get("launch") != launch:
-                return False
-            return restarted or newest["step"] < num_steps
+            newest = newest_state(self.folder) or {}
+            is_mine = bool(launch) and newest.get("launch") == launch
+            return is_mine and (restarted or newest["step"] < num_steps)
 
         return self.machine.on_main("reading checkpoints", saved_before)
 
@@ -658,32 +618,14 @@ class Checkpoints:
         Raises CorruptCheckpoint, on every rank, where all are damaged, or where nodes differ.
         """
 
-        def open_newest() -> Checkpoint | None:
-            try:
-                return open_checkpoint(self.folder)
-            except CorruptCheckpoint as error:
-                raise CorruptCheckpoint(
-                    f"{error}; --resume=never starts anew and moves them aside"
-                ) from error
-
-        found = self.machine.on_node("verifying checkpoints", open_newest)
+        found = self.machine.on_node("verifying checkpoints", lambda: open_checkpoint(self.folder))
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
         names = self.machine.gather(name)
         for rank, other in enumerate(names):
             if other != names[0]:
-                raise CorruptCheckpoint(
-                    f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}; the ranks of "
-                    "all nodes must see the same files: use a shared disk"
-                )
+                message = f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}"
+                raise CorruptCheckpoint(f"{message}; all nodes need the same files: a shared disk")
         return found
-
-    def make_room(self) -> None:
-        """Move the checkpoints of an earlier run of this name out of the way, deleting nothing."""
-        if self.machine.is_main and step_folders(self.folder):
-            when = time.strftime("%y%m%d-%H%M%S")
-            aside = self.folder.rename(f"{self.folder}.before-{when}")
-            self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
-        self.machine.barrier()
 
     def disk_bytes(self, model: GPT, saves: int) -> int:
         """

@@ -52,6 +52,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "hourly_rate": "it is a flag of scripts.report",
     "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
     "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",
+    "buckets": '--mixture=own.json with {"mixture": "...", "buckets": {...}} names own buckets',
     **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
     **dict.fromkeys(("from_tag", "from_step"), "--source=stage:tag:step names tag and step"),
     **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
@@ -264,6 +265,14 @@ def refuse(message: str) -> typing.NoReturn:
     """End the program the way a command line does: message on stderr, status 2."""
     print(f"error: {printable(message)}; see --help", file=sys.stderr)
     raise SystemExit(2)
+
+
+def require_at_least(cfg: Any, **least: float) -> None:
+    """Raise ValueError for a setting below its least value; None is allowed."""
+    for name, bound in least.items():
+        value = getattr(cfg, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {value}")
 
 
 def settings(cfg: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Each has a cadence of its own; all are measured at the end.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanochat.common import UsageError
+from nanochat.config import require_at_least
 from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import (
-    Batch,
-    bits_per_byte,
-    bucket_figures,
-    pooled,
-    row_batches,
-)
+from nanochat.eval_bpb import Batch, bits_per_byte, bucket_figures, pooled
 from nanochat.eval_core import core, eval_model_of, examine, open_suite
 from nanochat.gpt import GPT, for_inference
-from nanochat.loss import Trainable
+from nanochat.loss import IGNORE
 from nanochat.records import estimate
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Evaluator
+from nanochat.train import Callback, ShouldStop, TrainingRun
 
 # ---- Samples from fixed prompts ------------------------------------------------------------------
 # The prompts of the seed report, so that reports can be compared side by side.
@@ -44,38 +41,130 @@ NEW_TOKENS = 16
 
 
 @torch.no_grad()
-def continue_greedily(model: GPT, tokenizer: Tokenizer, prompt: str, new_tokens: int) -> str:
-    """`prompt` behind BOS and its most likely continuation, decoded; reads the whole each time."""
-    device = model.device
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    for _ in range(new_tokens):
-        window = torch.tensor([ids[-model.cfg.max_seq_len :]], device=device)
-        ids.append(int(model(window)[0, -1].argmax()))
-    return tokenizer.decode(ids)
-
-
 def samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
     """
-    `sample 0` to `sample 6`, as the report names them. The inference copy generates: a compiled
-    model would be compiled for each of their lengths.
+    `sample 0` to `sample 6`, as the report names them: the prompts behind BOS with their likeliest
+    continuations. The inference copy generates: a compiled model would be compiled for each length.
     """
-    model = for_inference(model)
-    return {
-        f"sample {i}": continue_greedily(model, tokenizer, prompt, NEW_TOKENS)
-        for i, prompt in enumerate(PROMPTS)
-    }
+    model, found = for_inference(model), {}
+    for i, prompt in enumerate(PROMPTS):
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        for _ in range(NEW_TOKENS):
+            window = torch.tensor([ids[-model.cfg.max_seq_len :]], device=model.device)
+            ids.append(int(model(window)[0, -1].argmax()))
+        found[f"sample {i}"] = tokenizer.decode(ids)
+    return found
 
 
-# ---- Evaluation during pretraining ---------------------------------------------------------------
+# ---- Evaluation while training -------------------------------------------------------------------
+
+
+class Evaluator(Callback, ABC):
+    """
+    Measures every `every` steps (0 = only at the end) and at the end, `rows_per_pass` rows at a
+    time. Out of memory, it goes on with half as many rows.
+    """
+
+    every = 0
+    rows_per_pass = 1
+
+    def start(self, run: TrainingRun) -> None:
+        self.run, self.machine, self.rows_per_pass = run, run.machine, run.device_rows
+
+    @abstractmethod
+    def measure(self, stopping: ShouldStop) -> dict[str, float]:
+        """The metrics. Raises Interrupted where `stopping()` became true."""
+
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
+        if not last and not (self.every and step % self.every == 0):
+            return {}
+        while True:
+            try:
+                return self.measure(stopping)
+            except torch.OutOfMemoryError:
+                if self.rows_per_pass == 1:
+                    raise
+            torch.cuda.empty_cache()  # outside the handler, which keeps the failed try's tensors
+            self.rows_per_pass //= 2
+            fewer = f"{self.rows_per_pass} rows at a time"
+            print(f"evaluation: out of memory, going on with {fewer}", flush=True)
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    eval_tokens: int | None = None
+    """Validation tokens per evaluation, shared among the buckets of a mixture; at most all.
+    Default: 10,485,760, on a CPU 131,072."""
+    eval_half: int = 0
+    """Which half of the validation rows to use, 0 for both: 2 measures anew what 1 chose."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, eval_tokens=1)
+        require_half(self.eval_half)
+
+    def tokens(self, machine: DistContext) -> int:
+        """Validation tokens per evaluation, the default included."""
+        return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
+
+
+class ValidationLoss(Evaluator):
+    """
+    Bits per byte on validation rows, of a mixture the same number of rows of each bucket.
+
+    rows: by bucket. split: rows as they are stored -> tokens and targets, (B, T) each.
+    """
+
+    loss = math.nan
+    """Nats per counted token."""
+
+    def __init__(
+        self, cfg: ValidationConfig, rows: Mapping[str, Rows], split: Callable[[np.ndarray], Batch]
+    ) -> None:
+        self.cfg, self.rows, self.split = cfg, rows, split
+        self.by_bucket: dict[str, float] = {}
+        """Bits per byte of each bucket, where there are several."""
+
+    def start(self, run: TrainingRun) -> None:
+        """Wait for the validation rows. Raises UsageError for a bucket with nothing to score."""
+        super().start(run)
+        self.model, self.token_bytes = run.objective or run.model, run.tokenizer.token_bytes()
+        self.every, half = run.cfg.eval_every, self.cfg.eval_half
+        T = next(iter(self.rows.values())).max_seq_len
+        self.num_rows = max(1, self.cfg.tokens(run.machine) // T // len(self.rows))
+        for name, rows in self.rows.items():
+            every = map(self.split, rows.val_batches(64, self.num_rows, half=half))
+            if not any(self.token_bytes[y[y != IGNORE]].any() for _, y in every):
+                raise UsageError(
+                    f"the validation rows of {name} have no byte that counts",
+                    "other validation text, or with --val_mixture conversations with answers",
+                )
+
+    def batches(self, rows: Rows) -> Iterator[Batch]:
+        """
+        This rank's validation batches of one bucket: tokens and targets of `rows_per_pass` rows,
+        the last filled up with rows in which nothing counts: a compiled model sees one shape.
+        """
+        rank, world_size, size = self.machine.rank, self.machine.world_size, self.rows_per_pass
+        half = self.cfg.eval_half
+        for batch in rows.val_batches(size, self.num_rows, rank, world_size, half):
+            tokens, targets = self.split(np.resize(batch, (size, batch.shape[1])))
+            targets[len(batch) :] = IGNORE
+            yield tokens, targets
+
+    def measure(self, stopping: ShouldStop) -> dict[str, float]:
+        score, sizes, machine = self.model.token_losses, self.token_bytes, self.machine
+        found = {
+            name: bits_per_byte(score, self.batches(rows), sizes, machine, stopping)[0]
+            for name, rows in self.rows.items()
+        }
+        every = pooled(found.values())
+        self.loss = every.nats / every.tokens if every.tokens else math.nan
+        self.by_bucket = bucket_figures(found)
+        return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
 
 @dataclass(frozen=True)
 class PretrainEvalConfig:
-    eval_tokens: int | None = None
-    """Validation tokens per evaluation; at most the validation shard. Default: 10,485,760, on a
-    CPU 131,072."""
-    eval_half: int = 0
-    """Which half of the validation rows to use, 0 for both: 2 measures anew what 1 chose."""
     core_metric_every: int = 0
     """Steps between few-shot scores (CORE, see scripts.base_eval), also at the end; 0 = never."""
     core_metric_max_per_task: int = 500
@@ -87,72 +176,7 @@ class PretrainEvalConfig:
     trained on, else the published ones."""
 
     def __post_init__(self) -> None:
-        least = {"eval_tokens": 1, "core_metric_every": 0, "core_metric_max_per_task": 1}
-        for name, bound in {**least, "sample_every": 0}.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"{name} must be at least {bound}, got {value}")
-        require_half(self.eval_half)
-
-    def tokens(self, machine: DistContext) -> int:
-        """Validation tokens per evaluation, the default included."""
-        return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 20 * 524_288)
-
-
-class ValidationLoss(Evaluator):
-    """
-    Bits per byte on validation rows, of a mixture the same number of rows of each bucket.
-
-    rows: by bucket. eval_tokens: in all, at least a row of each bucket. every: steps between
-    measurements, 0 = only at the end. half: of the rows, see PretrainEvalConfig.
-    """
-
-    def __init__(
-        self,
-        model: Trainable,
-        tokenizer: Tokenizer,
-        rows: Mapping[str, Rows],
-        machine: DistContext,
-        eval_tokens: int,
-        every: int,
-        half: int = 0,
-    ) -> None:
-        self.model, self.rows, self.machine = model, rows, machine
-        self.token_bytes, self.bos_id = tokenizer.token_bytes(), tokenizer.bos_id
-        self.every, self.half = every, half
-        T = next(iter(rows.values())).max_seq_len
-        self.num_rows = max(1, eval_tokens // T // len(rows))
-        self.loss = math.nan
-        """Nats per counted token."""
-        self.by_bucket: dict[str, float] = {}
-        """Bits per byte of each bucket, where there are several."""
-
-    def require_rows(self) -> None:
-        """Wait for the validation rows of each bucket. Raises UsageError where there is none."""
-        for rows in self.rows.values():
-            rows.require_val_rows(self.half)
-
-    def stored_batches(self, rows: Rows) -> Iterator[np.ndarray]:
-        """This rank's validation rows of one bucket, as they are stored."""
-        machine = self.machine
-        return rows.val_batches(
-            self.rows_per_pass, self.num_rows, machine.rank, machine.world_size, self.half
-        )
-
-    def batches(self, rows: Rows) -> Iterator[Batch]:
-        """This rank's validation batches of one bucket: tokens and targets."""
-        return row_batches(self.stored_batches(rows), self.rows_per_pass)
-
-    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        score, sizes = self.model.token_losses, self.token_bytes
-        found = {
-            name: bits_per_byte(score, self.batches(rows), sizes, self.machine, stopping)[0]
-            for name, rows in self.rows.items()
-        }
-        every = pooled(found.values())
-        self.loss = every.nats / every.tokens if every.tokens else math.nan
-        self.by_bucket = bucket_figures(found)
-        return {"val_bpb": every.value, **self.by_bucket}
+        require_at_least(self, core_metric_every=0, core_metric_max_per_task=1, sample_every=0)
 
 
 class FewShotScore(Evaluator):
@@ -163,27 +187,15 @@ class FewShotScore(Evaluator):
     the run before it has cost anything.
     """
 
-    def __init__(
-        self,
-        cfg: PretrainEvalConfig,
-        model: GPT,
-        tokenizer: Tokenizer,
-        bundle: str | None,
-        machine: DistContext,
-    ) -> None:
-        self.cfg, self.model, self.tokenizer, self.machine = cfg, model, tokenizer, machine
-        self.every = cfg.core_metric_every
+    def __init__(self, cfg: PretrainEvalConfig, bundle: str | None, machine: DistContext) -> None:
+        self.every, self.most = cfg.core_metric_every, cfg.core_metric_max_per_task
         self.score: Estimate | None = None
         self.suite = machine.on_main("opening the suite", lambda: open_suite(bundle))
 
-    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        subject = eval_model_of(for_inference(self.model), self.tokenizer)
-        most = self.cfg.core_metric_max_per_task
-        scores = [
-            examine(subject, task, self.machine, most, stopping=stopping)
-            for task in self.suite.tasks
-        ]
-        self.score = core(scores)
+    def measure(self, stopping: ShouldStop) -> dict[str, float]:
+        subject = eval_model_of(for_inference(self.run.model), self.run.tokenizer)
+        limits = {"machine": self.machine, "max_items": self.most, "stopping": stopping}
+        self.score = core([examine(subject, task, **limits) for task in self.suite.tasks])
         return {"core_metric": self.score.value}
 
     def values(self) -> dict[str, Any]:
@@ -193,15 +205,12 @@ class FewShotScore(Evaluator):
 class Samples(Evaluator):
     """Prints continuations of seven fixed prompts."""
 
-    def __init__(
-        self, cfg: PretrainEvalConfig, model: GPT, tokenizer: Tokenizer, machine: DistContext
-    ) -> None:
-        self.model, self.tokenizer, self.machine = model, tokenizer, machine
-        self.every = cfg.sample_every
+    def __init__(self, every: int) -> None:
+        self.every = every
 
-    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
+    def measure(self, stopping: ShouldStop) -> dict[str, float]:
         if self.machine.is_main:
             with self.machine.working("sampling"):
-                for text in samples(self.model, self.tokenizer).values():
+                for text in samples(self.run.model, self.run.tokenizer).values():
                     print(f"    {text!r}")
         return {}

@@ -6,16 +6,14 @@ Training on conversations: what midtraining and supervised fine-tuning share.
 Every conversation in a row attends only to itself, so packing changes no loss and no gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from nanochat import records
 from nanochat.chat_packing import (
-    Conversations,
     Encoded,
     encode,
     mixed_chat_rows,
@@ -24,22 +22,12 @@ from nanochat.chat_packing import (
     signed_inputs_and_targets,
 )
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref
-from nanochat.common import UsageError
-from nanochat.dataloader import Rows, require_half
+from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
-from nanochat.evaluators import ValidationLoss
+from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
-from nanochat.mixture import (
-    MixConfig,
-    Part,
-    Resolution,
-    Resolved,
-    Tags,
-    parse_budget,
-    parse_mixture,
-    resolve,
-)
+from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
 from nanochat.optim import MuonAdamW, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import divisible_batch
@@ -69,46 +57,16 @@ class DocumentMaskedModel:
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
-class Answers(Conversations, Protocol):
-    """Conversations that say what they are; `tasks.base.Task` does."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """JSON-ready; decides which conversations there are, and in which order."""
-        ...
-
-
-class Bucket(Protocol):
-    """Conversations that can be taken or left; `tasks.buckets.Bucket` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tags(self) -> Tags: ...
-    @property
-    def measures(self) -> str:
-        """The benchmark whose test questions `val` is; empty where it has rows of its own."""
-        ...
-
-    @property
-    def train(self) -> Answers: ...
-    @property
-    def val(self) -> Answers: ...
-
-
 @dataclass(frozen=True)
 class ChatMixture:
-    """Buckets of conversations to train and to validate on, as `mix` says."""
+    """Buckets of conversations to train and to validate on; `spec` decides how much of each."""
 
-    mix: MixConfig
+    spec: str
+    declared: Mapping[str, Any]
+    """Own buckets, as `read_mixture` returns them."""
     learned: Sequence[Bucket]
     """One for each part of the mixture."""
     measured: Sequence[Bucket]
-
-    @property
-    def parts(self) -> list[Part]:
-        """The parts of the mixture."""
-        return parse_mixture(self.mix.mixture)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -116,8 +74,8 @@ class ChatMixture:
         return {
             "learned": {bucket.name: bucket.train.identity for bucket in self.learned},
             "measured": {bucket.name: bucket.val.identity for bucket in self.measured},
-            "parts": [part._asdict() for part in self.parts],
-            **self.mix.chosen,
+            "parts": [part._asdict() for part in parse_mixture(self.spec)],
+            **parse_budget(self.spec),
         }
 
 
@@ -134,16 +92,13 @@ class FinetuneConfig:
     """Tokens in a row. Default: that of pretraining."""
     init_lr_frac: float = 1.0
     """Peak of all learning rates, as a fraction of those of pretraining."""
-    eval_tokens: int | None = None
-    """Validation tokens per evaluation, shared among the buckets; at most all. Default: 10,485,760,
-    on a CPU 131,072."""
-    eval_half: int = 0
-    """Which half of the validation rows to use, 0 for both: 2 measures anew what 1 chose."""
+    warmdown_ratio: float = 0.5
+    """Share of the run, at its end, in which the learning rates fall linearly to 0."""
     val_mixture: str | None = None
     """Buckets whose held-out conversations measure the loss. Default: those trained on."""
     save_optimizer: bool = False
     """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -151,36 +106,6 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        require_half(self.eval_half)
-
-    def num_eval_tokens(self, machine: DistContext) -> int:
-        """Validation tokens per evaluation, the default included."""
-        return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
-
-
-class AnswerLoss(ValidationLoss):
-    """Bits per byte and loss of the answers in validation rows."""
-
-    def require_rows(self) -> None:
-        """Raise UsageError unless a byte of an answer is scored in every bucket."""
-        super().require_rows()
-        for name, rows in self.rows.items():
-            some = rows.val_batches(64, self.num_rows, half=self.half)
-            if not any(self.token_bytes[batch[batch >= 0]].any() for batch in some):
-                raise UsageError(
-                    f"the validation conversations of {name} have no byte of an answer to score",
-                    "another --val_mixture, or conversations with answers",
-                )
-
-    def batches(self, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, targets) of this rank, each of exactly `rows_per_pass` rows."""
-        for batch in self.stored_batches(rows):
-            missing = (self.rows_per_pass - len(batch), rows.max_seq_len + 1)
-            blank = np.full(missing, ~self.bos_id, batch.dtype)
-            yield signed_inputs_and_targets(np.concatenate([batch, blank]), IGNORE)
-
-    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        return {**super().measure(stopping), "val_loss": self.loss}
 
 
 @dataclass(frozen=True)
@@ -188,7 +113,7 @@ class FineTuning:
     """A training on conversations, ready to begin."""
 
     run: TrainingRun
-    answers: AnswerLoss
+    loss: ValidationLoss
     resolution: Resolution
     """How much of each bucket is in the mixture."""
     rows: Rows
@@ -209,9 +134,7 @@ def open_parent(
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source}: it is one of {', '.join(stages)}, as in base:d4:400")
     name = f"{source}:{cfg.model_tag}" if source in FOLDERS and cfg.model_tag else source
-    return machine.on_node(
-        "verifying the checkpoint", lambda: parse_checkpoint_ref(name, machine.print0)
-    )
+    return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
 
 
 def open_fine_tuning(
@@ -230,43 +153,38 @@ def open_fine_tuning(
     T, seed = model.cfg.max_seq_len, cfg.seed
     measured = val_rows(chats.measured, tokenizer, T, machine)
     resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
-    for line in resolution.lines():
-        machine.print0(line)
+    machine.print0(resolution)
     tokens = tuning.num_epochs * rows.packed_train_rows * T
     default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
     table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
     optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
-    masked = DocumentMaskedModel(model, tokenizer.bos_id)
-    eval_tokens, half = tuning.num_eval_tokens(machine), tuning.eval_half
-    answers = AnswerLoss(masked, tokenizer, measured, machine, eval_tokens, cfg.eval_every, half)
-    answers.require_rows()
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.report_dir))
+    loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(
         kind=kind,
         model=model,
-        objective=masked,
+        tokenizer=tokenizer,
+        objective=DocumentMaskedModel(model, tokenizer.bos_id),
         optimizer=optimizer,
         loader=RowLoader(rows, split, batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg,
         tag=cfg.model_tag or parent.folder.parent.name,
         num_steps=max(1, tuning.num_iterations or round(tokens / batch_tokens)),
-        batch_tokens=batch_tokens,
-        schedule=tuning.schedule,
+        schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
         kernels=tuning.kernels,
-        callbacks=[answers],
-        tokenizer=tokenizer,
+        callbacks=[loss],
+        inputs=inputs,
         identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
-        provenance={"run_id": run_id, "seed": seed, "inputs": dict(inputs)},
         state={
             "source": parent.state["source"],
             "mixture": {**chats.description, "resolved": resolution.state()},
+            "declared": chats.declared,
         },
         settings=settings,
         keep_optimizer=tuning.save_optimizer,
     )
-    return FineTuning(run, answers, resolution, rows, parent, chats)
+    return FineTuning(run, loss, resolution, rows, parent, chats)
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -287,49 +205,46 @@ def val_rows(
         for bucket in buckets:
             rows = found[bucket.name]
             if not rows.is_packed("val"):
-                encoded = encode_bucket(bucket.name, bucket.val, tokenizer, max_seq_len, machine)
-                pack_encoded(rows, "val", encoded, tokenizer)
+                encoded = encode_all({bucket.name: bucket.val}, tokenizer, max_seq_len, machine)
+                pack_encoded(rows, "val", encoded[bucket.name], tokenizer)
 
     machine.on_node("packing validation rows", pack)
     return found
 
 
-def encode_bucket(
-    name: str,
-    conversations: Answers,
+def encode_all(
+    tasks: Mapping[str, Any],
     tokenizer: Tokenizer,
     max_seq_len: int,
     machine: DistContext,
     verify: bool = True,
-) -> Encoded:
-    """The tokens of a bucket's conversations, from the disk where that was done before."""
-    about = conversations.identity
-    with machine.working(f"encoding {name}") as report:
-        return encode(about, conversations, tokenizer, max_seq_len, verify, report)
+) -> dict[str, Encoded]:
+    """The tokens of conversations by bucket, from the disk where that was done before."""
+    found = {}
+    for name, task in tasks.items():
+        with machine.working(f"encoding {name}") as report:
+            found[name] = encode(task.identity, task, tokenizer, max_seq_len, verify, report)
+    return found
 
 
 def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
     """The mixture, resolved, and the rows of one pass through it."""
-
-    def encode_all(verify: bool) -> dict[str, Encoded]:
-        return {
-            each.name: encode_bucket(each.name, each.train, tokenizer, max_seq_len, machine, verify)
-            for each in chats.learned
-        }
-
-    machine.on_node("encoding conversations", lambda: bool(encode_all(verify=True)))
-    mix, encoded = chats.mix, encode_all(verify=False)  # from the disk
+    asked = ({bucket.name: bucket.train for bucket in chats.learned}, tokenizer, max_seq_len)
+    machine.on_node("encoding conversations", lambda: bool(encode_all(*asked, machine)))
+    encoded = encode_all(*asked, machine, verify=False)  # from the disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
-    counts = resolve(chats.parts, available, 1, *parse_budget(mix.mixture))
-    tags = {bucket.name: bucket.tags for bucket in chats.learned}
+    amounts = parse_budget(chats.spec).values()
+    counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)
     found = [
-        Resolved(name, tags[name], size, count, len(each), each.trained)
-        for (name, each), size, count in zip(encoded.items(), available, counts, strict=True)
+        Resolved(bucket.name, bucket.tags, size, count, len(each), each.trained)
+        for bucket, each, size, count in zip(
+            chats.learned, encoded.values(), available, counts, strict=True
+        )
     ]
     rows = mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
-    return Resolution(mix.mixture, found), rows
+    return Resolution(chats.spec, found), rows
 
 
 def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

@@ -9,6 +9,7 @@ Text is counted in tokens, conversations in items: by shares, counts or repeats.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,18 +27,15 @@ from nanochat.tokenizer import Tokenizer
 
 
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
-OPTIONS_CAP = 0.05  # share of questions with added options above which a warning is printed
-MIXTURE_FILE = "mixture.json"  # the resolved mixture, beside the checkpoints
 NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 PART = re.compile(
-    r"([\w./-]+)(?::([^,=*]+))?"
-    rf"(?:=({NUMBER})%|=(?:(\d+)\*)?(\d+)t|(?:=(\d+))?(?:\*({NUMBER}))?)"
+    r"(?P<name>[\w./-]+)(?::(?P<source>[^,=*]+))?"
+    rf"(?:=(?P<share>{NUMBER})%|=(?:(?P<of>\d+)\*)?(?P<tokens>\d+)t|(?:=(?P<rows>\d+))?"
+    rf"(?:\*(?P<repeats>{NUMBER}))?)"
 )
 BUDGET = re.compile(rf"@(?=[\d^])(?:(\d+)t)?(?:\^({NUMBER}))?$")
-FORM = (
-    "name[:source], then =rows, *repeats, =tokens as in =500000t, rows and tokens as in "
-    "=10000*500000t, or a share as in =20%"
-)
+READERS = {"rows": int, "repeats": float, "tokens": int, "share": lambda x: float(x) / 100}
+FORM = "name[:source], then =rows, *repeats, =tokens (=500000t), =rows*tokens or =share (=20%)"
 
 
 @dataclass(frozen=True)
@@ -50,22 +48,9 @@ class MixConfig:
     Conversations may have a budget behind them all: @500000t, the tokens of one pass (by default
     the amounts decide); and @^0.5 or @500000t^0.5: buckets without an amount share what is left in
     proportion to their size to this power (by default 1; 0 = all alike).
+    Or a file that also names own buckets, as in own.json: {"mixture": "wiki=50%,web=50%",
+    "buckets": {"wiki": {"dataset": "owner/name", "language": "ko"}, ...}}.
     Default: by what the base model was trained on; of text, the one of --dataset."""
-    buckets: str | None = None
-    """A JSON file that names own buckets: {"wiki": {"dataset": "owner/name", "language": "ko"}}."""
-
-    def __post_init__(self) -> None:
-        parse_budget(self.mixture)
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Budget and power under the names that fingerprints and checkpoints know; JSON-ready."""
-        tokens, alpha = parse_budget(self.mixture)
-        return {"mixture_tokens": tokens, "mixture_alpha": alpha}
-
-    def otherwise(self, mixture: str) -> "MixConfig":
-        """The same with a mixture where none was asked for."""
-        return self if self.mixture else replace(self, mixture=mixture)
 
 
 @dataclass(frozen=True)
@@ -87,6 +72,22 @@ class Tags:
     """The data set it was made of: what shares a parent with an evaluation is of its family."""
 
 
+class Bucket(NamedTuple):
+    """Conversations that can be taken or left."""
+
+    name: str
+    tags: Tags
+    train: Any
+    """A `tasks.base.Task`: a sequence of conversations. Its `identity`, which is JSON-ready,
+    decides which there are, and in which order."""
+    val: Any
+
+    @property
+    def measures(self) -> str:
+        """The benchmark whose test questions `val` is; empty where it has a split of its own."""
+        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
+
+
 class Part(NamedTuple):
     """A bucket of a mixture and its amount: tokens, a share, or conversations and repeats."""
 
@@ -104,55 +105,43 @@ class Part(NamedTuple):
         """What tells it from the other buckets."""
         return self.name if self.source is None else f"{self.name}:{self.source}"
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has no amount."""
-        return self.rows is self.repeats is self.tokens is self.share is None
+    def fixed_rows(self, available: int, row_tokens: int) -> float | None:
+        """Rows where it has an amount of its own or a share (0); None where it is open."""
+        if self.tokens is not None:
+            return self.tokens / row_tokens
+        if self.share is not None:
+            return 0.0
+        has_amount = self.rows is not None or self.repeats is not None
+        return available * (self.repeats or 1) if has_amount else None
 
 
 def parse_mixture(spec: str) -> list[Part]:
-    """The parts of a mixture, its budget left out. Raises ValueError naming a malformed part."""
-    return [parse_part(words, spec) for words in BUDGET.sub("", spec).split(",")]
+    """
+    The parts of a mixture, its budget left out. Raises ValueError naming a part that is malformed
+    or of 0 rows.
+    """
+    parts = []
+    for words in BUDGET.sub("", spec).split(","):
+        if (found := PART.fullmatch(words.strip())) is None:
+            raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
+        given = {name: text for name, text in found.groupdict().items() if text}
+        if "of" in given:
+            given["rows"] = given.pop("of")
+        part = Part(**{name: READERS.get(name, str)(text) for name, text in given.items()})
+        if 0 in (part.rows, part.repeats) or (part.tokens == 0 and not part.rows):
+            raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}: it takes nothing")
+        parts.append(part)
+    return parts
 
 
-def parse_part(words: str, spec: str) -> Part:
-    """A part of the mixture `spec`. Raises ValueError where it is malformed or of 0 rows."""
-    if found := PART.fullmatch(words.strip()):
-        name, source, share, first, tokens, rows, repeats = found.groups()
-        part = Part(
-            name,
-            source,
-            int(rows or first) if rows or first else None,
-            float(repeats) if repeats else None,
-            int(tokens) if tokens else None,
-            float(share) / 100 if share else None,
-        )
-        if 0 not in (part.rows, part.repeats) and (part.rows or part.tokens != 0):
-            return part
-    raise ValueError(f"{words!r} in the mixture {spec!r} is not {FORM}")
-
-
-def parse_budget(spec: str) -> tuple[int | None, float]:
-    """The tokens and the power behind a mixture (None and 1 by default). Raises ValueError."""
+def parse_budget(spec: str) -> dict[str, Any]:
+    """The tokens (by default None) and the power behind a mixture. Raises ValueError."""
     found = BUDGET.search(spec)
     tokens, alpha = found.groups() if found else (None, None)
     if (tokens and int(tokens) == 0) or (alpha and float(alpha) > 1):
         raise ValueError(f"the mixture {spec!r} needs a token or more and a power from 0 to 1")
-    return int(tokens) if tokens else None, float(alpha) if alpha else 1.0
-
-
-def write_mixture(parts: Sequence[Part]) -> str:
-    """The notation that `parse_mixture` reads as these parts."""
-
-    def words(part: Part) -> str:
-        amount = f"={part.rows}" if part.rows is not None else ""
-        amount += f"*{part.repeats:g}" if part.repeats is not None else ""
-        if part.tokens is not None:
-            amount += f"{'*' if amount else '='}{part.tokens}t"
-        amount += f"={100 * part.share:.10g}%" if part.share is not None else ""
-        return part.label + amount
-
-    return ",".join(map(words, parts))
+    # the names that fingerprints and checkpoints have
+    return {"mixture_tokens": int(tokens) if tokens else None, "mixture_alpha": float(alpha or 1)}
 
 
 def resolve(
@@ -169,11 +158,13 @@ def resolve(
     one, of the total at which they come out right, and of shares alone the largest at which nothing
     comes twice. Raises ValueError for amounts that contradict one another or come to nothing.
     """
-    sized, named = list(zip(parts, available, strict=True)), ", ".join(p.label for p in parts)
+    named = ", ".join(part.label for part in parts)
     shares = math.fsum(part.share or 0 for part in parts)
-    fixed = [fixed_rows(part, n, row_tokens) for part, n in sized]
-    weights = [n**alpha if part.is_open else 0.0 for part, n in sized]
-    others = math.fsum(fixed) + sum(n for part, n in sized if part.is_open)
+    fixed = [part.fixed_rows(n, row_tokens) for part, n in zip(parts, available, strict=True)]
+    open_sizes = [n if rows is None else 0 for rows, n in zip(fixed, available, strict=True)]
+    weights = [n**alpha if n else 0.0 for n in open_sizes]
+    taken = math.fsum(rows or 0 for rows in fixed)
+    others = taken + sum(open_sizes)
     too_much = shares > 1 + 1e-9 or (shares > 1 - 1e-9 and others)
     if too_much or (shares < 1 - 1e-9 and not others):
         problem = ": too much" if too_much else ", not to 100%"
@@ -183,8 +174,8 @@ def resolve(
     elif others:
         total = others / (1 - shares)
     else:
-        total = min(n / part.share for part, n in sized if part.share)
-    left = total * (1 - shares) - math.fsum(fixed)
+        total = min(n / p.share for p, n in zip(parts, available, strict=True) if p.share)
+    left = total * (1 - shares) - taken
     if left < -0.5 or (left < 0.5 if any(weights) else left > 0.5 * len(parts)):
         raise ValueError(
             f"a budget of {round(total * row_tokens):,} tokens, but the amounts of {named} "
@@ -193,23 +184,14 @@ def resolve(
     filled = left / math.fsum(weights) if any(weights) else 0.0
     counts = round_to_total(
         [
-            fix + total * (part.share or 0) + filled * weight
-            for part, fix, weight in zip(parts, fixed, weights, strict=True)
+            (rows or 0) + total * (part.share or 0) + filled * weight
+            for part, rows, weight in zip(parts, fixed, weights, strict=True)
         ]
     )
-    for (part, n), count in zip(sized, counts, strict=True):
+    for part, n, count in zip(parts, available, counts, strict=True):
         if not (part.share == 0 or part.tokens == 0 or (count and n)):
             raise ValueError(f"{part.label} comes to less than {row_tokens} tokens")
     return counts
-
-
-def fixed_rows(part: Part, available: int, row_tokens: int) -> float:
-    """Rows of a part with an amount of its own; 0 of one that shares or fills."""
-    if part.tokens is not None:
-        return part.tokens / row_tokens
-    if part.rows is None and part.repeats is None:
-        return 0.0
-    return available * (part.repeats or 1)
 
 
 def round_to_total(wanted: Sequence[float]) -> list[int]:
@@ -261,19 +243,13 @@ class Resolution:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for every bucket that is repeated too often, and for too many added options."""
-        warnings = [
+        """A line for every bucket that is repeated too often."""
+        return [
             f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
             "repeating teaches little"
             for bucket in self.buckets
             if (bucket.repeats or 0) > MOST_REPEATS
         ]
-        if self.shares_by("augmented").get("options", 0.0) > OPTIONS_CAP:
-            warnings.append(
-                f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options "
-                "added by retrieval, which lowered most benchmarks of those who tried it"
-            )
-        return warnings
 
     @property
     def tokens(self) -> int:
@@ -291,10 +267,9 @@ class Resolution:
 
     def shares_by(self, tag: str) -> dict[str, float]:
         """Value of a tag -> the share of the tokens that it has."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = defaultdict(float)
         for bucket in self.buckets:
-            value = getattr(bucket.tags, tag)
-            found[value] = found.get(value, 0.0) + self.share(bucket)
+            found[getattr(bucket.tags, tag)] += self.share(bucket)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -332,47 +307,38 @@ class Resolution:
         ]
         return tables if by_tag else tables[:1]
 
-    def lines(self) -> list[str]:
-        """For the screen."""
-        width = max(len(bucket.name) for bucket in self.buckets)
-        lines = [
-            f"{bucket.name:<{width}}  {self.share(bucket):6.1%}  {bucket.tokens:>11,} tokens of "
-            f"{'?' if bucket.available is None else format(bucket.available, ',')}, "
-            f"{bucket.trained_tokens:,} with loss"
-            for bucket in self.buckets
-        ]
-        return [f"mixture {self.spec}", *lines, *self.warnings]
+    def __str__(self) -> str:
+        rows = map("  ".join, self.tables()[0]["rows"])
+        return "\n".join([f"mixture {self.spec}", *rows, *self.warnings])
 
 
 # ---- Own buckets ---------------------------------------------------------------------------------
 
 
-def read_buckets(path: str | None) -> dict[str, dict[str, Any]]:
+def read_mixture(words: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """
-    The buckets that a JSON file declares: name -> where it comes from, and its tags.
+    What a --mixture says: its notation, and own buckets, name -> where it comes from, and its tags.
 
+    `words` is the notation itself, or a file X.json: {"mixture": ..., "buckets": {name: ...}} with
     {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations, of questions with
-    "augment": styles, order or options; {"dataset": ...} or {"data_dir": ...} for text. Raises
+    "augment": styles, order or options; {"dataset": ...} for text. Raises
     ValueError naming an entry that is neither, or a key that is neither place nor tag.
     """
-    if path is None:
-        return {}
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"--buckets={path}: there is no such file")
-    found = read_json(file)
-    places = {"task", "source", "augment", "dataset", "data_dir"}
+    if not re.fullmatch(r"[^:=,]+\.json", words):
+        return words, {}
+    file = Path(words).expanduser()
+    content = read_json(file)
+    places = {"task", "source", "augment", "dataset"}
     known = {tag.name for tag in fields(Tags)} | places
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no buckets: {{name: {{...}}, ...}}")
-    for name, entry in found.items():
-        if not isinstance(entry, dict) or len({"task", "dataset", "data_dir"} & entry.keys()) != 1:
-            raise ValueError(f"{file}: {name} must have one of task, dataset and data_dir")
-        if wrong := [key for key in places & entry.keys() if not isinstance(entry[key], str)]:
-            raise ValueError(f"{file}: {wrong[0]} of {name} is {entry[wrong[0]]!r}, not a string")
-        if unknown := ", ".join(sorted(entry.keys() - known)):
-            raise ValueError(f"{file}: {name} has {unknown}; known are {', '.join(sorted(known))}")
-    return found
+    if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
+        raise ValueError(f'{file} is not {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
+    for name, entry in content["buckets"].items():
+        if len({"task", "dataset"} & entry.keys()) != 1:
+            raise ValueError(f"{file}: {name} must have one of task and dataset")
+        if wrong := {k: v for k, v in entry.items() if k not in known or not isinstance(v, str)}:
+            allowed = f"the others are strings, of {', '.join(sorted(known))}"
+            raise ValueError(f"{file}: {name} has {wrong}; leave it out, {allowed}")
+    return content["mixture"], content["buckets"]
 
 
 def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
@@ -401,7 +367,6 @@ class TextMixture:
     @property
     def only(self) -> Source:
         """The single source."""
-        assert not self.spec, "a mixture has several sources"
         return next(iter(self.sources.values()))
 
     @property
@@ -410,8 +375,7 @@ class TextMixture:
         if not self.spec:
             return self.only.fingerprint
         prints = {name: source.fingerprint for name, source in self.sources.items()}
-        chosen = MixConfig(self.spec).chosen
-        return fingerprint({"mixture": self.spec, **chosen, "sources": prints})
+        return fingerprint({"mixture": self.spec, **parse_budget(self.spec), "sources": prints})
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready; `open_texts` opens the very same text from it."""
@@ -419,7 +383,7 @@ class TextMixture:
             return self.only.describe()
         return {
             "mixture": self.spec,
-            "chosen": MixConfig(self.spec).chosen,
+            "chosen": parse_budget(self.spec),
             "sources": {name: source.describe() for name, source in self.sources.items()},
             "tags": {name: asdict(tags) for name, tags in self.tags.items()},
             "fingerprint": self.fingerprint,
@@ -453,22 +417,23 @@ class Corpus:
         if sized := [p.label for p in parts if p.tokens is None and p.share is None]:
             machine.print0(f"packing all of {', '.join(sized)}: it counts how much there is")
             self.pack(dict.fromkeys(sized), machine)
-        T, (_, alpha) = next(iter(self.rows.values())).max_seq_len, parse_budget(spec)
+        T = next(iter(self.rows.values())).max_seq_len
         sizes = {  # None while not all of a text is packed
-            name: rows.packed_train_rows if all(map(rows.is_packed, rows.train_shards)) else None
+            name: rows.packed_train_rows * T
+            if all(map(rows.is_packed, rows.train_shards))
+            else None
             for name, rows in self.rows.items()
         }
-        available = [sizes[part.label] or rows_needed for part in parts]
+        available = [size // T if size else rows_needed for size in sizes.values()]
+        alpha = parse_budget(spec)["mixture_alpha"]
         counts = resolve(parts, available, T, rows_needed * T, alpha)
         needed = dict(zip(self.rows, counts, strict=True))
-        found = []
-        for name, rows in self.rows.items():
-            size, documents = sizes[name], rows.totals()["documents"]
-            tokens = None if size is None else size * T
-            found.append(Resolved(name, tags[name], tokens, needed[name] * T, documents))
+        found = [
+            Resolved(name, tags[name], sizes[name], needed[name] * T, rows.totals()["documents"])
+            for name, rows in self.rows.items()
+        ]
         mixed = Resolution(spec, found)
-        for line in mixed.lines():
-            machine.print0(line)
+        machine.print0(mixed)
         return mixed, needed
 
     def mixed(self, needed: Mapping[str, int]) -> Rows | MixedRows:
@@ -502,11 +467,7 @@ class Corpus:
 
 
 def open_corpus(
-    texts: TextMixture,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    *,
-    verifies: bool = True,
+    texts: TextMixture, tokenizer: Tokenizer, max_seq_len: int, *, verifies: bool = True
 ) -> Corpus:
     """The rows of texts, packed already or not; `verifies` as for `Rows`."""
     rows = {
@@ -524,53 +485,41 @@ def open_texts(
 ) -> TextMixture:
     """
     The text that `cfg` or `mix` name; or, where they name none, the one an earlier stage `recorded`
-    (`TextMixture.describe()` of then). `prepare` as for `open_source`.
+    (`TextMixture.describe()` of then). `prepare` as for `open_source`; of a mixture, no source is
+    opened before all parts are checked.
 
     Raises ValueError, naming the fix, for amounts that text is not counted in, and as `open_source`
     does.
     """
-    if mix and mix.mixture:
-        if replace(cfg, num_shards=None) != type(cfg)():
-            raise ValueError(
-                "--mixture names its texts itself: give no --dataset, --val_shard or --revision "
-                "beside it"
-            )
-        return open_mixture(cfg, mix, prepare)
-    if cfg.dataset is None and recorded and "mixture" in recorded:
+    mixture = mix.mixture if mix else ""
+    if recorded and "mixture" in recorded and not (mixture or cfg.dataset):
         described, spec = recorded["sources"].items(), recorded["mixture"]
         sources = {name: open_source(cfg, was, prepare) for name, was in described}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
-        if MixConfig(spec).chosen != recorded["chosen"]:  # of a version that had a flag for it
+        if parse_budget(spec) != recorded["chosen"]:  # of a version that had a flag for it
             spec += f"@^{recorded['chosen']['mixture_alpha']:g}"
         return TextMixture(sources, spec, tags)
-    source = open_source(cfg, recorded, prepare)
-    return TextMixture({source.name: source})
-
-
-def open_mixture(cfg: DataConfig, mix: MixConfig, prepare: Prepare | None) -> TextMixture:
-    """The sources of a mixture of text; none is opened before all parts are checked."""
-    if parse_budget(mix.mixture)[0] is not None:
-        raise ValueError(
-            f"{mix.mixture!r}: the budget of a mixture of text is the run's: leave @...t out and "
-            "use --num_iterations or --target_param_data_ratio"
-        )
-    declared = read_buckets(mix.buckets)
+    if not mixture:
+        source = open_source(cfg, recorded, prepare)
+        return TextMixture({source.name: source})
+    spec, declared = read_mixture(mixture)
+    if replace(cfg, num_shards=None) != type(cfg)():
+        raise ValueError("--mixture names its texts itself: give no --dataset or other text")
+    if parse_budget(spec)["mixture_tokens"] is not None:
+        fix = "leave @...t out; --num_iterations or --target_param_data_ratio decides"
+        raise ValueError(f"{spec!r}: the budget of a mixture of text is that of the run: {fix}")
     configs: dict[str, DataConfig] = {}
-    for part in parse_mixture(mix.mixture):
-        if part.rows is not None or part.source is not None:
-            raise ValueError(
-                f"{part.label!r}: text is taken by tokens (=500000t), a share (=20%) or repeats "
-                "(*1.5), and has no further source"
-            )
+    for part in parse_mixture(spec):
         entry = declared.get(part.name, {"dataset": part.name})
+        if part.rows is not None or part.source is not None:
+            ways = "tokens (=500000t), a share (=20%) or repeats (*1.5)"
+            raise ValueError(f"{part.label!r}: text is taken by {ways}, and has no further source")
         if "task" in entry:
-            raise ValueError(
-                f"{part.name} is declared as a task: it holds conversations, no text; use it in "
-                "the mixture of scripts.mid_train or scripts.chat_sft"
-            )
+            fix = "it is for the mixture of scripts.mid_train or scripts.chat_sft"
+            raise ValueError(f"{part.name} is declared as a task, which is no text: {fix}")
         if part.name in configs:
             raise ValueError(f"{part.name} comes twice in the mixture; say {part.name}*2")
-        configs[part.name] = replace(cfg, dataset=entry.get("dataset") or entry["data_dir"])
+        configs[part.name] = replace(cfg, dataset=entry["dataset"])
     sources = {name: open_source(place, None, prepare) for name, place in configs.items()}
     tags = {name: tags_of(declared.get(name, {})) for name in sources}
-    return TextMixture(sources, mix.mixture, tags)
+    return TextMixture(sources, spec, tags)

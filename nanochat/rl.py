@@ -36,7 +36,7 @@ from nanochat.eval_chat import (
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, MicroBatch, TrainingRun
+from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun
 
 # ---- Evaluation before and after RL --------------------------------------------------------------
 
@@ -293,25 +293,17 @@ class RolloutLoader(Callback):
             raise ValueError("there is no question to train on")
         self.task, self.tokenizer, self.cfg, self.seed = task, tokenizer, cfg, seed
         self.machine, self.model, self.engine, self.reference = machine, model, engine, reference
-        self.should_stop: Callable[[], bool] = lambda: False
+        self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
+        self.identity = {"rl": asdict(cfg)}
         self.metrics: dict[str, float] = {}
         """Of the latest step."""
-
-    @property
-    def max_tokens(self) -> int:
-        """The most that the answers of a step sample, all ranks together."""
-        return self.cfg.examples_per_step * self.cfg.num_samples * self.cfg.max_new_tokens
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"rl": asdict(self.cfg)}
 
     def num_steps(self, epochs: float) -> int:
         """Steps in `epochs` passes over the questions."""
         return max(1, round(epochs * len(self.questions) / self.cfg.examples_per_step))
 
-    def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
-        if self.machine.any(self.should_stop()):
+    def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
+        if self.machine.any(stopping()):
             raise StoppedWaiting(f"asked to stop before step {step}")
         started = time.perf_counter()
         engine = self.engine(self.model)
@@ -472,9 +464,7 @@ class HeldOut(Callback):
         if step == 0:
             self.log(0, self.before.logged)
 
-    def evaluate(
-        self, step: int, stopping: Callable[[], bool], last: bool
-    ) -> dict[str, float] | None:
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         if last:
             self.after = self.measure()
             self.rollouts.machine.print0(f"after: {self.after}")

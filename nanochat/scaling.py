@@ -26,10 +26,6 @@ MIN_STEPS = 960  # a short run rather takes smaller batches: measured by the pee
 
 @dataclass(frozen=True)
 class ShapeConfig:
-    d_model: int | None = None
-    """Width: channels of the residual stream. Default: 64 per layer."""
-    head_dim: int | None = None
-    """Channels of each head. Default: 128 where they divide a width of at least 512, else 64."""
     value_every: int | None = None
     """Add a gated embedding of the token to the values of every N-th layer, counted back from the
     last; 0 = none. Default: 1, in classic 0."""
@@ -48,20 +44,13 @@ def shape_for_depth(
     shape: ShapeConfig = ShapeConfig(),
 ) -> GPTConfig:
     """
-    The model of a depth: 64 channels per layer, heads of 128 where they divide the width, else 64;
-    what `shape` gives replaces what follows from depth.
-
-    Raises ValueError for a depth below 1 or numbers that do not fit together.
+    The model of a depth: 64 channels per layer; what `shape` gives replaces what follows from
+    depth. Raises ValueError for a depth below 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
-    width = shape.d_model or WIDTH_PER_LAYER * depth
-    head_dim = shape.head_dim or (128 if width % 128 == 0 and width >= 512 else 64)
-    if width % head_dim:
-        raise ValueError(
-            f"head_dim {head_dim} must divide the width {width} of depth {depth}: give --head_dim "
-            "or --d_model"
-        )
+    width = WIDTH_PER_LAYER * depth
+    head_dim = default_head_dim(width)
     heads = width // head_dim
     cfg = GPTConfig(vocab_size, depth, width, heads, heads, head_dim, max_seq_len)
     cfg = replace(cfg, window_pattern=window_pattern, value_every=1)
@@ -70,6 +59,11 @@ def shape_for_depth(
     elif depth <= BIGRAM_DEPTH:
         cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
     return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
+
+
+def default_head_dim(d_model: int) -> int:
+    """Channels of each head: 128 where they divide a width of at least 512, else 64."""
+    return 128 if d_model % 128 == 0 and d_model >= 512 else 64
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     """One of our checkpoints."""
     checkpoint = machine.on_node(
         "verifying the checkpoint",
-        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
+        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
     )
 
     def load() -> EvalModel:

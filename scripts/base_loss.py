@@ -60,7 +60,7 @@ def main(cfg: BaseLoss) -> None:
     machine = init_distributed(cfg.machine)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
-        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step, machine.print0),
+        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
     )
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}

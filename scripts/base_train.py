@@ -10,26 +10,29 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from nanochat import records
 from nanochat.checkpoint import build_model, new_model
-from nanochat.common import write_json
 from nanochat.config import settings, start
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.evaluators import FewShotScore, PretrainEvalConfig, Samples, ValidationLoss
+from nanochat.evaluators import (
+    FewShotScore,
+    PretrainEvalConfig,
+    Samples,
+    ValidationConfig,
+    ValidationLoss,
+)
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import peak_memory_bytes
+from nanochat.hardware import peak_memory_bytes, utilization
 from nanochat.lab.held_out import require_other_families
 from nanochat.loss import IGNORE
-from nanochat.mixture import MIXTURE_FILE, Corpus, MixConfig, open_corpus, open_texts
+from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
 from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
@@ -39,7 +42,6 @@ from nanochat.train import (
     RowLoader,
     Stopwatch,
     TrainConfig,
-    TrainingResult,
     TrainingRun,
     finished_before,
     train,
@@ -50,9 +52,11 @@ from tasks.builtin import choose_bundle, ensure_written
 SECTION = "Base model training"
 # Flags that other trainers of this kind have, or that moved.
 RETIRED = {
-    "n_embd": "the width is --d_model; by default it follows from --depth",
     "n_layer": "the number of layers is --depth",
-    "n_head": "heads follow from the width and --head_dim",
+    **dict.fromkeys(
+        ("n_embd", "n_head", "d_model", "head_dim"),
+        "width and heads follow from --depth; scripts.golf.base_train takes other widths",
+    ),
     "sequence_length": "the length of a row is --max_seq_len",
     "block_size": "the length of a row is --max_seq_len",
     "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
@@ -76,8 +80,7 @@ RETIRED = {
         ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
     ),
     "suite": "the few-shot tasks follow from the data set, or are those of --eval_bundle",
-    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
-    "arm_floor": "it is a flag of scripts.lab.sweep",
+    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
 }
 
 
@@ -104,6 +107,7 @@ class BaseTrain:
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: PretrainEvalConfig = field(default_factory=PretrainEvalConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -113,8 +117,8 @@ class BaseTrain:
 def pretrain(
     cfg: BaseTrain,
     adapt: Callable[[GPTConfig], GPTConfig] = lambda shape: shape,
-    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     validation: type[ValidationLoss] = ValidationLoss,
+    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     max_seconds: float | None = None,
     ema_decay: float = 0.0,
     identity: Mapping[str, Any] = {},
@@ -128,13 +132,13 @@ def pretrain(
     the end. identity: further settings that decide the result; a run with others is not resumed.
     rules: optimizer settings, horizon and width -> the update rules.
     """
-    began, seed = Stopwatch.start(), cfg.train.seed
+    began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
 
     # Data: tokenizer, rows, and whether this very training was done before
-    corpus, run_id, inputs = open_text(cfg, machine)
+    corpus, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
-    asked = {**settings(cfg), "eval_tokens": cfg.evaluation.tokens(machine)}
+    asked = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
     if finished_before(SECTION, asked, inputs, cfg.train, machine):
         return machine.close()
 
@@ -154,39 +158,37 @@ def pretrain(
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run
-    evaluators = open_evaluators(cfg, corpus, model, validation, machine)
+    split = partial(inputs_and_targets, ignore=IGNORE)
+    loss = validation(cfg.validation, corpus.rows, split)
     run = TrainingRun(
         kind="base",
         model=model,
+        tokenizer=tokenizer,
         optimizer=optimizer,
         loader=RowLoader(corpus.mixed(needed), split, horizon.batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg.train,
         tag=cfg.train.model_tag or f"d{cfg.depth}",
         num_steps=num_steps,
-        batch_tokens=horizon.batch_tokens,
         schedule=cfg.schedule,
         kernels=cfg.kernels,
-        callbacks=[*evaluators, *callbacks(model)],
+        callbacks=[loss, *open_evaluators(cfg, corpus, machine), *callbacks(model)],
         max_seconds=max_seconds,
-        tokenizer=tokenizer,
+        inputs=inputs,
         identity=identity,
-        provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={
             "horizon": asdict(horizon),
             "source": corpus.texts.describe(),
             **({"mixture": mixed.state()} if mixed else {}),
         },
         settings=asked,
-        background=lambda: pack_in_background(corpus, needed, evaluators[0], machine),
+        background=partial(corpus.packing, needed, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
     )
     if max_seconds is not None:  # the clock must not run while text is packed
         corpus.pack(needed, machine)
-    result = train(run)
-    if mixed and result.checkpoint:
-        write_json(result.folder / MIXTURE_FILE, mixed.state())
-    write_section(SECTION, result, summarize(result), began, mixed.tables() if mixed else ())
+    train(run)
+    write_section(SECTION, run, summarize(run), began, mixed.tables() if mixed else ())
 
 
 def plan(
@@ -212,10 +214,10 @@ def plan(
     return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))
 
 
-def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, str, dict[str, str]]:
+def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, str]]:
     """
     Open tokenizer, source and rows, the main rank first, so that one process writes. Returns the
-    corpus, the id of the pipeline run, and the fingerprints of what is read.
+    corpus and the fingerprints of what is read.
     """
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
@@ -223,74 +225,47 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, str, dict[s
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
     require_other_families({name: tags.parent for name, tags in texts.tags.items()})
-    inputs = {"tokenizer": tokenizer.fingerprint, "data": texts.fingerprint}
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
-    if machine.is_main:
-        open_corpus(texts, tokenizer, cfg.max_seq_len)
-    machine.barrier()
+    machine.on_main("opening rows", lambda: bool(open_corpus(texts, tokenizer, cfg.max_seq_len)))
     verifies = machine.local_rank == 0
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)
-    return corpus, run_id, {"rows": corpus.fingerprint, **inputs}
+    prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
+    return corpus, {**prints, "data": texts.fingerprint}
 
 
-def open_evaluators(
-    cfg: BaseTrain,
-    corpus: Corpus,
-    model: GPT,
-    validation: type[ValidationLoss],
-    machine: DistContext,
-) -> list[Callback]:
-    """The validation loss, and what else was asked for."""
-    evaluation, tokenizer = cfg.evaluation, corpus.tokenizer
-    eval_tokens, half = evaluation.tokens(machine), evaluation.eval_half
-    loss = validation(
-        model, tokenizer, corpus.rows, machine, eval_tokens, cfg.train.eval_every, half
-    )
-    evaluators: list[Callback] = [loss]
+def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> list[Callback]:
+    """What is measured besides the validation loss, as far as it was asked for."""
+    evaluation, evaluators = cfg.evaluation, []
     if evaluation.sample_every:
-        evaluators.append(Samples(evaluation, model, tokenizer, machine))
+        evaluators.append(Samples(evaluation.sample_every))
     if evaluation.core_metric_every:
         dataset = corpus.texts.describe().get("dataset")
         bundle = machine.on_main(
             "writing the suite", lambda: choose_bundle(None, evaluation.eval_bundle, dataset)
         )
-        evaluators.append(FewShotScore(evaluation, model, tokenizer, bundle, machine))
+        evaluators.append(FewShotScore(evaluation, bundle, machine))
     return evaluators
 
 
-def pack_in_background(
-    corpus: Corpus, needed: Mapping[str, int], loss: Callback, machine: DistContext
-) -> ExitStack:
-    """Pack during training; returns when the validation rows are packed and can be scored."""
-    assert isinstance(loss, ValidationLoss)
-    with corpus.packing(needed, machine) as packing:
-        loss.require_rows()
-        return packing.pop_all()
-
-
-def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (B, T + 1) -> tokens and targets, both (B, T)."""
-    return inputs_and_targets(rows, IGNORE)
-
-
-def summarize(result: TrainingResult) -> dict[str, Any]:
+def summarize(run: TrainingRun) -> dict[str, Any]:
     """What the section shows first."""
-    run, progress = result.run, result.progress
-    tokens, mfu = progress.step * run.batch_tokens, result.utilization
+    progress, machine, rate = run.progress, run.machine, run.tokens_per_second
+    tokens = progress.step * run.batch_tokens
+    flops = progress.flops / tokens  # of a token
+    mfu = rate and utilization(rate * flops, machine.device, machine.world_size)
     return {
         "Number of parameters": run.model.num_params(),
-        "Number of FLOPs per token": f"{progress.flops / tokens:e}",
+        "Number of FLOPs per token": f"{flops:e}",
         "Calculated number of iterations": progress.step,
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / run.model.num_params(),
-        "DDP world size": run.machine.world_size,
+        "DDP world size": machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **{name: value for each in run.callbacks for name, value in each.values().items()},
+        **run.values(),
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
-        "Peak memory usage": f"{peak_memory_bytes(run.machine.device) / 2**20:.2f}MiB",
+        "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
     }
 

@@ -153,7 +153,7 @@ def main(cfg: ChatEval) -> None:
     machine = init_distributed(cfg.machine, cfg.seed)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
-        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step, machine.print0),
+        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step),
     )
     every_task = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, every_task, machine)

@@ -10,7 +10,6 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 
 from dataclasses import dataclass, field, replace
 
-from nanochat import records
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
 from nanochat.distributed import DistContext, init_distributed
@@ -109,7 +108,7 @@ class ChatRL:
 
 
 def main(cfg: ChatRL) -> None:
-    began, seed = Stopwatch.start(), cfg.train.seed
+    began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
@@ -139,37 +138,34 @@ def main(cfg: ChatRL) -> None:
     chats = {task.name: task for task in held_out.tasks}
     watch = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
-    run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
     answers = cfg.rl.examples_per_step * cfg.rl.num_samples
     # an answer takes a forward and a backward pass besides: twice the work of generating it
     seconds = 3 * evaluator.seconds_per_answer * answers * num_steps
     run = TrainingRun(
         kind="rl",
         model=model,
+        tokenizer=rollouts.tokenizer,
         optimizer=optimizer,
         loader=rollouts,
         machine=machine,
         cfg=cfg.train,
         tag=cfg.train.model_tag or parent.folder.parent.name,
         num_steps=num_steps,
-        batch_tokens=rollouts.max_tokens,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        momentum=lambda step, horizon: 0.95,
         prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
-        finds_spikes=False,
-        tokenizer=rollouts.tokenizer,
+        inputs=inputs,
         identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, **inputs},
-        provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={"source": parent.state["source"]},
         settings=asked,
         keep_optimizer=cfg.save_optimizer,
     )
-    result = train(run)
-    metrics = read_metrics(result.folder / METRICS_FILE) if machine.is_main else []
+    train(run)
+    folder = run.checkpoint.folder.parent if run.checkpoint else None
+    metrics = read_metrics(folder / METRICS_FILE) if folder else []
     names = [held_out.locate(i)[0].name for i in range(len(held_out))]
     values = summarize(metrics, names, evaluator.before, evaluator.after) if metrics else {}
-    write_section(SECTION, result, values, began)
+    write_section(SECTION, run, values, began)
 
 
 def open_rollouts(

@@ -13,8 +13,8 @@ from typing import Any
 
 from nanochat.config import start
 from nanochat.finetune import FinetuneConfig, FineTuning
-from nanochat.optim import OptimConfig, ScheduleConfig
-from nanochat.train import TrainConfig, TrainingResult
+from nanochat.optim import OptimConfig
+from nanochat.train import TrainConfig
 from scripts import mid_train
 from scripts.mid_train import MidTrain, fine_tune
 
@@ -43,9 +43,7 @@ class ChatSft(MidTrain):
 DEFAULTS = ChatSft(
     source="mid",
     # learning rates fall linearly from their peak to 0
-    tuning=FinetuneConfig(
-        init_lr_frac=0.3, schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)
-    ),
+    tuning=FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0),
     train=TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0)),
 )
 
@@ -55,18 +53,18 @@ def main(cfg: ChatSft) -> None:
     fine_tune(cfg, "sft", stages, SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
 
 
-def summarize(tuning: FineTuning, result: TrainingResult) -> dict[str, Any]:
+def summarize(tuning: FineTuning) -> dict[str, Any]:
     """What the section shows first."""
-    progress = result.progress
+    progress = tuning.run.progress
     return {
         "Training rows": tuning.resolution.documents,
-        "Number of iterations": result.run.num_steps,
+        "Number of iterations": tuning.run.num_steps,
         "Training loss": progress.smooth_loss,
-        "Validation loss": tuning.answers.loss,
-        "DDP world size": result.run.machine.world_size,
+        "Validation loss": tuning.loss.loss,
+        "DDP world size": tuning.run.machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **tuning.answers.by_bucket,
+        **tuning.loss.by_bucket,
     }
 
 

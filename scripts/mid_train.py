@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nanochat.common import fingerprint, write_json
+from nanochat.common import fingerprint
 from nanochat.config import settings, start
 from nanochat.distributed import init_distributed
 from nanochat.finetune import (
@@ -25,16 +25,9 @@ from nanochat.finetune import (
 )
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import require_fair
-from nanochat.mixture import MIXTURE_FILE, MixConfig, read_buckets
-from nanochat.optim import OptimConfig, ScheduleConfig
-from nanochat.train import (
-    Stopwatch,
-    TrainConfig,
-    TrainingResult,
-    finished_before,
-    train,
-    write_section,
-)
+from nanochat.mixture import MixConfig, read_mixture
+from nanochat.optim import OptimConfig
+from nanochat.train import Stopwatch, TrainConfig, finished_before, train, write_section
 from tasks.buckets import buckets
 
 SECTION = "Midtraining"
@@ -45,8 +38,12 @@ BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
 RETIRED = {
     **RETIRED_FLAGS,
     "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
-    "arm": "scripts.lab.sweep --arms=... trains the arms of a data ablation",
-    "arm_floor": "it is a flag of scripts.lab.sweep",
+    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
+    **dict.fromkeys(
+        ("warmup_steps", "final_lr_frac"),
+        "learning rates start at their peak and fall to 0: --init_lr_frac and --warmdown_ratio",
+    ),
+    "waive_families": "leave the bucket out: a final benchmark is not trained for",
 }
 
 
@@ -56,16 +53,11 @@ class MidTrain:
     """The checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
     mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = field(default_factory=FinetuneConfig)
-    waive_families: str = ""
-    """Data sets, separated by commas, that may be trained on although a final benchmark was made
-    from them too (scripts.lab.hold_out)."""
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 DEFAULTS = MidTrain(
-    # learning rates stay at their peak for half of the run, then fall to 0
-    tuning=FinetuneConfig(schedule=ScheduleConfig(0, warmdown_ratio=0.5, final_lr_frac=0.0)),
     canaries=CanaryConfig(canary_every=0),
     train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
 )
@@ -82,50 +74,47 @@ def fine_tune(
     section: str,
     mixture: str,
     builtin_mixtures: Mapping[str, str],
-    summarize: Callable[[FineTuning, TrainingResult], dict[str, Any]],
+    summarize: Callable[[FineTuning], dict[str, Any]],
 ) -> None:
     """
     Train a checkpoint of one of `stages` on conversations and record it.
 
     mixture: the default; builtin_mixtures: that of a model trained on a built-in data set.
     """
-    began = Stopwatch.start()
+    began = Stopwatch()
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
 
     # Data: the conversations of the mixture, and those that measure the loss
     with machine.working("loading conversations"):
-        dataset = parent.state["source"].get("dataset")
-        mix = cfg.mix.otherwise(builtin_mixtures.get(dataset, mixture))
-        own, measured = read_buckets(mix.buckets), cfg.tuning.val_mixture or mix.mixture
-        chats = ChatMixture(mix, buckets(mix.mixture, own), buckets(measured, own))
-    require_fair(chats.learned, chats.measured, cfg.waive_families)
-    eval_tokens = cfg.tuning.num_eval_tokens(machine)
-    asked = {**settings(cfg), "mixture": mix.mixture, "eval_tokens": eval_tokens}
+        default = builtin_mixtures.get(parent.state["source"].get("dataset"), mixture)
+        spec, own = read_mixture(cfg.mix.mixture or default)
+        measured = buckets(cfg.tuning.val_mixture or spec, own)
+        chats = ChatMixture(spec, own, buckets(spec, own), measured)
+    require_fair(chats.learned, chats.measured)
+    eval_tokens = cfg.tuning.validation.tokens(machine)
+    asked = {**settings(cfg), "mixture": spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
     if finished_before(section, asked, inputs, cfg.train, machine):
         return machine.close()
 
     # Model, optimizer, rows and validation loss; then the canaries
     tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, asked, inputs, machine)
-    tuning.run.callbacks = [tuning.answers, *monitor_finetuning(cfg.canaries, tuning)]
-
-    result = train(tuning.run)
-    if result.checkpoint:
-        path = result.folder / MIXTURE_FILE
-        write_json(path, tuning.resolution.state())
-    write_section(section, result, summarize(tuning, result), began, tuning.resolution.tables())
+    tuning.run.callbacks = [tuning.loss, *monitor_finetuning(cfg.canaries, tuning)]
+    train(tuning.run)
+    write_section(section, tuning.run, summarize(tuning), began, tuning.resolution.tables())
 
 
-def summarize(tuning: FineTuning, result: TrainingResult) -> dict[str, Any]:
+def summarize(tuning: FineTuning) -> dict[str, Any]:
     """What the section shows first."""
+    progress = tuning.run.progress
     return {
-        "Number of iterations": result.run.num_steps,
-        "DDP world size": result.run.machine.world_size,
-        "Minimum validation bpb": result.progress.min_val,
-        "Final validation bpb": result.progress.last_val,
-        "Validation loss": tuning.answers.loss,
-        **tuning.answers.by_bucket,
+        "Number of iterations": tuning.run.num_steps,
+        "DDP world size": tuning.run.machine.world_size,
+        "Minimum validation bpb": progress.min_val,
+        "Final validation bpb": progress.last_val,
+        "Validation loss": tuning.loss.loss,
+        **tuning.loss.by_bucket,
     }
 
 

@@ -5,7 +5,7 @@ More training questions out of those there are: other answer forms, other orders
 
 Whatever is drawn is drawn by seed and number, so an item is the same on every machine. What an
 augmentation is worth must be measured: more options made by retrieval lowered most benchmarks of
-those who tried it, so they are off by default and warned of beyond OPTIONS_CAP of a mixture.
+those who tried it, so they are off by default.
 """
 
 import difflib

@@ -11,9 +11,9 @@ downloaded before it is needed.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanochat.mixture import Part, Tags, parse_mixture, tags_of
+from nanochat.mixture import Bucket, Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.registry import TASKS, held_out, key_of, make
@@ -43,24 +43,10 @@ TAGS = {
 }
 
 
-class Bucket(NamedTuple):
-    """Conversations that can be taken or left."""
-
-    name: str
-    tags: Tags
-    train: Task
-    val: Task
-
-    @property
-    def measures(self) -> str:
-        """The benchmark whose test questions `val` is; empty where it has a split of its own."""
-        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
-
-
 def known(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:
     """
     The parts of a mixture, by the keys of their tasks or the names they were declared under
-    (`mixture.read_buckets`).
+    (`mixture.read_mixture`).
 
     Raises ValueError naming a part that is amiss, or that names no task to train on.
     """

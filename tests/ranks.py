@@ -23,7 +23,7 @@ from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, ru
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.train import TrainConfig, TrainingRun, run_loop
 from tests.conftest import TINY
-from tests.test_train import Given
+from tests.test_train import TOKENIZER, Given
 
 ROWS, T, STEPS = 8, TINY.max_seq_len, 6
 
@@ -91,7 +91,7 @@ def main() -> None:
     assert all(torch.equal(x, before) for x, before in zip(now, kept, strict=True))
     schedule = ScheduleConfig(warmup_steps=2)
     run = TrainingRun(
-        "base", model, optimizer, Given(rows), machine, TrainConfig(), "ranks", STEPS, ROWS * T,
+        "base", model, TOKENIZER, optimizer, Given(rows), machine, TrainConfig(), "ranks", STEPS,
         schedule, device_rows=2, log=log,
     )  # fmt: skip
     run_loop(run, Progress())

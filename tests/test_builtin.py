@@ -121,8 +121,9 @@ def test_a_source_recorded_before_there_were_files_still_opens(base, num_shards)
 
 
 def test_data_sets_of_a_mixture_are_written(base, tmp_path):
-    (tmp_path / "buckets.json").write_text('{"land": {"dataset": "embedded"}}')
-    data, mix = DataConfig(num_shards=1), MixConfig("land", str(tmp_path / "buckets.json"))
+    own = tmp_path / "own.json"
+    own.write_text('{"mixture": "land", "buckets": {"land": {"dataset": "embedded"}}}')
+    data, mix = DataConfig(num_shards=1), MixConfig(str(own))
     texts = open_texts(data, mix, prepare=ensure_written)
     assert texts.sources["land"].train_shards == ["world_00000"]
     shutil.rmtree(base / "data")

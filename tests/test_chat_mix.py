@@ -9,7 +9,7 @@ import pytest
 from nanochat.chat_packing import choose_conversations, encode, mix_conversations, mixed_chat_rows
 from nanochat.dataloader import interleave
 from nanochat.finetune import ChatMixture, train_rows
-from nanochat.mixture import MixConfig, Tags
+from nanochat.mixture import Tags
 from nanochat.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -100,23 +100,23 @@ def test_the_order_of_a_mixture_is_that_of_its_seed():
 def test_what_a_stage_learns_is_resolved_in_tokens_and_told(machine):
     learned = [Bucket("a", 40, 12, "en"), Bucket("b", 40, 12, "ko"), Bucket("c", 40, 12, "ko")]
 
-    def resolved(**mix):
-        talk = ChatMixture(MixConfig(**mix), learned, learned)
-        return train_rows(talk, 0, TOKENIZER, 63, machine)
+    def resolved(mixture):
+        chats = ChatMixture(mixture, {}, learned, learned)
+        return train_rows(chats, 0, TOKENIZER, 63, machine)
 
-    whole, rows = resolved(mixture="a,b,c=0%")
+    whole, rows = resolved("a,b,c=0%")
     assert whole.shares_by("language") == {"en": 0.5, "ko": 0.5} and whole.documents == 80
     assert rows.counts("train")["documents"] == 80
-    share, rows = resolved(mixture="a=80%,b=20%,c=0%")
+    share, rows = resolved("a=80%,b=20%,c=0%")
     assert [round(bucket.repeats, 2) for bucket in share.buckets] == [1.0, 0.25, 0.0]
     assert rows.counts("train")["documents"] == 50
     json.dumps(share.state())
     tokens = share.buckets[1].tokens
-    swapped, rows = resolved(mixture=f"a={share.buckets[0].tokens}t,b=0%,c={tokens}t")
+    swapped, rows = resolved(f"a={share.buckets[0].tokens}t,b=0%,c={tokens}t")
     assert [round(bucket.repeats, 2) for bucket in swapped.buckets] == [1.0, 0.0, 0.25]
     assert [bucket.tokens for bucket in swapped.buckets] == [share.buckets[0].tokens, 0, tokens]
     assert swapped.tokens == share.tokens and rows.counts("train")["documents"] == 50
-    assert resolved(mixture=f"a={tokens}t,b=0%,c=0%")[0].tokens == tokens
+    assert resolved(f"a={tokens}t,b=0%,c=0%")[0].tokens == tokens
 
 
 def test_conversations_are_encoded_once_for_all_mixtures(monkeypatch):

@@ -126,7 +126,8 @@ def test_a_flag_removed_from_every_script_is_refused_with_the_fix(capsys):
 
 
 @pytest.mark.parametrize("flag,ours", [
-    ("--n_embd=64", "--d_model"), ("--sequence-length=8", "--max_seq_len"),
+    ("--n_embd=64", "follow from --depth"), ("--sequence-length=8", "--max_seq_len"),
+    ("--d_model=64", "scripts.golf.base_train"), ("--buckets=own.json", "--mixture=own.json"),
     ("--gradient_accumulation_steps=2", "--total_batch_size"), ("--n_layer=3", "--depth"),
     ("--revision=dev", "scripts.data"), ("--val-shard=a.jsonl", "scripts.data"),
     ("--mixture_tokens=9", "--mixture=a,b@500000t"), ("--mixture_alpha=.5", "--mixture=a,b@^0.5"),
@@ -135,8 +136,8 @@ def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, o
     with pytest.raises(SystemExit) as exit:
         parse(BaseTrain(), None, [flag], retired=RETIRED)
     assert exit.value.code == 2 and ours in capsys.readouterr().err
-    cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--d_model=64"])
-    assert cfg.kernels.compile is False and cfg.shape.d_model == 64
+    cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--value_every=2"])
+    assert cfg.kernels.compile is False and cfg.shape.value_every == 2
 
 
 def test_a_value_of_the_wrong_type_is_named(capsys):

@@ -18,10 +18,11 @@ from nanochat.chat_packing import (
 )
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
+from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.finetune import (
-    AnswerLoss,
     DocumentMaskedModel,
     auto_batch,
+    split,
     val_rows,
 )
 from nanochat.gpt import GPTConfig
@@ -106,13 +107,18 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     apart = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
-        found = AnswerLoss(apart, TOKENIZER, buckets, machine, 8 * 63, every=1, half=half)
-        found.require_rows()
+        found = ValidationLoss(ValidationConfig(8 * 63, half), buckets, split)
+        cfg = SimpleNamespace(eval_every=1)
+        found.start(
+            SimpleNamespace(
+                objective=apart, tokenizer=TOKENIZER, machine=machine, cfg=cfg, device_rows=1
+            )
+        )
         return found
 
     figures = answer_loss(good=good).measure(lambda: False)
     assert figures and np.isfinite(list(figures.values())).all()
-    with pytest.raises(UsageError, match="of empty have no byte of an answer"):
+    with pytest.raises(UsageError, match="of empty have no byte that counts"):
         answer_loss(good=good, empty=empty)
     one = val_rows_of("one", ["a"])
     with pytest.raises(UsageError, match="--eval_half=2 has no row: val holds 1 validation rows"):

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
 from nanochat.dataloader import MixedRows, Rows, order_of_pass
+from nanochat.lab.study import write_mixture
 from nanochat.mixture import (
-    MixConfig,
     Part,
     Resolution,
     Resolved,
     Tags,
     parse_budget,
     parse_mixture,
-    read_buckets,
+    read_mixture,
     resolve,
-    write_mixture,
 )
 from nanochat.tokenizer import Tokenizer
 
@@ -252,29 +251,35 @@ def test_the_order_of_a_mixture_never_changes_under_a_new_numpy():
 
 def test_own_buckets_are_declared_in_a_file(tmp_path):
     path = tmp_path / "own.json"
-    path.write_text('{"chat-korean": {"task": "smoltalk", "source": "a/b", "language": "ko"}}')
-    assert read_buckets(str(path))["chat-korean"]["language"] == "ko"
-    assert read_buckets(None) == {}
+
+    def read(buckets):
+        path.write_text('{"mixture": "chat-korean=50%", "buckets": ' + buckets + "}")
+        return read_mixture(str(path))
+
+    spec, declared = read(
+        '{"chat-korean": {"task": "smoltalk", "source": "a/b", "language": "ko"}}'
+    )
+    assert spec == "chat-korean=50%" and declared["chat-korean"]["language"] == "ko"
+    assert read_mixture("a=5,jsonl:own.json") == ("a=5,jsonl:own.json", {})
     for wrong, message in (
-        ('{"x": {"language": "ko"}}', "x must have one of task, dataset and data_dir"),
-        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has colour; known are"),
-        ("[]", "holds no buckets"),
+        ('{"x": {"language": "ko"}}', "x must have one of task and dataset"),
+        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has {'colour': 'red'}; leave it out"),
+        ('{}, "more": 1', "is not .*mixture.*buckets"),
     ):
-        path.write_text(wrong)
         with pytest.raises(ValueError, match=message):
-            read_buckets(str(path))
-    with pytest.raises(FileNotFoundError, match="--buckets=nowhere.json"):
-        read_buckets("nowhere.json")
+            read(wrong)
+    with pytest.raises(FileNotFoundError, match="nowhere.json"):
+        read_mixture("nowhere.json")
 
 
 def test_a_budget_and_a_power_follow_the_parts():
     for end, budget in (("", (None, 1.0)), ("@900t", (900, 1.0)), ("@^.5", (None, 0.5))):
-        assert parse_budget(f"a,b=20%{end}") == budget
+        assert tuple(parse_budget(f"a,b=20%{end}").values()) == budget
         assert parse_mixture(f"a,b=20%{end}") == [Part("a"), Part("b", share=0.2)]
-    assert MixConfig("a@900t^0").chosen == {"mixture_tokens": 900, "mixture_alpha": 0.0}
+    assert parse_budget("a@900t^0") == {"mixture_tokens": 900, "mixture_alpha": 0.0}
     for wrong in ("a@0t", "a@^1.5"):
         with pytest.raises(ValueError, match="a token or more and a power from 0 to 1"):
-            MixConfig(wrong)
+            parse_budget(wrong)
     for wrong in ("a@", "a@900", "a@^-0.1", "a@^", "a@5%"):
         with pytest.raises(ValueError, match="in the mixture .* is not name"):
             parse_mixture(wrong)

@@ -226,21 +226,26 @@ def test_R33_a_recorded_text_that_changed_can_be_fixed(folder, base, train, fix)
 
 def test_R33_a_refused_mixture_can_be_corrected(folder, base, train, tmp_path):
     write(tmp_path / "more/a.jsonl")
-    own = tmp_path / "buckets.json"
+    own = tmp_path / "own.json"
     places = {"a": {"dataset": str(folder)}, "b": {"dataset": str(tmp_path / "none")}}
-    own.write_text(json.dumps({**places, "talk": {"task": "smoltalk"}}))
+    declared = {**places, "talk": {"task": "smoltalk"}}
+
+    def mixture_of(spec):
+        own.write_text(json.dumps({"mixture": spec, "buckets": declared}))
+        return f"--mixture={own}"
+
     for mixture, said in (
         ("a=50%,talk", "talk is declared as a task"),
         ("a,a", "a comes twice"),
         ("a=5,b", "text is taken by tokens"),
         ("a=?", "a=?"),
     ):
-        assert said in train("rejects", f"--mixture={mixture}", f"--buckets={own}")
+        assert said in train("rejects", mixture_of(mixture))
         assert not manifests(base)
-    assert str(tmp_path / "none") in train("rejects", "--mixture=a=50%,b", f"--buckets={own}")
-    assert "no such file" in train("rejects", "--mixture=a", f"--buckets={own}x")
+    assert str(tmp_path / "none") in train("rejects", mixture_of("a=50%,b"))
+    assert "No such file" in train("rejects", f"--mixture={own.with_name('x.json')}")
     shutil.copytree(tmp_path / "more", tmp_path / "none")
-    train("works", "--mixture=a=50%,b", f"--buckets={own}")
+    train("works", mixture_of("a=50%,b"))
 
 
 # ------------------------------------------------------------------------------------------------

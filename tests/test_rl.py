@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
         run = run_of(machine, model)
-        run.loader.micro_batches = lambda step, device_rows, rows=rows: batches_of(learned, rows)
+        run.loader.micro_batches = lambda *step, rows=rows: batches_of(learned, rows)
         model.zero_grad()
         run.optimizer.reduce_gradients = lambda: 1.0
         scales = []
@@ -142,16 +142,15 @@ def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     return TrainingRun(
         kind="rl",
         model=model,
+        tokenizer=loader.tokenizer,
         optimizer=optimizer,
         loader=loader,
         machine=machine,
         cfg=TrainConfig(),
         tag="tiny",
         num_steps=num_steps,
-        batch_tokens=loader.max_tokens,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         callbacks=[loader],
-        finds_spikes=False,
         device_rows=8,
         log=log,
     )

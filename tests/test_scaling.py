@@ -3,6 +3,7 @@
 import pytest
 
 from nanochat.optim import SCALAR_LR, OptimConfig
+from nanochat.recursion.presets import WidthConfig
 from nanochat.scaling import (
     MIN_STEPS,
     Horizon,
@@ -104,12 +105,18 @@ def test_learning_rates_of_scalars_fall_with_the_root_of_the_batch():
 
 
 def test_what_is_given_replaces_what_follows_from_depth():
-    cfg = shape(8, 1024, 2048, shape=ShapeConfig(d_model=512, head_dim=64, value_every=2))
-    assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (512, 8, 8, 64)
+    cfg = shape(8, 1024, 2048, shape=ShapeConfig(value_every=2))
     assert cfg.value_every == 2 and shape(8, 1024, 2048).value_every == 1
     assert shape(8, 1024, 2048, "classic").value_every == 0
     assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(value_every=1)).value_every == 1
-    assert shape(4, 1024, 512) == shape(4, 1024, 512, shape=ShapeConfig(d_model=256))
+
+
+def test_tracks_can_choose_another_width():
+    plain = shape(8, 1024, 2048)
+    cfg = WidthConfig(d_model=1024, head_dim=64).apply(plain)
+    assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (1024, 16, 16, 64)
+    assert WidthConfig(d_model=1024).apply(plain).head_dim == 128
+    assert WidthConfig().apply(plain) == WidthConfig(d_model=512).apply(plain) == plain
 
 
 def test_shallow_models_have_a_table_of_bigrams_by_default():
@@ -121,4 +128,4 @@ def test_shallow_models_have_a_table_of_bigrams_by_default():
 
 def test_a_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="head_dim 64 must divide the width 96"):
-        shape(4, 100, 16, shape=ShapeConfig(d_model=96))
+        WidthConfig(d_model=96).apply(shape(4, 100, 16))

@@ -15,7 +15,7 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 @pytest.fixture
 def own(tmp_path):
-    """A file that declares two folders of text, one three times as large."""
+    """Writes a file with a mixture and two folders of text, one three times as large."""
     declared = {}
     for name, count in (("big", 300), ("small", 100)):
         folder = tmp_path / name
@@ -24,13 +24,17 @@ def own(tmp_path):
             lines = [json.dumps({"text": f"{name[0] * 40} {i}"}) for i in range(count)]
             (folder / f"{shard}.jsonl").write_text("\n".join(lines))
         declared[name] = {"dataset": str(folder), "language": name}
-    path = tmp_path / "buckets.json"
-    path.write_text(json.dumps(declared))
-    return str(path)
+
+    def write(mixture):
+        path = tmp_path / "own.json"
+        path.write_text(json.dumps({"mixture": mixture, "buckets": declared}))
+        return MixConfig(str(path))
+
+    return write
 
 
 def corpus_of(own, mixture):
-    texts = open_texts(DataConfig(), MixConfig(mixture, own))
+    texts = open_texts(DataConfig(), own(mixture))
     return open_corpus(texts, TOKENIZER, 63)
 
 
@@ -58,10 +62,10 @@ def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, c
 
 
 def test_a_recorded_mixture_opens_as_it_was(own):
-    texts = open_texts(DataConfig(), MixConfig("big=75%,small=25%", own))
+    texts = open_texts(DataConfig(), own("big=75%,small=25%"))
     again = open_texts(DataConfig(), recorded=json.loads(json.dumps(texts.describe())))
     assert again.fingerprint == texts.fingerprint and again.tags == texts.tags
-    other = open_texts(DataConfig(), MixConfig("big=70%,small=30%", own))
+    other = open_texts(DataConfig(), own("big=70%,small=30%"))
     assert other.fingerprint != texts.fingerprint
     one, two = (open_corpus(t, TOKENIZER, 63) for t in (texts, other))
     assert [r.folder for r in one.rows.values()] == [r.folder for r in two.rows.values()]
@@ -90,11 +94,11 @@ def test_a_single_text_is_taken_as_it_comes(machine):
 )
 def test_a_mixture_of_texts_that_is_amiss_is_refused(own, mixture, data, message):
     with pytest.raises(ValueError, match=message):
-        open_texts(data, MixConfig(mixture, own))
+        open_texts(data, own(mixture))
 
 
 def test_conversations_are_no_text(tmp_path):
-    path = tmp_path / "buckets.json"
-    path.write_text('{"chat": {"task": "gsm8k"}}')
+    path = tmp_path / "own.json"
+    path.write_text('{"mixture": "chat", "buckets": {"chat": {"task": "gsm8k"}}}')
     with pytest.raises(ValueError, match="chat is declared as a task"):
-        open_texts(DataConfig(), MixConfig("chat", str(path)))
+        open_texts(DataConfig(), MixConfig(str(path)))

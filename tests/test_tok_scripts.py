@@ -127,8 +127,9 @@ def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
     for name, folder in folders.items():
         corpus(folder, text=[name * 10] * 50, val=["v"])
     own = tmp_path / "own.json"
-    own.write_text(json.dumps({name: {"dataset": str(path)} for name, path in folders.items()}))
-    texts = open_texts(FirstUseConfig(), MixConfig("a=50%,b,c", str(own)))
+    declared = {name: {"dataset": str(path)} for name, path in folders.items()}
+    own.write_text(json.dumps({"mixture": "a=50%,b,c", "buckets": declared}))
+    texts = open_texts(FirstUseConfig(), MixConfig(str(own)))
     read = "".join(tok_train.Reading(tok_train.shared_out(texts, 200), doc_cap=100))
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 

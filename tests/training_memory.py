@@ -21,7 +21,7 @@ from nanochat.preflight import KernelConfig, prepare
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.train import TrainConfig, TrainingRun, train_step
 from tests.conftest import TINY
-from tests.test_train import Given
+from tests.test_train import TOKENIZER, Given
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
@@ -30,16 +30,18 @@ def train(model: GPT, optimizer: MuonAdamW, machine: DistContext, device_rows: i
     """Train three steps; returns the peak of allocated bytes."""
     torch.cuda.reset_peak_memory_stats()
     rng = np.random.default_rng(0)
+    loader = Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda")
+    loader.batch_tokens = ROWS * T
     run = TrainingRun(
         kind="base",
         model=model,
+        tokenizer=TOKENIZER,
         optimizer=optimizer,
-        loader=Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda"),
+        loader=loader,
         machine=machine,
         cfg=TrainConfig(),
         tag="memory",
         num_steps=3,
-        batch_tokens=ROWS * T,
         schedule=ScheduleConfig(),
         device_rows=device_rows,
     )

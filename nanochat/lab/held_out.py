@@ -21,7 +21,7 @@ from nanochat.records import append_line, one_line, read_sealed_lines
 from nanochat.records import plain as plain_json
 
 if TYPE_CHECKING:
-    from nanochat.finetune import Bucket
+    from nanochat.mixture import Bucket
 
 FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
 
@@ -101,32 +101,29 @@ def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
     return read_sealed_lines(base_dir() / LEDGER, damaged)
 
 
-def require_other_families(parents: Mapping[str, str], waived: Sequence[str] = ()) -> None:
+def require_other_families(parents: Mapping[str, str]) -> None:
     """
-    Raise UsageError for a bucket whose parent is that of a final benchmark, and not waived.
+    Raise UsageError for a bucket whose parent is that of a final benchmark.
 
     parents: bucket -> the data set that it is made of, empty where nobody said.
     """
     families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
         name = families.get(plain(parent)) if parent else None
-        if name and plain(parent) not in map(plain, waived):
+        if name:
             raise UsageError(
                 f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
                 "its source and style is not measured by it",
-                f"leave it out; in mid_train and chat_sft --waive_families={parent} allows it",
+                "leave it out",
             )
 
 
-def require_fair(
-    learned: Sequence["Bucket"], measured: Sequence["Bucket"], waived: str = ""
-) -> None:
+def require_fair(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> None:
     """
-    Raise UsageError for conversations of the family of a final benchmark, unless its data set is
-    among the names in `waived`, separated by commas; or measured by a final benchmark.
+    Raise UsageError for conversations of the family of a final benchmark, or measured by a final
+    benchmark.
     """
-    parents = {bucket.name: bucket.tags.parent for bucket in learned}
-    require_other_families(parents, waived.split(","))
+    require_other_families({bucket.name: bucket.tags.parent for bucket in learned})
     every = [*measured, *learned]  # canaries ask what is learned
     require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 

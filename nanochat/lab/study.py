@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from nanochat import records
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
-from nanochat.common import UsageError
+from nanochat.common import UsageError, base_dir, fingerprint, write_json
 from nanochat.lab.ablation import arm_counts, parse_arm
 from nanochat.lab.significance import Contrast, Scores, adjusted, contrasts, table
 from nanochat.lab.sweep import Done, Job, gathered
@@ -26,10 +26,9 @@ from nanochat.mixture import (
     Part,
     Tags,
     parse_mixture,
-    read_buckets,
+    read_mixture,
     round_to_total,
     tags_of,
-    write_mixture,
 )
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import known as known_parts
@@ -162,9 +161,8 @@ class Study:
             *"--eval_every=0 --keep=1 --resume=auto --skip_if_done".split(),
             *("--model_tag={tag}", f"--seed={seed}", start),
         ]
-        for name, value in vars(mix).items():
-            if name not in own and value != getattr(MixConfig(), name):
-                words.append(f"--{name}={value}")
+        if mix.mixture and "mixture" not in own:
+            words.append(f"--mixture={mix.mixture}")
         commands = [[*words, *cfg.flags.split(), *arm.flags]]
         if cfg.tasks:
             scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
@@ -180,7 +178,7 @@ class Study:
 
         Raises ValueError where a base model has a single text.
         """
-        declared, spec = read_buckets(self.mix.buckets), self.mix.mixture
+        spec, declared = read_mixture(self.mix.mixture)
         if self.cfg.stage == "base":
             if not spec:
                 raise ValueError("--arms changes the proportions of a mixture: give --mixture")
@@ -239,7 +237,8 @@ class Study:
         for arm in arms:
             wanted = arm_counts(arm, counts, named, floor)
             parts = [with_tokens(part, wanted[name] * unit) for name, (part, _) in mixture.items()]
-            found.append(Arm(arm, (f"--mixture={write_mixture(parts)}",)))
+            _, declared = read_mixture(self.mix.mixture)
+            found.append(Arm(arm, (mixture_flag(write_mixture(parts), declared),)))
         return found
 
     # ---- searches ----------------------------------------------------------------------------
@@ -249,6 +248,31 @@ class Study:
         words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
         words = [word.replace("{tag}", run.tag) for word in words]
         return Job(f"{run.job.name}, measured anew", [[*words, OTHER_HALF]], run.job.starts_from)
+
+
+def write_mixture(parts: Sequence[Part]) -> str:
+    """The notation that `parse_mixture` reads as these parts."""
+
+    def words(part: Part) -> str:
+        amount = f"={part.rows}" if part.rows is not None else ""
+        amount += f"*{part.repeats:g}" if part.repeats is not None else ""
+        if part.tokens is not None:
+            amount += f"{'*' if amount else '='}{part.tokens}t"
+        amount += f"={100 * part.share:.10g}%" if part.share is not None else ""
+        return part.label + amount
+
+    return ",".join(map(words, parts))
+
+
+def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
+    """The flag that gives a mixture; one with own buckets is written to a file."""
+    if not declared:
+        return f"--mixture={spec}"
+    content = {"mixture": spec, "buckets": declared}
+    path = base_dir() / "sweeps" / "mixtures" / f"{fingerprint(content)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+    return f"--mixture={path}"
 
 
 def with_tokens(part: Part, tokens: int) -> Part:

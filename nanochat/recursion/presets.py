@@ -6,11 +6,12 @@ Presets of the recursive model, and its flags.
 By default a quarter of the layers is prelude, a quarter coda, the rest the core.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanochat.gpt import GPTConfig
 from nanochat.recursion.model import Supervise, recursive_config
+from nanochat.scaling import default_head_dim
 
 Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
 FULL: dict[str, Any] = {"n_loops": 4, "supervise": "full"}
@@ -28,6 +29,25 @@ WARNING = (
     "passed once. Such presets are known for refinements of 80% and more: that comes from a bonus "
     "which also drives the first loop up, to five times the loss of guessing; here it cannot"
 )
+
+
+@dataclass(frozen=True)
+class WidthConfig:
+    """Another width than that of the depth; parameter golf has it too."""
+
+    d_model: int | None = None
+    """Width: channels of the residual stream. Default: 64 per layer."""
+    head_dim: int | None = None
+    """Channels of each head. Default: 128 where they divide a width of at least 512, else 64."""
+
+    def apply(self, cfg: GPTConfig) -> GPTConfig:
+        """The configuration in this width. Raises ValueError where heads do not divide it."""
+        width = self.d_model or cfg.d_model
+        head_dim = self.head_dim or default_head_dim(width)
+        heads = width // head_dim
+        if width % head_dim:
+            raise ValueError(f"head_dim {head_dim} must divide the width {width}: give --head_dim")
+        return replace(cfg, d_model=width, head_dim=head_dim, n_head=heads, n_kv_head=heads)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import TIED_LR, OptimConfig, Rule
+from nanochat.recursion.presets import WidthConfig
 from nanochat.scaling import Horizon, scaled_rules
 from nanochat.train import Callback
 from scripts.base_train import BaseTrain, pretrain
@@ -67,6 +68,7 @@ class GolfTrain(BaseTrain):
     """cautious: decay only where it agrees with the update, fading over the run. decoupled: every
     matrix weight shrinks by learning rate times decay before its update, to the end; its default is
     a quarter of the other's, which in sum is as much."""
+    width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)
     quant: QuantConfig = field(default_factory=QuantConfig)
 
@@ -110,7 +112,7 @@ def main(cfg: GolfTrain) -> None:
 
     pretrain(
         cfg,
-        adapt=cfg.golf_shape.apply,
+        adapt=lambda plain: cfg.golf_shape.apply(cfg.width.apply(plain)),
         callbacks=callbacks,
         max_seconds=cfg.max_wallclock_seconds,
         ema_decay=cfg.ema_decay,

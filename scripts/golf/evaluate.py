@@ -137,7 +137,7 @@ def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
     try:
         found = machine.on_node(
             "verifying the checkpoint",
-            lambda: find_checkpoint(origin["stage"], origin["tag"], origin["step"], machine.print0),
+            lambda: find_checkpoint(origin["stage"], origin["tag"], origin["step"]),
         )
     except (MissingInput, FileNotFoundError, ValueError):
         return None

@@ -49,7 +49,7 @@ def main(cfg: EvalVariance) -> None:
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
         "verifying checkpoints",
-        lambda: [parse_checkpoint_ref(name, machine.print0) for name in names],
+        lambda: [parse_checkpoint_ref(name) for name in names],
     )
     every, _ = open_tasks(cfg, default_tasks(models[0].state["source"]), machine)
     tasks = [task for task in every if task.kind == "generate"]

@@ -22,7 +22,7 @@ from nanochat import records, report
 from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import start
 from nanochat.dataset import json_lines
-from nanochat.mixture import parse_mixture, read_buckets
+from nanochat.mixture import parse_mixture, read_mixture
 from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
 from tasks.buckets import Bucket, buckets
@@ -38,11 +38,9 @@ class Filter:
     """Rules in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
     script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
     bucket: str = ""
-    """Training conversations to filter, as a mixture names them: smoltalk=1000."""
+    """Training conversations to filter, as --mixture of mid_train names them: smoltalk=1000."""
     rows: str = ""
     """Or a file of rows."""
-    buckets: str | None = None
-    """A JSON file that names own buckets."""
     tokenizer_tag: str = "main"
     """Lengths are counted in its tokens; in characters where there is none."""
     report_dir: str | None = None
@@ -90,10 +88,11 @@ def length_in(tag: str) -> Callable[[str], int]:
 
 def open_bucket(cfg: Filter) -> Bucket:
     """The bucket to filter. Raises ValueError for other words than one bucket and its rows."""
-    part, *others = parse_mixture(cfg.bucket)
+    spec, declared = read_mixture(cfg.bucket)
+    part, *others = parse_mixture(spec)
     if others or part.share or part.tokens or part.repeats:
         raise ValueError(f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without")
-    [bucket] = buckets(cfg.bucket, read_buckets(cfg.buckets))
+    [bucket] = buckets(spec, declared)
     return bucket
 
 

@@ -17,7 +17,7 @@ from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
 from nanochat.lab import held_out
-from nanochat.mixture import MixConfig, read_buckets
+from nanochat.mixture import MixConfig, read_mixture
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
 from tasks.registry import TASKS, every_benchmark, exam, key_of, same_questions
@@ -59,7 +59,7 @@ def scored(name: str) -> str:
 def scan(cfg: HoldOut) -> None:
     """Record what a mixture shares with benchmarks: runs of 13 words, or whole questions."""
     started = time.perf_counter()
-    learned = buckets(cfg.mix.mixture, read_buckets(cfg.mix.buckets))
+    learned = buckets(*read_mixture(cfg.mix.mixture))
     names = cfg.benchmarks.split("|") if cfg.benchmarks else every_benchmark()
     tests = [exam(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)

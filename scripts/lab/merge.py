@@ -47,7 +47,7 @@ from nanochat.lab.merge import (
 )
 from nanochat.lab.row_bpb import ByRow, bits_by_row
 from nanochat.loss import IGNORE
-from nanochat.mixture import open_corpus, open_texts, read_buckets
+from nanochat.mixture import open_corpus, open_texts, read_mixture
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import Bucket, buckets
 from tasks.builtin import ensure_written
@@ -72,8 +72,6 @@ class MergeScript:
     """Of the checkpoint that is written."""
     val_mixture: str | None = None
     """Buckets whose held-out conversations judge. Default: those the first model was judged by."""
-    buckets: str | None = None
-    """A JSON file that names own buckets. Default: that of the first model's training."""
     eval_tokens: int = 131_072
     """Validation tokens for each judgement."""
     report_dir: str | None = None
@@ -121,7 +119,8 @@ def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
     spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")
     if not spec:
         raise ValueError(f"{first.folder} does not say what to validate on: give --val_mixture")
-    found = buckets(spec, read_buckets(cfg.buckets or asked.get("buckets") or None))
+    spec, declared = read_mixture(spec)
+    found = buckets(spec, declared or first.state.get("declared", {}))
     require_access((bucket.measures for bucket in found if bucket.measures), False, {})
     return found
 
@@ -132,8 +131,8 @@ def main(cfg: MergeScript) -> None:
     names = cfg.models.split("|") if cfg.models else []
     if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
         raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
-    parents = [parse_checkpoint_ref(name, machine.print0) for name in names]
-    base = parse_checkpoint_ref(cfg.base, machine.print0) if cfg.base else None
+    parents = [parse_checkpoint_ref(name) for name in names]
+    base = parse_checkpoint_ref(cfg.base) if cfg.base else None
     require_kin(parents, base, cfg)
 
     # Every parent, then the merge

@@ -42,7 +42,7 @@ from nanochat.lab.study import (
     split_arms,
 )
 from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
-from nanochat.mixture import MixConfig, read_buckets
+from nanochat.mixture import MixConfig, read_mixture
 from nanochat.records import over_seeds
 from scripts import chat_sft, mid_train
 from tasks.buckets import buckets
@@ -116,8 +116,8 @@ def main(cfg: SweepScript) -> None:
 
 def data_of(cfg: SweepScript) -> str:
     """A fingerprint of the training and validation data, where flags do not identify them."""
-    declared = read_buckets(cfg.mix.buckets)
-    specs = [cfg.mix.mixture] if cfg.mix.mixture else []
+    spec, declared = read_mixture(cfg.mix.mixture)
+    specs = [spec] if spec else []
     specs += [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
     if cfg.study.stage == "base" or not specs:
         return fingerprint(declared) if declared else ""

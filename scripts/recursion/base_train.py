@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 
 from nanochat.config import start
 from nanochat.recursion.metrics import LoopValidation
-from nanochat.recursion.presets import RecursionConfig
+from nanochat.recursion.presets import RecursionConfig, WidthConfig
 from scripts.base_train import BaseTrain, pretrain
 
 
 @dataclass(frozen=True)
 class RecursionTrain(BaseTrain):
+    width: WidthConfig = field(default_factory=WidthConfig)
     recursion: RecursionConfig = field(default_factory=RecursionConfig)
 
 
 def main(cfg: RecursionTrain) -> None:
     if not cfg.recursion.given():
-        return pretrain(cfg)
+        return pretrain(cfg, cfg.width.apply)
     if warning := cfg.recursion.warning():
         print(warning, flush=True)
-    pretrain(cfg, cfg.recursion.apply, validation=LoopValidation)
+    pretrain(cfg, lambda plain: cfg.recursion.apply(cfg.width.apply(plain)), LoopValidation)
 
 
 if __name__ == "__main__":

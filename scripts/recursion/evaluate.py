@@ -87,7 +87,7 @@ def main(cfg: RecursionEval) -> None:
     machine = init_distributed(cfg.machine)
 
     def find(tags: Sequence[str | None]) -> list[Checkpoint]:
-        return [find_checkpoint("base", tag, None, machine.print0) for tag in tags]
+        return [find_checkpoint("base", tag) for tag in tags]
 
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
     recursive, plain = machine.on_node("verifying checkpoints", lambda: [find(t) for t in tags])

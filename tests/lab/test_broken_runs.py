@@ -9,6 +9,7 @@ from nanochat import chat_packing, finetune
 from nanochat.checkpoint import stage_folder
 from nanochat.common import UsageError, read_json
 from nanochat.distributed import DistConfig
+from nanochat.evaluators import ValidationConfig
 from nanochat.finetune import FinetuneConfig
 from nanochat.lab import canary_suite
 from nanochat.lab.canaries import Broken, CanaryConfig
@@ -37,7 +38,8 @@ def tune(trained_base, base, monkeypatch):
             total_batch_size=512,
             max_seq_len=128,
             init_lr_frac=init_lr_frac,
-            eval_tokens=1024,
+            warmdown_ratio=0.65,
+            validation=ValidationConfig(eval_tokens=1024),
         )
         cfg = TrainConfig(model_tag="tuned", machine=DistConfig("cpu", "float32"))
         mix, canaries = (

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from nanochat.recursion.model import (
     recursive_config,
 )
 from nanochat.recursion.presets import RecursionConfig
-from nanochat.train import TrainConfig, model_callbacks
 from tests.conftest import TINY, lively
 
 CPU = torch.device("cpu")
@@ -402,5 +400,5 @@ def test_the_configuration_decides_the_class_and_its_callbacks():
     for cfg, kind in ((PLAIN, GPT), (recursive(), RecursiveGPT)):
         model = checkpoint.new_model(cfg)
         assert type(model) is kind
-        run = SimpleNamespace(model=model, optimizer=None, cfg=TrainConfig())
-        assert len(model_callbacks(run)) == (kind is RecursiveGPT)
+        module = checkpoint.architecture_of(cfg)
+        assert len(module.callbacks(model, None, 0) if module else []) == (kind is RecursiveGPT)
