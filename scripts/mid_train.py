@@ -66,7 +66,7 @@ class MidTrain:
 DEFAULTS = MidTrain(
     # learning rates stay at their peak for half of the run, then fall to 0
     tuning=FinetuneConfig(schedule=ScheduleConfig(0, warmdown_ratio=0.5, final_lr_frac=0.0)),
-    canaries=CanaryConfig(canary_every=0),
+    canaries=CanaryConfig("off"),
     train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
 )
 
