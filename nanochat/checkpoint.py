@@ -366,7 +366,7 @@ def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The identity that an earlier commit gave a run, as this one has it."""
     upgraded = dict(recorded)
-    for name in {"optim", "schedule"} & recorded.keys():
+    for name in {"optim", "schedule", "rl"} & recorded.keys():
         kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
         upgraded[name] = dict(kept)
     if "value_embeddings" in recorded.get("model", ()):
