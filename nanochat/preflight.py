@@ -233,8 +233,8 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
     rank measures its own device, so they differ in it.
     """
-    if peak := hardware.known_peak(machine.device):
-        rate = peak.flops * GPU_EFFICIENCY
+    if peak := hardware.peak_flops(machine.device_name):
+        rate = peak * GPU_EFFICIENCY
     else:
         rate = matrix_rate(machine, model.cfg.d_model) * CPU_EFFICIENCY
     return model.flops_per_token() * tokens / (rate * machine.world_size)
