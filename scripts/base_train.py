@@ -116,7 +116,7 @@ def pretrain(
     callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     validation: type[ValidationLoss] = ValidationLoss,
     max_seconds: float | None = None,
-    ema_decay: float = 0.0,
+    make_optimizer: Callable[..., MuonAdamW] = MuonAdamW,
     identity: Mapping[str, Any] = {},
     rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
@@ -124,8 +124,8 @@ def pretrain(
     Train a base model and record it; tracks extend it.
 
     adapt: the configuration of a depth -> that of another model. callbacks: further ones.
-    max_seconds: a budget of training time. ema_decay: of the average that replaces the weights at
-    the end. identity: further settings that decide the result; a run with others is not resumed.
+    max_seconds: a budget of training time. make_optimizer: with the arguments of MuonAdamW.
+    identity: further settings that decide the result; a run with others is not resumed.
     rules: optimizer settings, horizon and width -> the update rules.
     """
     began, seed = Stopwatch.start(), cfg.train.seed
@@ -150,7 +150,7 @@ def pretrain(
     horizon, num_steps = plan(cfg, model, max_seconds, machine)
     table = rules(cfg.train.optim, horizon, model_cfg.d_model)
     named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine, ema_decay)
+    optimizer = make_optimizer(named, model.param_roles(), table, machine)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run

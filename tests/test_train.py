@@ -13,7 +13,7 @@ from nanochat.anomaly import NotFinite
 from nanochat.checkpoint import Checkpoints, Progress, SavingConfig, build_model
 from nanochat.common import PREEMPTED, UNEVALUATED, StoppedWaiting, UsageError
 from nanochat.dataloader import inputs_and_targets
-from nanochat.golf.qat import LateQuantization
+from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig, as_stored
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
@@ -287,7 +287,7 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
     averaged = {n: p.detach().clone() for n, p in named.items()}
     keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # little at first, then its share
     table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), run.model.param_roles()
-    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
+    optimizer = AveragingMuonAdamW(named, roles, table, machine, ema_decay=0.4)
 
     def log(step, values):
         if "lr" in values:
@@ -313,7 +313,7 @@ def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
         table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), model.param_roles()
-        optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
+        optimizer = AveragingMuonAdamW(named, roles, table, machine, ema_decay=0.4)
         with Checkpoints(base / "averaged", machine, saving, keep_optimizer=False) as checkpoints:
             progress = checkpoints.begin({}, model, optimizer, 4)
 

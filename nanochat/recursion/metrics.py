@@ -86,7 +86,7 @@ def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, floa
     for group in optimizer.groups:
         assert group.grad is not None, "gradient_norms without reduce_gradients"
         rows = group.grad.flatten(1) if group.stacked else values(group.grad).flatten()[None]
-        first = group.rank * len(rows) if group.sharded and group.stacked else 0
+        first = machine.rank * len(rows) if group.sharded and group.stacked else 0
         mine = group.sharded or machine.is_main  # what all ranks hold counts once
         sums = rows.square().sum(1).tolist()
         for name, square in zip(group.names[first:], sums, strict=False):

@@ -9,14 +9,15 @@ Writes  what scripts.base_train writes; scripts.export makes the artifact of it
 """
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from nanochat.config import start
 from nanochat.golf.model import read_config
-from nanochat.golf.qat import LateQuantization
+from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import TIED_LR, OptimConfig, Rule
+from nanochat.optim import TIED_LR, MuonAdamW, OptimConfig, Rule
 from nanochat.scaling import Horizon, scaled_rules
 from nanochat.train import Callback
 from scripts.base_train import BaseTrain, pretrain
@@ -108,12 +109,15 @@ def main(cfg: GolfTrain) -> None:
         named = dict(model.named_parameters())
         return [LateQuantization(named, cfg.quant, cfg.qat_start)] if late else []
 
+    make_optimizer = MuonAdamW
+    if cfg.ema_decay:
+        make_optimizer = partial(AveragingMuonAdamW, ema_decay=cfg.ema_decay)
     pretrain(
         cfg,
         adapt=cfg.golf_shape.apply,
         callbacks=callbacks,
         max_seconds=cfg.max_wallclock_seconds,
-        ema_decay=cfg.ema_decay,
+        make_optimizer=make_optimizer,
         identity={name: value for name, value in identity.items() if value is not None},
         rules=cfg.rules,
     )
