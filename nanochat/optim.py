@@ -69,7 +69,7 @@ def decay_factor(step: int, num_steps: float) -> float:
 
 # Settings that earlier runs recorded, with their defaults
 OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
-OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0}  # of RL
+OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # of RL
 Tensors = Sequence[Tensor]
 MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of a rule
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -10,14 +10,13 @@ constant divisor; the group's mean as baseline: arXiv:2402.03300). Gradients are
 softmax: they ignore top_k and temperature.
 """
 
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +41,6 @@ from nanochat.train import Callback, MicroBatch, TrainingRun
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
 
-Baseline = Literal["mean", "std", "leave_one_out"]
-
 
 @dataclass(frozen=True)
 class RLConfig:
@@ -57,9 +54,6 @@ class RLConfig:
     """Sampling temperature of the rollouts."""
     top_k: int | None = 50
     """Among how many likeliest tokens answers are sampled. Default: all of them."""
-    advantage: Baseline = "mean"
-    """What a reward is compared with: the group's mean; the same, divided by the group's standard
-    deviation (GRPO); the mean of the group's other answers (RLOO)."""
     length_penalty: float = 0.0
     """Taken from the reward of an answer of full length, in proportion from shorter ones."""
     resample_zero_signal: int = 0
@@ -77,6 +71,10 @@ class RLConfig:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
+    def sampling(self, seed: int) -> Sampling:
+        """How answers are sampled, in training and evaluation alike."""
+        return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
+
 
 class Group(NamedTuple):
     """The answers to one question, and what they earned."""
@@ -90,19 +88,6 @@ class Group(NamedTuple):
         return max(self.rewards) > min(self.rewards)
 
 
-def advantages(rewards: Sequence[float], baseline: Baseline) -> list[float]:
-    """How much better than its group each answer was."""
-    n = len(rewards)
-    mean = sum(rewards) / n
-    centered = [r - mean for r in rewards]
-    if baseline == "std":
-        spread = math.sqrt(sum(c * c for c in centered) / n)
-        return [c / (spread + 1e-6) for c in centered]
-    if baseline == "leave_one_out":
-        return [c * n / (n - 1) for c in centered]
-    return centered
-
-
 class Example(NamedTuple):
     """One answer to learn from: its ids behind the prompt, which of them were sampled."""
 
@@ -110,19 +95,20 @@ class Example(NamedTuple):
     targets: list[int]
     """The next id where it was sampled, IGNORE elsewhere; as long as `ids`."""
     advantage: float
+    """The reward minus the mean of its group."""
 
 
-def examples(groups: Sequence[Group], baseline: Baseline) -> list[Example]:
+def examples(groups: Sequence[Group]) -> list[Example]:
     """What there is to learn: nothing from groups without signal, one example per answer else."""
     found = []
     for group in filter(lambda group: group.has_signal, groups):
-        earned = advantages(group.rewards, baseline)
-        for answer, advantage in zip(group.answers, earned, strict=True):
+        mean = sum(group.rewards) / len(group.rewards)
+        for answer, reward in zip(group.answers, group.rewards, strict=True):
             end = [] if answer.end is None else [answer.end]
             ids, sampled = answer.ids + end, answer.sampled + [True] * len(end)
             targets = [IGNORE] * (len(answer.prompt) - 1)
             targets += [i if own else IGNORE for i, own in zip(ids, sampled, strict=True)]
-            found.append(Example((answer.prompt + ids)[:-1], targets, advantage))
+            found.append(Example((answer.prompt + ids)[:-1], targets, reward - mean))
     return found
 
 
@@ -221,7 +207,7 @@ class RolloutLoader(Callback):
         started = time.perf_counter()
         groups = self.roll_out(step)
         self.metrics = self.rollout_metrics(groups)
-        learned = examples(self.resample(step, groups), self.cfg.advantage)
+        learned = examples(self.resample(step, groups))
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         pad = self.engine.tokenizer.bos_id
         batches = list(pad_batches(learned, device_rows, pad, self.machine.device))
@@ -297,9 +283,8 @@ class RolloutLoader(Callback):
         with self.machine.working(f"generating answers to {len(draws)} questions"):
             for draw, i in zip(draws, questions, strict=True):
                 seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
-                settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
                 prompt = fit(render_prompt(engine.tokenizer, self.task[i]), most)
-                waiting.append(engine.submit(prompt, settings, cfg.num_samples))
+                waiting.append(engine.submit(prompt, cfg.sampling(seed), cfg.num_samples))
             while engine.busy:
                 engine.step()
             return [
@@ -355,8 +340,10 @@ class HeldOut(Callback):
         self.num_samples, self.reward_steps = num_samples, reward_steps
         started = time.perf_counter()
         self.before = self.after = self.measure("before")
-        answers = len(self.before.rewards) * rollouts.cfg.num_samples + len(task) * num_samples
-        self.seconds_per_answer = (time.perf_counter() - started) / answers
+        of_a_step = rollouts.cfg.examples_per_step * rollouts.cfg.num_samples
+        share = of_a_step / (reward_steps * of_a_step + len(task) * num_samples)
+        # an answer takes a forward and a backward pass besides: twice the work of generating it
+        self.seconds_per_step = 3 * share * (time.perf_counter() - started)
 
     def measure(self, when: str) -> EvalResult:
         """Evaluate the current model and print the result."""
@@ -370,12 +357,9 @@ class HeldOut(Callback):
 
     def outcomes(self) -> Outcomes:
         """The scores of the current model's answers to the held-out questions."""
-        rollouts, cfg = self.rollouts, self.rollouts.cfg
-        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=rollouts.seed + 1)
-        engine, count = rollouts.current_engine(), len(self.task)
-        return score_by_generation(
-            engine, self.task, count, sampling, self.num_samples, rollouts.machine
-        ).outcomes
+        rollouts, task, n = self.rollouts, self.task, self.num_samples
+        engine, sampling = rollouts.current_engine(), rollouts.cfg.sampling(rollouts.seed + 1)
+        return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
     def start(self, run: TrainingRun) -> None:
         self.run = run

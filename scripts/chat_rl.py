@@ -9,14 +9,13 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanochat import records
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, for_inference
@@ -35,7 +34,7 @@ from nanochat.train import (
     train,
     write_section,
 )
-from tasks.base import Mixture, Task
+from tasks.base import Mixture
 from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.registry import key_of
 
@@ -46,8 +45,8 @@ SLOTS = 64  # answers generated at a time on one device
 RETIRED = {
     **RETIRED_FLAGS,
     **dict.fromkeys(
-        ("overlong", "format_reward", "python", "unsafe_exec"),
-        "it was deleted; the last commit that has it is 9324d3c",
+        ("overlong", "format_reward", "python", "unsafe_exec", "advantage", "split", "slots"),
+        "it was deleted: no script used it",
     ),
     **dict.fromkeys(
         ("min_pass_rate", "max_pass_rate", "solved_from", "solved_to"),
@@ -55,8 +54,6 @@ RETIRED = {
     ),
     "compile_engine": "the decode step is compiled where enough is generated",
     "resample": "it is now --resample_zero_signal",
-    "split": "RL trains on the training split",
-    "slots": f"{SLOTS} answers are generated at a time",
 }
 
 
@@ -86,14 +83,12 @@ class ChatRL:
     """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
     rl: RLConfig = field(default_factory=RLConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
-    train: TrainConfig = field(
-        default_factory=lambda: TrainConfig(
-            device_batch_size=8,
-            eval_every=60,
-            save_every=60,
-            saving=SavingConfig(keep=1),
-            optim=OptimConfig(weight_decay=0.0),
-        )
+    train: TrainConfig = TrainConfig(
+        device_batch_size=8,
+        eval_every=60,
+        save_every=60,
+        saving=SavingConfig(keep=1),
+        optim=OptimConfig(weight_decay=0.0),
     )
 
     def __post_init__(self) -> None:
@@ -132,10 +127,8 @@ def main(cfg: ChatRL) -> None:
     watch = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
     run_id = machine.broadcast(records.inherited_run_id(inputs, cfg.train.report_dir))
-    rates = None if cfg.pass_rates is None else list(cfg.pass_rates)
-    answers = cfg.rl.examples_per_step * cfg.rl.num_samples
-    # an answer takes a forward and a backward pass besides: twice the work of generating it
-    seconds = 3 * evaluator.seconds_per_answer * answers * num_steps
+    rates, seconds = cfg.pass_rates, num_steps * evaluator.seconds_per_step
+    identity = {"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates and list(rates)}
     run = TrainingRun(
         kind="rl",
         model=model,
@@ -152,7 +145,7 @@ def main(cfg: ChatRL) -> None:
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         finds_spikes=False,
         tokenizer=rollouts.engine.tokenizer,
-        identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates, **inputs},
+        identity={**identity, **inputs},
         provenance={"run_id": run_id, "seed": seed, "inputs": inputs},
         state={"source": parent.state["source"]},
         settings=asked,
@@ -164,35 +157,23 @@ def main(cfg: ChatRL) -> None:
 def open_rollouts(
     cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: DistContext
 ) -> RolloutLoader:
-    """Rollouts on the questions of `task` that are wanted, by one engine."""
+    """Rollouts by one engine, on the questions of `task` that are neither too hard nor too easy."""
+    rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
+    asked = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
+    compiled = choose_fused_engine(None, machine, asked * rl.num_samples * rl.max_new_tokens)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
-    questions = (cfg.num_iterations or 0) * cfg.rl.examples_per_step
-    questions = questions or round(cfg.num_epochs * len(task))
-    most_tokens = questions * cfg.rl.num_samples * cfg.rl.max_new_tokens
-    compiled = choose_fused_engine(None, machine, most_tokens)
     engine = Engine(for_inference(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
-    chosen = filter_by_pass_rate(cfg, task, engine, machine)
-    reference = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
-    seed = cfg.train.seed
-    return RolloutLoader(task, chosen, cfg.rl, seed, machine, model, engine, reference)
-
-
-def filter_by_pass_rate(
-    cfg: ChatRL, task: Task, engine: Engine, machine: DistContext
-) -> Sequence[int]:
-    """The questions that are neither too hard nor too easy, by number."""
-    if cfg.pass_rates is None:
-        return range(len(task))
-    rl, (least, most) = cfg.rl, cfg.pass_rates
-    sampling = Sampling(rl.max_new_tokens, rl.temperature, rl.top_k, seed=cfg.train.seed + 2)
-    graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
-    rates = [sum(scores) / len(scores) for scores in graded.outcomes]
-    kept = [i for i, rate in enumerate(rates) if least <= rate <= most]
-    machine.print0(
-        f"training on {len(kept):,} of {len(rates):,} questions: those of which "
-        f"{least:.0%} to {most:.0%} of the answers are right"
-    )
-    return kept
+    if cfg.pass_rates is not None:
+        (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
+        graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
+        rates = [sum(scores) / len(scores) for scores in graded.outcomes]
+        questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
+        machine.print0(
+            f"training on {len(questions):,} of {len(rates):,} questions: those of which "
+            f"{least:.0%} to {most:.0%} of the answers are right"
+        )
+    reference = for_inference(load_model(parent, machine)) if rl.log_kl else None
+    return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)
 
 
 if __name__ == "__main__":

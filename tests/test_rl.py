@@ -15,7 +15,6 @@ from nanochat.rl import (
     Group,
     RLConfig,
     RolloutLoader,
-    advantages,
     examples,
     kl_to_reference,
     pad_batches,
@@ -44,18 +43,12 @@ def answer(prompt, ids, sampled=None, end=None, finish="stop"):
     return found
 
 
-def test_an_advantage_is_what_a_reward_has_over_its_group():
-    assert advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
-    assert advantages([1, 0, 0, 1], "std") == pytest.approx([1, -1, -1, 1], abs=1e-5)
-    assert advantages([1, 0, 0], "leave_one_out") == pytest.approx([1, -0.5, -0.5])
-
-
 def test_only_sampled_tokens_of_groups_with_signal_are_learned():
     prompt = [5, 6, 7]
     mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
     cut = answer(prompt, [20, 21], finish="length")
     groups = [Group([mixed, cut], [1.0, 0.0]), Group([mixed, cut], [1.0, 1.0])]
-    first, second = examples(groups, "mean")
+    first, second = examples(groups)
     assert first.ids == [5, 6, 7, 10, 11, 12]
     assert first.targets == [IGNORE, IGNORE, 10, IGNORE, 12, 264]
     assert (first.advantage, second.advantage) == (0.5, -0.5)
@@ -68,7 +61,7 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups, "mean")
+    learned = examples(groups)
     count = sum(t != IGNORE for e in learned for t in e.targets)
     want = torch.zeros(())
     for e in learned:
@@ -95,7 +88,7 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups, "mean")
+    learned = examples(groups)
     terms = []
     for e in learned:
         ours, theirs = (m(torch.tensor([e.ids]))[0].log_softmax(-1) for m in (model, start))
