@@ -172,8 +172,6 @@ def attend(
         return attend_plain(q, k, v, window, scale, mask)
     if backend == "fa3" and mask is None:
         return attend_fa3(q, k, v, window, scale)
-    if backend == "flex" and not isinstance(mask, Tensor):
-        return attend_flex(q, k, v, mask, scale)
     return attend_sdpa(q, k, v, mask, scale)
 
 
@@ -229,13 +227,19 @@ def attend_plain(
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """PyTorch's fused kernels. `mask` as in `attend`, None is causal; a mask costs their speed."""
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+    """
+    PyTorch's fused kernels. `mask` as in `attend`, None is causal; a tensor costs their speed. A
+    `block_mask` selects FlexAttention, which skips the blocks that a window hides. CUDA.
+    """
     gqa = q.size(2) != k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-    )
+    if mask is None or isinstance(mask, Tensor):
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
+    else:
+        y = compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
@@ -274,13 +278,6 @@ def compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
-
-
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
-    """FlexAttention under a `block_mask`: skips the blocks that a window hides. CUDA."""
-    gqa = q.size(2) != k.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa).transpose(1, 2)
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

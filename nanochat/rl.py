@@ -13,7 +13,7 @@ softmax: they ignore top_k and temperature.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -88,19 +88,15 @@ class Group(NamedTuple):
         return max(self.rewards) > min(self.rewards)
 
 
-class Example(NamedTuple):
-    """One answer to learn from: its ids behind the prompt, which of them were sampled."""
-
-    ids: list[int]
-    targets: list[int]
-    """The next id where it was sampled, IGNORE elsewhere; as long as `ids`."""
-    advantage: float
-    """The reward minus the mean of its group."""
-
-
-def examples(groups: Sequence[Group]) -> list[Example]:
-    """What there is to learn: nothing from groups without signal, one example per answer else."""
-    found = []
+def weighted_batches(
+    groups: Sequence[Group], rows: int, pad: int, device: torch.device
+) -> list[MicroBatch]:
+    """
+    The answers of groups with signal in micro-batches of at most `rows`, like lengths together.
+    Targets are the sampled tokens; their weights are the advantages: a reward minus the mean of its
+    group. `pad` fills rows up on the right.
+    """
+    learned = []
     for group in filter(lambda group: group.has_signal, groups):
         mean = sum(group.rewards) / len(group.rewards)
         for answer, reward in zip(group.answers, group.rewards, strict=True):
@@ -108,22 +104,16 @@ def examples(groups: Sequence[Group]) -> list[Example]:
             ids, sampled = answer.ids + end, answer.sampled + [True] * len(end)
             targets = [IGNORE] * (len(answer.prompt) - 1)
             targets += [i if own else IGNORE for i, own in zip(ids, sampled, strict=True)]
-            found.append(Example((answer.prompt + ids)[:-1], targets, reward - mean))
+            learned.append(((answer.prompt + ids)[:-1], targets, reward - mean))
+    learned.sort(key=lambda each: len(each[0]))
+    found = []
+    for i in range(0, len(learned), rows):
+        ids, targets, advantages = zip(*learned[i : i + rows], strict=True)
+        x, y = pad_right(ids, pad, device), pad_right(targets, IGNORE, device)  # (B, T)
+        count = sum(target != IGNORE for row in targets for target in row)
+        weights = torch.tensor(advantages, device=device)[:, None].expand_as(x)
+        found.append(MicroBatch(x, y, count, weights))
     return found
-
-
-def pad_batches(
-    learned: Sequence[Example], rows: int, pad: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `rows` examples, like lengths together; weights are advantages."""
-    by_length = sorted(learned, key=lambda e: len(e.ids))
-    for i in range(0, len(by_length), rows):
-        batch = by_length[i : i + rows]
-        tokens = pad_right([e.ids for e in batch], pad, device)  # (B, T)
-        targets = pad_right([e.targets for e in batch], IGNORE, device)
-        count = sum(target != IGNORE for e in batch for target in e.targets)
-        weights = torch.tensor([e.advantage for e in batch], device=device)[:, None]
-        yield MicroBatch(tokens, targets, count, weights.expand_as(tokens))
 
 
 def kl_to_reference(
@@ -196,21 +186,16 @@ class RolloutLoader(Callback):
         """Steps in `epochs` passes over the questions."""
         return max(1, round(epochs * len(self.questions) / self.cfg.examples_per_step))
 
-    def current_engine(self) -> Engine:
-        """The engine, with the weights that the model has now."""
-        refresh(self.engine.model, self.model)
-        return self.engine
-
     def micro_batches(self, step: int, device_rows: int) -> list[MicroBatch]:
         if self.machine.any(self.should_stop()):
             raise StoppedWaiting(f"asked to stop before step {step}")
         started = time.perf_counter()
         groups = self.roll_out(step)
         self.metrics = self.rollout_metrics(groups)
-        learned = examples(self.resample(step, groups))
+        groups = self.resample(step, groups)
         self.metrics["rollout_seconds"] = time.perf_counter() - started
-        pad = self.engine.tokenizer.bos_id
-        batches = list(pad_batches(learned, device_rows, pad, self.machine.device))
+        pad, device = self.engine.tokenizer.bos_id, self.machine.device
+        batches = weighted_batches(groups, device_rows, pad, device)
         if self.reference is not None:  # of the copy that answered: rounding is not learning
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
@@ -259,27 +244,29 @@ class RolloutLoader(Callback):
 
     def roll_out(self, step: int) -> list[Group]:
         """Answer this rank's questions of a step with the current weights; score the answers."""
-        return self.answer(self.current_engine(), self.draws(step))
+        refresh(self.engine.model, self.model)
+        return self.answer(self.draws(step))
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups of `roll_out`; those without signal replaced where the settings say so."""
         groups = list(groups)
         for attempt in range(1, self.cfg.resample_zero_signal + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.answer(self.engine, [self.draws(step)[n] for n in silent], attempt)
+            others = self.answer([self.draws(step)[n] for n in silent], attempt)
             for n, group in zip(silent, others, strict=True):
                 groups[n] = group
         return groups
 
-    def answer(self, engine: Engine, draws: Sequence[int], attempt: int = 0) -> list[Group]:
+    def answer(self, draws: Sequence[int], attempt: int = 0) -> list[Group]:
         """
         Answer questions `num_samples` times each, and score the answers.
 
         A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
         question and its draw, not on ranks or on other prompts in the batch.
         """
-        cfg, questions = self.cfg, [self.question(draw, attempt) for draw in draws]
-        most, waiting = longest_prompt(engine, cfg.max_new_tokens), []
+        cfg, engine, waiting = self.cfg, self.engine, []
+        questions = [self.question(draw, attempt) for draw in draws]
+        most = longest_prompt(engine, cfg.max_new_tokens)
         with self.machine.working(f"generating answers to {len(draws)} questions"):
             for draw, i in zip(draws, questions, strict=True):
                 seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
@@ -358,7 +345,8 @@ class HeldOut(Callback):
     def outcomes(self) -> Outcomes:
         """The scores of the current model's answers to the held-out questions."""
         rollouts, task, n = self.rollouts, self.task, self.num_samples
-        engine, sampling = rollouts.current_engine(), rollouts.cfg.sampling(rollouts.seed + 1)
+        engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
+        refresh(engine.model, rollouts.model)
         return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
     def start(self, run: TrainingRun) -> None:

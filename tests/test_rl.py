@@ -15,10 +15,9 @@ from nanochat.rl import (
     Group,
     RLConfig,
     RolloutLoader,
-    examples,
     kl_to_reference,
-    pad_batches,
     shuffled,
+    weighted_batches,
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig, TrainingRun, run_loop, train_step
@@ -34,8 +33,8 @@ def model_of(seed=0):
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
 
 
-def batches_of(learned, rows):
-    return list(pad_batches(learned, rows, TOKENIZER.bos_id, torch.device("cpu")))
+def batches_of(groups, rows):
+    return weighted_batches(groups, rows, TOKENIZER.bos_id, torch.device("cpu"))
 
 
 def answer(prompt, ids, sampled=None, end=None, finish="stop"):
@@ -48,11 +47,14 @@ def test_only_sampled_tokens_of_groups_with_signal_are_learned():
     mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
     cut = answer(prompt, [20, 21], finish="length")
     groups = [Group([mixed, cut], [1.0, 0.0]), Group([mixed, cut], [1.0, 1.0])]
-    first, second = examples(groups)
-    assert first.ids == [5, 6, 7, 10, 11, 12]
-    assert first.targets == [IGNORE, IGNORE, 10, IGNORE, 12, 264]
-    assert (first.advantage, second.advantage) == (0.5, -0.5)
-    assert second.targets == [IGNORE, IGNORE, 20, 21]
+    second, first = batches_of(groups, 1)
+    assert first.tokens.tolist() == [[5, 6, 7, 10, 11, 12]]
+    assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
+    assert (set(first.weights.flatten().tolist()), first.num_targets) == ({0.5}, 3)
+    assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
+    assert (set(second.weights.flatten().tolist()), second.num_targets) == ({-0.5}, 2)
+    (both,) = batches_of(groups, 2)
+    assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
 
 
 def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
@@ -61,18 +63,18 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups)
-    count = sum(t != IGNORE for e in learned for t in e.targets)
+    alone = batches_of(groups, 1)
+    count = sum(each.num_targets for each in alone)
     want = torch.zeros(())
-    for e in learned:
-        logp = model(torch.tensor([e.ids]))[0].log_softmax(-1)
-        for place, target in enumerate(e.targets):
+    for each in alone:
+        logp = model(each.tokens)[0].log_softmax(-1)
+        for place, target in enumerate(each.targets[0].tolist()):
             if target != IGNORE:
-                want = want - e.advantage * logp[place, target] / count
+                want = want - each.weights[0, place] * logp[place, target] / count
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
         run = run_of(machine, model)
-        run.loader.micro_batches = lambda step, device_rows, rows=rows: batches_of(learned, rows)
+        run.loader.micro_batches = lambda step, device_rows, rows=rows: batches_of(groups, rows)
         model.zero_grad()
         run.optimizer.reduce_gradients = lambda: 1.0
         scales = []
@@ -88,20 +90,19 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups)
     terms = []
-    for e in learned:
-        ours, theirs = (m(torch.tensor([e.ids]))[0].log_softmax(-1) for m in (model, start))
+    for each in batches_of(groups, 1):
+        ours, theirs = (m(each.tokens)[0].log_softmax(-1) for m in (model, start))
         d = [
             float((theirs[i, t] - ours[i, t]).detach())
-            for i, t in enumerate(e.targets)
+            for i, t in enumerate(each.targets[0].tolist())
             if t != IGNORE
         ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
-        found = kl_to_reference(model, start, batches_of(learned, rows), machine)
+        found = kl_to_reference(model, start, batches_of(groups, rows), machine)
         assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
-    assert kl_to_reference(model, model, batches_of(learned, 2), machine) == 0.0
+    assert kl_to_reference(model, model, batches_of(groups, 2), machine) == 0.0
     assert kl_to_reference(model, start, [], machine) == 0.0
 
 
