@@ -700,5 +700,5 @@ class Checkpoints:
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
     """Estimated size of one checkpoint, with its optimizer state or without."""
-    state = state_bytes(dict(model.named_parameters()), model.param_roles())
+    state = state_bytes(model)
     return 4 * model.num_params() + (state if optimizer else 0)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.distributed import DistContext
+from nanochat.gpt import GPT
 
 # ---- Learning-rate schedules: pure functions of (step, num_steps) --------------------------------
 # Nothing is remembered, so a resumed run continues exactly. A run that ends by the clock passes the
@@ -259,23 +260,17 @@ class ParamGroup:
 
 class MuonAdamW:
     """
-    The optimizer. `named_params` and `roles` come from the model, `table` from `rules`.
+    The optimizer of a model's parameters; `table` comes from `rules`.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
 
-    def __init__(
-        self,
-        named_params: Mapping[str, Tensor],
-        roles: Mapping[str, str],
-        table: Mapping[str, Rule],
-        machine: DistContext,
-    ):
+    def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):
         self.machine, self.steps_taken = machine, 0
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
-        groups: dict[Any, ParamGroup] = {}
-        for name, param in named_params.items():
+        groups, roles = dict[Any, ParamGroup](), model.param_roles()
+        for name, param in model.named_parameters():
             rule = table[roles[name]]
             small = param.ndim < 2 or param.size(0) < 1024
             whole = small or (rule.kind == "rows" and machine.device.type == "cpu")
@@ -460,10 +455,11 @@ class MuonAdamW:
         self.steps_taken = int(tensors["steps_taken"])
 
 
-def state_bytes(params: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
+def state_bytes(model: GPT) -> int:
     """Bytes of the optimizer state of all ranks together: one or two moments in fp32."""
-    moments = {name: 1 if roles[name] in ("matrix", "bigram") else 2 for name in params}
-    return sum(4 * p.numel() * moments[name] for name, p in params.items())
+    roles, one = model.param_roles(), ("matrix", "bigram")
+    params = model.named_parameters()
+    return sum(4 * p.numel() * (1 if roles[name] in one else 2) for name, p in params)
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:

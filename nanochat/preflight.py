@@ -435,7 +435,7 @@ def require_memory(model: GPT, machine: DistContext) -> None:
     model: on the meta device, before anything is allocated: a process that asks for too much is
     killed without a word.
     """
-    state = state_bytes(dict(model.named_parameters()), model.param_roles())
+    state = state_bytes(model)
     weights = 4 * model.num_params()
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state
     neighbours = machine.local_size if machine.device.type != "cuda" else 1

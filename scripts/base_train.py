@@ -149,8 +149,7 @@ def pretrain(
     # Horizon and optimizer
     horizon, num_steps = plan(cfg, model, max_seconds, machine)
     table = rules(cfg.train.optim, horizon, model_cfg.d_model)
-    named = dict(model.named_parameters())
-    optimizer = make_optimizer(named, model.param_roles(), table, machine)
+    optimizer = make_optimizer(model, table, machine)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run

@@ -118,7 +118,7 @@ def main(cfg: ChatRL) -> None:
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
     num_steps = cfg.num_iterations or rollouts.num_steps(cfg.num_epochs)
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
 
     # Evaluation before, and the canaries
     reward_steps = min(num_steps, math.ceil(cfg.eval_examples / cfg.rl.examples_per_step))

@@ -126,7 +126,7 @@ class LowTokens:
 
 def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     table = rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     loader = loader_of(machine, seed=seed, model=model)
     return TrainingRun(
         kind="rl",

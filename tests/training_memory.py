@@ -57,8 +57,7 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     host = peak_memory_bytes(CPU) - host
     table = rules(OptimConfig(), shape.d_model)
-    named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):
         ready = prepare(

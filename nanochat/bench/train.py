@@ -47,8 +47,7 @@ class Work:
     def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
         table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-        named = dict(self.model.named_parameters())
-        self.optimizer = MuonAdamW(named, self.model.param_roles(), table, machine)
+        self.optimizer = MuonAdamW(self.model, table, machine)
         self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
