@@ -544,7 +544,7 @@ class Checkpoints:
         fails a save that matters (`on_save_error`).
         """
         self.require_finite(model, optimizer)
-        require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
+        require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
         missed = self.wait()  # the one before: a disk has one writer, and memory room for one
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer

@@ -429,10 +429,6 @@ class MuonAdamW:
                     result |= dict(zip(names, copies, strict=True))
         return result if self.machine.is_main else {}
 
-    def named_params(self) -> dict[str, Tensor]:
-        """The parameters that this optimizer updates, by name."""
-        return {name: p for g in self.groups for name, p in zip(g.names, g.params, strict=True)}
-
     def local_state(self) -> dict[str, Tensor]:
         """This rank's share of the state, named by the first parameter of each group."""
         return {f"{g.names[0]}.{kind}": x for g in self.groups for kind, x in g.state.items()}

@@ -26,14 +26,7 @@ from nanochat.checkpoint import stage_folder
 from nanochat.common import StoppedWaiting
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling, pad_right
-from nanochat.eval_chat import (
-    Outcomes,
-    Questions,
-    fit,
-    longest_prompt,
-    score_answer,
-    score_by_generation,
-)
+from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
 from nanochat.gpt import GPT, refresh
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
@@ -303,11 +296,11 @@ class EvalResult(NamedTuple):
 
     rewards: list[float]
     """Mean reward of each of the first training questions."""
-    held_out: Outcomes
+    held_out: list[list[float]]
     """Scores of the answers to each held-out question."""
 
 
-def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
+def pass_at(outcomes: Sequence[Sequence[float]], k: int) -> stats.Estimate:
     """pass@k over the held-out questions."""
     correct = [sum(score == 1 for score in scores) for scores in outcomes]
     return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
@@ -342,7 +335,7 @@ class HeldOut(Callback):
         )
         return result
 
-    def outcomes(self) -> Outcomes:
+    def outcomes(self) -> list[list[float]]:
         """The scores of the current model's answers to the held-out questions."""
         rollouts, task, n = self.rollouts, self.task, self.num_samples
         engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)

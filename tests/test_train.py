@@ -333,7 +333,7 @@ def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
     run, *_ = make_run(machine, num_steps=1)
     named = dict(run.model.named_parameters())
     start = {n: p.detach().clone() for n, p in named.items()}
-    late = LateQuantization(named, QuantConfig("*=int5"), start=0.0)
+    late = LateQuantization(run.model, QuantConfig("*=int5"), start=0.0)
     seen = []
 
     class Watched:

@@ -47,7 +47,7 @@ BAD_FLAGS = [
     ("base_train --model_tag=../x", "--model_tag=../x", "use letters"),
     ("base_train --device_batch_size=0", "device_batch_size must be at least 1, got 0", "leave it"),
     ("base_train --seed=-7", "seed must not be negative, got -7", "not be negative"),
-    ("golf.base_train --ema_decay=2", "ema_decay must lie in [0, 1), got 2.0", "[0, 1)"),
+    ("golf.base_train --ema_decay=2", "ema_decay must be in [0, 1), got 2.0", "[0, 1)"),
     ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),
     ("base_loss --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
     ("base_eval --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),

@@ -8,12 +8,12 @@ In late quantization the forward pass sees the weights as the artifact stores th
 the weights themselves (a straight-through estimator, arXiv:1308.3432).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, as_stored
 from nanochat.optim import MuonAdamW, ParamGroup
@@ -30,9 +30,9 @@ class LateQuantization(Callback):
     be folded away. The work is once per step, not once per micro-batch.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], cfg: QuantConfig, start: float):
-        self.params, self.cfg, self.start_share = dict(params), cfg, start
-        self.formats = cfg.formats(params)
+    def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):
+        self.params, self.cfg, self.start_share = dict(model.named_parameters()), cfg, start
+        self.formats = cfg.formats(self.params)
 
     @contextmanager
     def forward_context(self, share: float) -> Iterator[None]:

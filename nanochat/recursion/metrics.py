@@ -81,7 +81,7 @@ def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
 def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
     """Norms of the reduced gradients by part of the model, as {grad_norm_core, ...}."""
     machine = optimizer.machine
-    parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in optimizer.named_params()}
+    parts = {name: f"grad_norm_{part_of(name, cfg)}" for g in optimizer.groups for name in g.names}
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group in optimizer.groups:
         assert group.grad is not None, "gradient_norms without reduce_gradients"
