@@ -213,6 +213,7 @@ def test_one_and_two_processes_practise_alike(base):
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
     (saved,) = one.glob("step_*")  # one checkpoint, without optimizer state
     assert not (saved / "optim.safetensors").exists()
+    assert read_json(saved / "state.json")["identity"]["pass_rates"] == [0.0, 1.0]
     values = read_json(base / "report" / "chat-rl.json")["values"]
     tasks = [f"pass@1 {of}change" for of in ("", "World-Facts ", "World-Spelling ")]
     assert [values[name]["n"] for name in tasks] == [6, 3, 3]

@@ -25,6 +25,7 @@ from nanochat.gpt import (
 )
 from nanochat.loss import IGNORE
 from nanochat.optim import OptimConfig, ScheduleConfig
+from nanochat.rl import RLConfig
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
 CPU = torch.device("cpu")
@@ -384,13 +385,14 @@ def test_a_configuration_with_the_fields_of_before_is_the_same_model(name):
 
 def test_a_run_of_before_has_the_identity_that_it_would_have_now():
     optim, schedule = asdict(OptimConfig(matrix_lr=0.03)), asdict(ScheduleConfig())
-    now = {"model": asdict(TINY), "optim": optim, "schedule": schedule, "seed": 0}
+    now = {"model": asdict(TINY), "optim": optim, "schedule": schedule, "rl": asdict(RLConfig())}
     deleted = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious"}
     before = {
         **now,
         "model": {**BEFORE, **asdict(TINY)},
         "optim": {**optim, **deleted},
         "schedule": {**schedule, "muon_momentum": 0.95},
+        "rl": {**now["rl"], "overlong": "keep", "format_reward": 0.0, "advantage": "mean"},
     }
     assert upgrade_identity(before) == now == upgrade_identity(now)
     before["optim"]["scalar_lr"] = 0.25
