@@ -293,7 +293,7 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
 # A slot holds one sequence. Sequences of different lengths share a batch.
 
 
-BLOCK = 32  # a step reads a multiple of so many tokens
+BLOCK = 32  # tokens; a step reads a multiple of this number
 
 
 class KVCache:

@@ -28,11 +28,11 @@ from nanochat.gpt import GPT
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = 40
-    """Steps in which the rates rise linearly to their peak; a short run never reaches it."""
+    """Steps in which learning rates rise linearly to their peak; short runs never reach it."""
     warmdown_ratio: float = 0.65
-    """Share of the run, at its end, in which the rates fall linearly."""
+    """Share of the run, at its end, in which learning rates fall linearly."""
     final_lr_frac: float = 0.05
-    """What the rates fall to, as a fraction of the peak."""
+    """What learning rates fall to, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:

@@ -112,7 +112,7 @@ def bpb_by_loop(
     machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
-    """`bits_per_byte` of the model as it is after each of so many loops, ascending; one pass."""
+    """`bits_per_byte` of the model after each of these numbers of loops, ascending; one pass."""
 
     def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model.losses_by_loop(tokens, targets, loops)
