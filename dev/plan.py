@@ -107,9 +107,7 @@ def main(cfg: Plan) -> None:
     tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
     model = meta_model(base, tokenizer.vocab_size)
     horizon = plan_horizon(
-        model.num_used_params(),
-        model.flops_per_token(),
-        base.max_seq_len,
+        model,
         base.num_iterations,
         base.target_flops,
         base.target_param_data_ratio,

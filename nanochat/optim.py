@@ -35,8 +35,6 @@ class ScheduleConfig:
     """What learning rates fall to, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
         for name in ("warmdown_ratio", "final_lr_frac"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")

@@ -196,9 +196,7 @@ def plan(
     as many as it is estimated to allow, for which text is packed.
     """
     horizon = plan_horizon(
-        model.num_used_params(),
-        model.flops_per_token(),
-        cfg.max_seq_len,
+        model,
         cfg.num_iterations,
         cfg.target_flops,
         cfg.target_param_data_ratio,
