@@ -105,17 +105,14 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
 
 def container_room() -> int:
     """What a control group (version 2) still grants this process; no limit elsewhere."""
-    group = Path("/sys/fs/cgroup")
+    files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     try:
-        limit, used, stat = (
-            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
-    except OSError:
-        return sys.maxsize
-    if limit.strip() == "max":
+        limit, used, stat = (file.read_text() for file in files)
+        room = int(limit) - int(used)
+    except (OSError, ValueError):  # no such group, or its limit is "max"
         return sys.maxsize
     cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # is given back
-    return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, room + (int(cached[1]) if cached else 0))
 
 
 def keep_freed_memory() -> None:
