@@ -23,7 +23,7 @@ from nanochat.config import parse, start
 from nanochat.dataset import is_folder
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
-from nanochat.hardware import peak_of
+from nanochat.hardware import peak_flops
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
@@ -108,9 +108,7 @@ def main(cfg: Plan) -> None:
     tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
     model = meta_model(base, tokenizer.vocab_size)
     horizon = plan_horizon(
-        model.num_used_params(),
-        model.flops_per_token(),
-        base.max_seq_len,
+        model,
         base.num_iterations,
         base.target_flops,
         base.target_param_data_ratio,
@@ -184,13 +182,13 @@ def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
         cpu = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
         rate = matrix_rate(cpu, model.cfg.d_model) * CPU_EFFICIENCY
         return rate, f"{CPU_EFFICIENCY:.0%} of this CPU's measured matmul rate"
-    peak = peak_of(cfg.gpu)
+    peak = peak_flops(cfg.gpu)
     if peak is None:
         return None, f"the peak of a {cfg.gpu} is not known"
     cudnn = any(name in cfg.gpu for name in HOPPER_ON)
     kernel = "cuDNN attention (torch >= 2.11)" if cudnn else "FlashAttention 2"
-    return peak.flops * cfg.utilization, (
-        f"assuming {cfg.utilization:.0%} of {peak.flops / 1e12:.0f} TFLOP/s in bf16 on each GPU, "
+    return peak * cfg.utilization, (
+        f"assuming {cfg.utilization:.0%} of {peak / 1e12:.0f} TFLOP/s in bf16 on each GPU, "
         f"compiled, with {kernel} by scaled_dot_product_attention"
     )
 

@@ -155,10 +155,9 @@ def attend(
     default D^-0.5. `mask`: what `make_mask` returned for this shape, so that layers share it; or
     (B, 1, T, T) bool within the causal window, True where a query sees a key. `cache`: a view and
     the number of a layer in it; k and v are added to it, and a mask (B, 1, T, M) is one of all that
-    it holds. Returns (B, T, H, D) in the dtype of q. Raises ValueError for an unknown backend.
+    it holds. Returns (B, T, H, D) in the dtype of q.
     """
-    if scale is None:
-        scale = float(q.size(-1) ** -0.5)
+    scale = float(q.size(-1) ** -0.5) if scale is None else scale
     if cache is not None:
         view, layer = cache
         view.write(layer, k, v)
@@ -173,11 +172,7 @@ def attend(
         return attend_plain(q, k, v, window, scale, mask)
     if backend == "fa3" and mask is None:
         return attend_fa3(q, k, v, window, scale)
-    if backend == "flex" and not isinstance(mask, Tensor):
-        return attend_flex(q, k, v, mask, scale)
-    if backend in ("sdpa", "fa3", "flex"):
-        return attend_sdpa(q, k, v, mask, scale)
-    raise ValueError(f"attention backend {backend!r} is not one of sdpa, blocks, flex, fa3, plain")
+    return attend_sdpa(q, k, v, mask, scale)
 
 
 def make_mask(
@@ -232,13 +227,19 @@ def attend_plain(
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """PyTorch's fused kernels. `mask` as in `attend`, None is causal; a mask costs their speed."""
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+    """
+    PyTorch's fused kernels. `mask` as in `attend`, None is causal; a tensor costs their speed. A
+    `block_mask` selects FlexAttention, which skips the blocks that a window hides. CUDA.
+    """
     gqa = q.size(2) != k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-    )
+    if mask is None or isinstance(mask, Tensor):
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
+    else:
+        y = compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
@@ -279,13 +280,6 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
-    """FlexAttention under a `block_mask`: skips the blocks that a window hides. CUDA."""
-    gqa = q.size(2) != k.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa).transpose(1, 2)
-
-
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
     """FlashAttention 3 (arXiv:2407.08608) where its package is installed. Hopper GPUs."""
     from flash_attn_interface import flash_attn_func  # type: ignore
@@ -299,7 +293,7 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
 # A slot holds one sequence. Sequences of different lengths share a batch.
 
 
-BLOCK = 32  # a step reads a multiple of so many tokens
+BLOCK = 32  # tokens; a step reads a multiple of this number
 
 
 class KVCache:
@@ -316,16 +310,11 @@ class KVCache:
         self.capacity = capacity
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK
         self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
-        self.lengths = [0] * slots
-
-        def zeros(*sizes: int) -> list[Tensor]:
-            return [
-                torch.zeros((slots, G, *sizes), device=device, dtype=dtype) for _ in range(layers)
-            ]
-
+        self.lengths, kind = [0] * slots, {"device": device, "dtype": dtype}
         # Keys lie with the tokens last, so that a query multiplies them as they are: on a CPU a
         # step over 64 slots takes 1.1 ms instead of 7.6 a layer (bf16, one core, 2026-11)
-        self.keys, self.values = zeros(D, self.room), zeros(self.room, D)
+        self.keys = [torch.zeros((slots, G, D, self.room), **kind) for _ in range(layers)]
+        self.values = [torch.zeros((slots, G, self.room, D), **kind) for _ in range(layers)]
 
     @property
     def nbytes(self) -> int:
@@ -338,9 +327,8 @@ class KVCache:
         reach = max(past) + T
         if reach > self.capacity:
             raise ValueError(f"{reach} tokens do not fit a cache of {self.capacity}")
-        device = self.tokens.device
+        device, in_order = self.tokens.device, list(slots) == list(range(len(slots)))
         positions = torch.tensor(past, device=device)[:, None] + torch.arange(T, device=device)
-        in_order = list(slots) == list(range(len(slots)))
         which = None if in_order else torch.tensor(slots, device=device)
         return CacheView(self, which, positions, reach, fresh=not any(past))
 
@@ -375,9 +363,8 @@ class CacheView:
     @property
     def rows(self) -> Tensor:
         """(B, 1), the slot of each sequence."""
-        if self.slots is None:
-            return torch.arange(self.positions.size(0), device=self.positions.device)[:, None]
-        return self.slots[:, None]
+        B, device = self.positions.size(0), self.positions.device
+        return (torch.arange(B, device=device) if self.slots is None else self.slots)[:, None]
 
     def preceding(self, tokens: Tensor) -> Tensor:
         """Store the new tokens (B, T): the one in front of each, -1 where a sequence begins."""
@@ -392,12 +379,8 @@ class CacheView:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """All that may be seen in a layer: keys (B, G, D, M) and values (B, G, M, D)."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if self.slots is None:
-            B = self.positions.size(0)
-            keys, values = keys.narrow(0, 0, B), values.narrow(0, 0, B)
-        else:
-            keys, values = keys[self.slots], values[self.slots]
+        stored, B = (self.cache.keys[layer], self.cache.values[layer]), self.positions.size(0)
+        keys, values = (x.narrow(0, 0, B) if self.slots is None else x[self.slots] for x in stored)
         return keys.narrow(3, 0, self.reach), values.narrow(2, 0, self.reach)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -405,5 +388,4 @@ class CacheView:
         if self.fresh:
             return None
         key = torch.arange(self.reach, device=self.positions.device)
-        distance = self.positions[:, None, :, None] - key  # (B, 1, T, M)
-        return within(distance, window)
+        return within(self.positions[:, None, :, None] - key, window)

@@ -328,8 +328,9 @@ def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The identity that an earlier commit gave a run, as this one has it."""
     upgraded = dict(recorded)
-    for name in {"optim", "schedule"} & recorded.keys():
-        upgraded[name] = dict(recorded[name].items() - OLD_SETTINGS.items())
+    for name in {"optim", "schedule", "rl"} & recorded.keys():
+        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
+        upgraded[name] = dict(kept)
     if "value_embeddings" in recorded.get("model", ()):
         upgraded["model"] = asdict(read_config(recorded["model"]))
     return upgraded
@@ -508,7 +509,7 @@ class Checkpoints:
         fails a save that matters (`on_save_error`).
         """
         self.require_finite(model, optimizer)
-        require_equal_ranks(optimizer.named_params(), self.machine, progress.step)
+        require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
         problem = self.wait()  # the one before: a disk has one writer, and memory room for one
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
@@ -642,5 +643,5 @@ class Checkpoints:
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
     """Estimated size of one checkpoint, with its optimizer state or without."""
-    state = state_bytes(dict(model.named_parameters()), model.param_roles())
+    state = state_bytes(model)
     return 4 * model.num_params() + (state if optimizer else 0)

@@ -158,7 +158,7 @@ def open_fine_tuning(
     default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
     table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(
         kind=kind,

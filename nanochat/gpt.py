@@ -10,7 +10,7 @@ architecture adds value embeddings, residual scalars and sharper attention to `G
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn as nn
@@ -25,9 +25,7 @@ GATE_CHANNELS = 32  # channels of its input that the gate of a value embedding r
 
 # ---- Configuration -------------------------------------------------------------------------------
 
-Config = TypeVar("Config", bound="GPTConfig")
-# Options of earlier models: name -> the value that all others had, the last commit that has it
-DELETED = {"repeat_layers": (None, "27c376f"), "softcap": (SOFTCAP, "484885b")}
+DELETED = {"repeat_layers": None, "softcap": SOFTCAP}  # options of earlier models, their defaults
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,12 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-        if self.bigram_rows and self.d_model % len(HASHES):
-            raise ValueError(f"bigram_rows needs a d_model divisible by 2, got {self.d_model}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise ValueError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
-        if int(self.mlp_ratio * self.d_model) < 1:
-            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a channel")
 
-    def classic(self: Config) -> Config:
+    def classic(self) -> Self:
         """The same shape in the plain architecture of October 2025."""
         plain = replace(self, value_every=0, bigram_rows=0, residual_scalars=False)
         return replace(plain, rope_theta=10_000.0, window_pattern="L", qk_gain=1.0)
@@ -93,17 +87,14 @@ class GPTConfig:
         return self.value_every > 0 and (self.n_layer - 1 - layer) % self.value_every == 0
 
 
-def config_from(kind: type[Config], values: Mapping[str, Any]) -> Config:
+def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
     """
     The configuration that `asdict` made a dict of, in this commit or an earlier one. Raises
     ValueError for a model with an option that was deleted.
     """
     values = dict(values)
-    for name, (default, commit) in DELETED.items():
-        if values.pop(name, default) != default:
-            raise ValueError(
-                f"this model has {name}, which was deleted; the last commit that has it is {commit}"
-            )
+    if odd := [name for name, usual in DELETED.items() if values.pop(name, usual) != usual]:
+        raise ValueError(f"this model has {odd[0]}, which was deleted; commit 27c376f has it")
     if not values.pop("value_embeddings", True):
         values["value_every"] = 0
     return kind(**values)
@@ -291,6 +282,8 @@ class GPT(nn.Module):
     """The model. `dtype` is the compute dtype: activations and matmuls; weights are float32."""
 
     attention_class = Attention
+    output_scale = 0.0
+    """Of new matrices that write into the residual stream: layers start as the identity."""
 
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -308,6 +301,7 @@ class GPT(nn.Module):
         if cfg.residual_scalars:
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
+        self.rotary_dims = cfg.head_dim
         self.loss_kernels = EAGER
         self.checkpoint_activations = False
 
@@ -326,15 +320,21 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Draw every weight. Layers start as the identity: what they write is zero.
-
-        Other matrices are uniform with standard deviation fan_in^-0.5 (the up projection 0.4 of
-        that), embeddings normal. Source of the values: nanochat's tuning log, 2026-03.
+        Draw every weight. Matrices are uniform with standard deviation fan_in^-0.5 (the up
+        projection 0.4 of that), embeddings normal, hash-bigram embeddings and gates zero. Source of
+        the values: nanochat's tuning log, 2026-03.
         """
         cfg = self.cfg
         self.init_embeddings(generator)
         for block in self.blocks:
-            self.init_block(block, generator)
+            attention, mlp = block.attention, block.mlp
+            for layer in (attention.q, attention.k, attention.v):
+                self.draw(layer.weight, 1.0, generator)
+            self.draw(mlp.up.weight, 0.4 if cfg.residual_scalars else 1.0, generator)
+            for layer in (attention.out, mlp.down):
+                self.draw(layer.weight, self.output_scale, generator)
+        for zero in filter(None, (self.bigrams, *(block.attention.gate for block in self.blocks))):
+            nn.init.zeros_(zero.weight)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
         for weight in self.value_embeds.parameters():
             fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
@@ -344,25 +344,10 @@ class GPT(nn.Module):
             self.skip.copy_(0.20 - 0.15 * depth)
 
     def init_embeddings(self, generator: torch.Generator | None) -> None:
-        """Draw what embeds tokens and the head."""
+        """Draw the token embedding and the head."""
         std, head_std = (0.8, 0.001) if self.cfg.residual_scalars else (1.0, 0.0)
         fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
         fill(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
-        if self.bigrams is not None:
-            nn.init.zeros_(self.bigrams.weight)
-
-    def init_block(
-        self, block: Block, generator: torch.Generator | None, output_scale: float = 0.0
-    ) -> None:
-        """Draw the matrices of a layer; those that write into the residual stream are scaled."""
-        attention, mlp = block.attention, block.mlp
-        for layer in (attention.q, attention.k, attention.v):
-            self.draw(layer.weight, 1.0, generator)
-        self.draw(mlp.up.weight, 0.4 if self.cfg.residual_scalars else 1.0, generator)
-        self.draw(attention.out.weight, output_scale, generator)
-        self.draw(mlp.down.weight, output_scale, generator)
-        if attention.gate is not None:
-            nn.init.zeros_(attention.gate.weight)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         """Fill a block matrix (M, N) with entries of standard deviation `scale` * N^-0.5."""
@@ -442,11 +427,8 @@ class GPT(nn.Module):
         if self.bigrams is not None:
             before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
             x = x + self.bigrams(tokens, before).to(self.dtype)
-        return ForwardContext(tokens, norm(x), self.rope(positions), masks, cache)
-
-    def rope(self, positions: Tensor) -> Rope:
-        """That of positions (...), in the compute dtype."""
-        return rotary(positions, self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
+        rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)
+        return ForwardContext(tokens, norm(x), rope, masks, cache)
 
     def run_layers(
         self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0
@@ -514,12 +496,9 @@ class GPT(nn.Module):
         self.loss_kernels = LossKernels(*kernels)
 
 
-def fill(weight: Tensor, init: Callable[..., Any], *args: float, **settings: Any) -> None:
+def fill(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
     """Apply one of torch.nn.init's functions, on the CPU for a weight of any device."""
-    drawn = weight if weight.device.type == "cpu" else torch.empty(weight.shape)
-    init(drawn, *args, **settings)
-    if drawn is not weight:
-        weight.copy_(drawn)
+    weight.copy_(init(torch.empty(weight.shape), *args, **settings))
 
 
 def for_inference(model: GPT) -> GPT:

@@ -1,7 +1,7 @@
 """
-What the hardware could do at best: peak matrix rate and memory bandwidth by device name.
+What the hardware can do: peak matrix rate by device name, memory used and free.
 
-    torch.device -> Peak(flops, bytes per second) -> utilisation
+    torch.device -> peak_flops -> utilization
 
 Figures are the vendors' dense ones (no sparsity), for the compute dtype that training uses.
 """
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -21,31 +20,21 @@ import torch
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt
 
 
-class Peak(NamedTuple):
-    """Best case of one device: bf16 matrix FLOP/s, and bytes/s from its memory."""
-
-    flops: float
-    bytes_per_second: float
-
-
-# Vendors' data sheets, most specific name first.
-PEAKS = (
-    ("H200", Peak(989e12, 4.8e12)),
-    ("H100 NVL", Peak(835e12, 3.9e12)),
-    ("H100 PCIe", Peak(756e12, 2.0e12)),
-    ("H100", Peak(989e12, 3.35e12)),
-    ("GH200", Peak(989e12, 4.0e12)),
-    ("B200", Peak(2250e12, 8.0e12)),
-    ("B300", Peak(2250e12, 8.0e12)),
-    ("A100-SXM4-80GB", Peak(312e12, 2.04e12)),
-    ("A100", Peak(312e12, 1.56e12)),
-    ("L40S", Peak(362e12, 0.86e12)),
-    ("L4", Peak(121e12, 0.3e12)),
-    ("A10", Peak(125e12, 0.6e12)),
-    ("RTX 5090", Peak(209e12, 1.79e12)),
-    ("RTX 4090", Peak(165e12, 1.01e12)),
-    ("RTX 3090", Peak(71e12, 0.94e12)),
-)
+PEAK_FLOPS = {  # bf16 matrix FLOP/s by the vendors' data sheets, most specific name first
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,  # GH200 too
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 def device_name(device: torch.device) -> str:
@@ -53,27 +42,26 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def known_peak(device: torch.device) -> Peak | None:
-    """The data sheet's figures, or None for a device that is not in the table (CPUs are not)."""
-    return peak_of(device_name(device))
-
-
-def peak_of(name: str) -> Peak | None:
-    """The same for a device by its name, as the driver gives it."""
-    return next((peak for part, peak in PEAKS if part in name), None)
+def peak_flops(name: str) -> float | None:
+    """Peak matrix FLOP/s of a device by its name, None where it is not known (CPUs are not)."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def utilization(flops_per_second: float, device: torch.device, devices: int) -> float | None:
     """Share of the peak matrix rate that was used (MFU), or None where the peak is unknown."""
-    peak = known_peak(device)
-    return flops_per_second / (peak.flops * devices) if peak else None
+    peak = peak_flops(device_name(device))
+    return flops_per_second / (peak * devices) if peak else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: of the GPU by this process's tensors, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resident_peak()
+    if psutil.LINUX:  # where getrusage would count what was before the exec too
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else used_memory_bytes(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if psutil.MACOS else peak * 1024
 
 
 def used_memory_bytes(device: torch.device) -> int:
@@ -117,26 +105,14 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
 
 def container_room() -> int:
     """What a control group (version 2) still grants this process; no limit elsewhere."""
-    group = Path("/sys/fs/cgroup")
+    files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     try:
-        limit, used, stat = (
-            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
-    except OSError:
-        return sys.maxsize
-    if limit.strip() == "max":
+        limit, used, stat = (file.read_text() for file in files)
+        room = int(limit) - int(used)
+    except (OSError, ValueError):  # no such group, or its limit is "max"
         return sys.maxsize
     cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # is given back
-    return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
-
-
-def resident_peak() -> int:
-    """Peak resident set of this process in bytes."""
-    if psutil.LINUX:  # where getrusage would count what was before the exec too
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if psutil.MACOS else peak * 1024
+    return max(0, room + (int(cached[1]) if cached else 0))
 
 
 def keep_freed_memory() -> None:

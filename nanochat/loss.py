@@ -80,9 +80,7 @@ def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
 
 
-def chunk_loss(
-    logits: Tensor, targets: Tensor, kernels: LossKernels
-) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[Tensor, ...]:
     """
     logits (n, V), targets (n,) -> nats (n,) float32, the slope (n, V) of each times a factor of its
     row, and what undoes that factor, (n, 1). Where the target is IGNORE nats and the last are 0.
@@ -131,11 +129,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    weights: Tensor | None = None,
-    kernels: LossKernels = EAGER,
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None, kernels: LossKernels
 ) -> tuple[Tensor, Tensor]:
     """
     Nats summed over counted targets, a float32 scalar with gradients to `hidden` and `head`; and
@@ -153,9 +147,7 @@ def chunked_cross_entropy(
 
 
 @torch.no_grad()
-def token_losses(
-    hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKernels = EAGER
-) -> Tensor:
+def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKernels) -> Tensor:
     """Nats of every target, (...) float32, 0 where ignored; no gradients. Shapes as above."""
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.distributed import DistContext
+from nanochat.gpt import GPT
 
 # ---- Learning-rate schedules: pure functions of (step, num_steps) --------------------------------
 # Nothing is remembered, so a resumed run continues exactly. A run that ends by the clock passes the
@@ -27,15 +28,13 @@ from nanochat.distributed import DistContext
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = 40
-    """Steps in which the rates rise linearly to their peak; a short run never reaches it."""
+    """Steps in which learning rates rise linearly to their peak; short runs never reach it."""
     warmdown_ratio: float = 0.65
-    """Share of the run, at its end, in which the rates fall linearly."""
+    """Share of the run, at its end, in which learning rates fall linearly."""
     final_lr_frac: float = 0.05
-    """What the rates fall to, as a fraction of the peak."""
+    """What learning rates fall to, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
         for name in ("warmdown_ratio", "final_lr_frac"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")
@@ -69,6 +68,7 @@ def decay_factor(step: int, num_steps: float) -> float:
 
 # Settings that earlier runs recorded, with their defaults
 OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
+OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # of RL
 Tensors = Sequence[Tensor]
 MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of a rule
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -135,21 +135,18 @@ def rules(
     return {role: replace(rule, lr=rule.lr * lr_frac) for role, rule in found.items()}
 
 
-def orthogonalize(g: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
+def orthogonalize(g: Tensor) -> Tensor:
     """
     Keep the singular vectors of `g` and push every singular value towards 1.
 
     g: (..., M, N), float. Returns the same shape and dtype.
-    Raises ValueError below two dimensions: a vector has no singular vectors to keep.
     Source: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/
     """
-    if g.ndim < 2:
-        raise ValueError(f"orthogonalize needs a matrix, got shape {tuple(g.shape)}")
     a, b, c = NEWTON_SCHULZ
     tall = g.size(-2) > g.size(-1)
     x = g.mT if tall else g  # (..., S, L), short side first
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # largest singular value <= 1
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT  # (..., S, S)
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
@@ -227,30 +224,26 @@ class ParamGroup:
     names: list[str]
     params: list[Tensor]
     rule: Rule
-    shards: int
-    """The ranks that each own a slice; 1 where every rank repeats the same update."""
-    rank: int
+    machine: DistContext
+    sharded: bool
+    """Each rank owns a slice; otherwise every rank repeats the same update."""
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
-
-    @property
-    def sharded(self) -> bool:
-        return self.shards > 1
 
     @property
     def stacked(self) -> bool:
         return self.rule.kind == "muon"
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All of a group as one tensor; its first dimension is padded to a multiple of shards."""
+        """All of a group as one tensor, padded where it is sharded so that its slices are equal."""
         x = torch.stack(list(tensors)) if self.stacked else tensors[0]
-        missing = -x.size(0) % self.shards if self.sharded else 0
+        missing = -x.size(0) % self.machine.world_size if self.sharded else 0
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def local_shard(self, tensors: Sequence[Tensor]) -> Tensor:
         """This rank's slice of their `stack`."""
-        whole = self.stack(tensors)
-        return whole.chunk(self.shards)[self.rank] if self.sharded else whole
+        whole, machine = self.stack(tensors), self.machine
+        return whole.chunk(machine.world_size)[machine.rank] if self.sharded else whole
 
     def weight(self) -> Tensor:
         """This rank's slice of the parameters."""
@@ -265,31 +258,23 @@ class ParamGroup:
 
 class MuonAdamW:
     """
-    The optimizer. `named_params` and `roles` come from the model, `table` from `rules`. With an
-    `ema_decay`, an exponential moving average of the weights is kept.
+    The optimizer of a model's parameters; `table` comes from `rules`.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
 
-    def __init__(
-        self,
-        named_params: Mapping[str, Tensor],
-        roles: Mapping[str, str],
-        table: Mapping[str, Rule],
-        machine: DistContext,
-        ema_decay: float = 0.0,
-    ):
-        self.machine, self.ema_decay, self.steps_taken = machine, ema_decay, 0
+    def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):
+        self.machine, self.steps_taken = machine, 0
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
-        groups: dict[Any, ParamGroup] = {}
-        for name, param in named_params.items():
+        groups, roles = dict[Any, ParamGroup](), model.param_roles()
+        for name, param in model.named_parameters():
             rule = table[roles[name]]
             small = param.ndim < 2 or param.size(0) < 1024
             whole = small or (rule.kind == "rows" and machine.device.type == "cpu")
-            shards = 1 if rule.kind != "muon" and whole else machine.world_size
+            sharded = machine.world_size > 1 and (rule.kind == "muon" or not whole)
             key = (roles[name], tuple(param.shape)) if rule.kind == "muon" else name
-            group = groups.setdefault(key, ParamGroup([], [], rule, shards, machine.rank))
+            group = groups.setdefault(key, ParamGroup([], [], rule, machine, sharded))
             group.names.append(name)
             group.params.append(param)
         self.groups = sorted(groups.values(), key=lambda group: group.stacked)
@@ -297,8 +282,6 @@ class MuonAdamW:
             weight = group.weight()
             for kind in MOMENTS[group.rule.kind]:
                 group.state[kind] = torch.zeros_like(weight, dtype=torch.float32)
-            if ema_decay:
-                group.state["average"] = weight.clone()
 
     # ---- the step ----------------------------------------------------------------------------
 
@@ -374,7 +357,7 @@ class MuonAdamW:
     def update(
         self, group: ParamGroup, weight: Tensor, lr_factor: float, momentum: float, decay: float
     ) -> None:
-        """Apply a group's rule to its slice, and average it."""
+        """Apply a group's rule to its slice of the weights."""
         rule, grad, lr, step = group.rule, group.grad, group.rule.lr * lr_factor, self.steps_taken
         state = [group.state[kind] for kind in MOMENTS[rule.kind]]
         if rule.kind == "muon":
@@ -386,9 +369,6 @@ class MuonAdamW:
         else:
             scalars = as_tensors(lr, *rule.betas, rule.weight_decay, step)
             self.adamw_kernel(weight, grad, state, scalars)
-        if self.ema_decay:  # less at first, to forget the start
-            kept = min(self.ema_decay, (1 + step) / (10 + step))
-            group.state["average"].lerp_(weight, 1 - kept)
 
     @torch.no_grad()
     def rehearse(self) -> None:
@@ -403,12 +383,9 @@ class MuonAdamW:
         finally:
             self.steps_taken = steps_taken
 
-    @torch.no_grad()
     def take_average(self) -> bool:
-        """Replace the weights by their average, where one is kept. Returns whether one is."""
-        for group in self.groups if self.ema_decay else ():
-            group.unstack_into(group.params, self.gather_state(group, "average"))
-        return self.ema_decay > 0
+        """Replace the weights by their average. Returns whether one is kept: here it is not."""
+        return False
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not: a step that must not reach the weights."""
@@ -428,9 +405,8 @@ class MuonAdamW:
         """The stack of a group's state, of all ranks; every rank calls this."""
         if not group.sharded:
             return group.state[kind]
-        whole, work = all_gather(group.state[kind], self.machine)
         with self.machine.waiting(f"the gathering of optimizer state ({kind})"):
-            work.wait()
+            whole = gather(group.state[kind], self.machine)
             self.machine.synchronize()
         return whole
 
@@ -451,10 +427,6 @@ class MuonAdamW:
                     result |= dict(zip(names, copies, strict=True))
         return result if self.machine.is_main else {}
 
-    def named_params(self) -> dict[str, Tensor]:
-        """The parameters that this optimizer updates, by name."""
-        return {name: p for g in self.groups for name, p in zip(g.names, g.params, strict=True)}
-
     def local_state(self) -> dict[str, Tensor]:
         """This rank's share of the state, named by the first parameter of each group."""
         return {f"{g.names[0]}.{kind}": x for g in self.groups for kind, x in g.state.items()}
@@ -464,28 +436,24 @@ class MuonAdamW:
         """
         Take the state of a checkpoint written at any world size; every rank passes all of it.
 
-        Raises ValueError naming what is missing or has another shape.
+        Raises KeyError naming what is missing, ValueError naming what has another shape.
         """
-        wanted = {f"{n}.{kind}" for g in self.groups for n in g.names for kind in g.state}
-        if missing := sorted(wanted - tensors.keys()):
-            raise ValueError(f"optimizer state lacks {missing[0]} and {len(missing) - 1} more")
         for group in self.groups:
             for kind, value in group.state.items():
                 pieces = [tensors[f"{name}.{kind}"].to(value) for name in group.names]
-                for name, piece, p in zip(group.names, pieces, group.params, strict=True):
-                    if piece.shape != p.shape:
-                        raise ValueError(
-                            f"optimizer state of {name} has shape {tuple(piece.shape)}, "
-                            f"the model {tuple(p.shape)}"
-                        )
+                shape, wanted = tuple(pieces[0].shape), tuple(group.params[0].shape)
+                if shape != wanted:
+                    name = group.names[0]
+                    raise ValueError(f"optimizer state of {name} has shape {shape}, not {wanted}")
                 value.copy_(group.local_shard(pieces))
         self.steps_taken = int(tensors["steps_taken"])
 
 
-def state_bytes(params: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
+def state_bytes(model: GPT) -> int:
     """Bytes of the optimizer state of all ranks together: one or two moments in fp32."""
-    moments = {name: 1 if roles[name] in ("matrix", "bigram") else 2 for name in params}
-    return sum(4 * p.numel() * moments[name] for name, p in params.items())
+    roles, one = model.param_roles(), ("matrix", "bigram")
+    params = model.named_parameters()
+    return sum(4 * p.numel() * (1 if roles[name] in one else 2) for name, p in params)
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:
@@ -518,16 +486,11 @@ def sum_rows(grad: Tensor, machine: DistContext) -> Tensor:
     The sum of the ranks' gradients (rows, N) of one embedding, of which each touched few rows: only
     these travel. Sparse, every row once and in order, equal on all ranks.
     """
-
-    def gather(x: Tensor) -> Tensor:
-        whole, work = all_gather(x, machine)
-        work.wait()
-        return whole
-
     rows, found = touched_rows(grad)
-    longest = int(gather(torch.tensor([len(rows)], device=rows.device)).max())
+    longest = int(gather(torch.tensor([len(rows)], device=rows.device), machine).max())
     pad = longest - len(rows)  # ranks send equally much: what is missing is row 0, plus nothing
-    rows, found = gather(F.pad(rows, (0, pad))), gather(F.pad(found, (0, 0, 0, pad)))
+    rows = gather(F.pad(rows, (0, pad)), machine)
+    found = gather(F.pad(found, (0, 0, 0, pad)), machine)
     summed = torch.sparse_coo_tensor(rows[None], found, grad.shape, check_invariants=False)
     return summed.coalesce()
 
@@ -536,3 +499,10 @@ def all_gather(mine: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
     """Start collecting the ranks' slices into one tensor, valid after `.wait()`."""
     whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, mine.contiguous(), async_op=True)
+
+
+def gather(mine: Tensor, machine: DistContext) -> Tensor:
+    """The ranks' slices as one tensor."""
+    whole, work = all_gather(mine, machine)
+    work.wait()
+    return whole

@@ -233,8 +233,8 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
     rank measures its own device, so they differ in it.
     """
-    if peak := hardware.known_peak(machine.device):
-        rate = peak.flops * GPU_EFFICIENCY
+    if peak := hardware.peak_flops(machine.device_name):
+        rate = peak * GPU_EFFICIENCY
     else:
         rate = matrix_rate(machine, model.cfg.d_model) * CPU_EFFICIENCY
     return model.flops_per_token() * tokens / (rate * machine.world_size)
@@ -435,7 +435,7 @@ def require_memory(model: GPT, machine: DistContext) -> None:
     model: on the meta device, before anything is allocated: a process that asks for too much is
     killed without a word.
     """
-    state = state_bytes(dict(model.named_parameters()), model.param_roles())
+    state = state_bytes(model)
     weights = 4 * model.num_params()
     # the ranks of a machine share its memory, and each holds its share of the optimizer's state
     neighbours = machine.local_size if machine.device.type != "cuda" else 1

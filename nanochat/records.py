@@ -96,8 +96,8 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 NOT_IN_KEY = frozenset(
     "run log_every skip_if_done once resume keep report_dir allow_data_change device_batch_size "
     "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
-    "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken buckets "
-    "compile_engine".split()
+    "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken canaries "
+    "buckets compile_engine".split()
 )
 
 PARTS = frozenset(

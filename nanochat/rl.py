@@ -10,105 +10,27 @@ constant divisor; the group's mean as baseline: arXiv:2402.03300). Gradients are
 softmax: they ignore top_k and temperature.
 """
 
-import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from nanochat import records, stats
 from nanochat.chat_format import render_prompt
+from nanochat.checkpoint import stage_folder
 from nanochat.common import StoppedWaiting
 from nanochat.distributed import DistContext
-from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_chat import (
-    Outcomes,
-    Questions,
-    fit,
-    longest_prompt,
-    score_by_generation,
-)
-from nanochat.gpt import GPT
+from nanochat.engine import Completion, Engine, Sampling, pad_right
+from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
+from nanochat.gpt import GPT, refresh
+from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun
-
-# ---- Evaluation before and after RL --------------------------------------------------------------
-
-
-class EvalResult(NamedTuple):
-    """Rewards and held-out scores of a model."""
-
-    rewards: list[float]
-    """Mean reward of each of the first training questions."""
-    held_out: Outcomes
-
-    @property
-    def logged(self) -> dict[str, float]:
-        """As the loop logs what it evaluates."""
-        return {"pass_at_1": pass_at(self.held_out, 1).value}
-
-    def __str__(self) -> str:
-        reward, right = stats.mean(self.rewards), pass_at(self.held_out, 1)
-        return (
-            f"mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), held-out "
-            f"pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
-        )
-
-
-def pass_at(outcomes: Outcomes, k: int) -> stats.Estimate:
-    """pass@k over the held-out questions."""
-    correct = [sum(score == 1 for score in scores) for scores in outcomes]
-    return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
-
-
-def summarize(
-    metrics: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    before: EvalResult,
-    after: EvalResult,
-) -> dict[str, Any]:
-    """
-    Rewards and pass@k on both sides; of several tasks, the change of each. `names` are the tasks of
-    the held-out questions, one by one.
-    """
-    steps = [entry for entry in metrics if "reward" in entry]
-    values: dict[str, Any] = {"Number of iterations": len(steps)}
-    values["Mean reward before"] = records.estimate(*stats.mean(before.rewards))
-    values["Mean reward after"] = records.estimate(*stats.mean(after.rewards))
-    values |= changed("Mean reward", before.rewards, after.rewards)
-    if "kl" in steps[-1]:
-        values["KL from the start, nats a token"] = steps[-1]["kl"]
-    if all("rollout_seconds" in entry for entry in steps):
-        share = sum(e["rollout_seconds"] for e in steps) / sum(e["step_seconds"] for e in steps)
-        values["Time in rollouts"] = f"{share:.0%}"
-    silent = [entry["without_signal"] for entry in steps]
-    values["Groups without signal"] = f"{sum(silent) / len(silent):.1%}"
-    for k in (1, 2, 4, 8, 16):
-        if k <= len(before.held_out[0]):
-            values[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
-            values[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
-    items = [[sum(o) / len(o) for o in result.held_out] for result in (before, after)]
-    values |= changed("pass@1", *items)
-    for name in sorted(set(names)) if len(set(names)) > 1 else ():
-        of = [i for i, other in enumerate(names) if other == name]
-        values |= changed(f"pass@1 {name}", *([scores[i] for i in of] for scores in items))
-    return values
-
-
-def changed(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
-    """By how much the same items moved, and whether that is more than noise."""
-    found = stats.compare(before, after)
-    return {
-        f"{name} change": records.estimate(found.difference, found.n, found.se),
-        f"{name} verdict": found.verdict,
-    }
-
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
 
@@ -118,23 +40,15 @@ class RLConfig:
     examples_per_step: int = 16
     """Questions per step, all ranks together."""
     num_samples: int = 16
-    """Answers to each question."""
+    """Answers to each question, which are compared with each other."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     temperature: float = 1.0
     """Sampling temperature of the rollouts."""
     top_k: int | None = 50
     """Among how many likeliest tokens answers are sampled. Default: all of them."""
-    advantage: Literal["mean", "std", "leave_one_out"] = "mean"
-    """What a reward is compared with: the group's mean; the same, divided by the group's standard
-    deviation (GRPO); the mean of the group's other answers (RLOO)."""
-    overlong: Literal["keep", "drop"] = "keep"
-    """drop: answers cut off at max_new_tokens are not learned from."""
     length_penalty: float = 0.0
     """Taken from the reward of an answer of full length, in proportion from shorter ones."""
-    format_reward: float = 0.0
-    """Added to the reward of an answer in the form that a right one must have, such as a number
-    after ####."""
     resample_zero_signal: int = 0
     """How many times a question whose answers all earned the same, which gives no gradient, is
     replaced by another one."""
@@ -143,26 +57,19 @@ class RLConfig:
     costs two more forward passes."""
 
     def __post_init__(self) -> None:
-        for name in ("examples_per_step", "num_samples", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if (resample := self.resample_zero_signal) < 0:
-            raise ValueError(f"resample_zero_signal must be zero or positive, got {resample}")
-        if self.num_samples == 1:
-            raise ValueError("num_samples=1: an answer is compared with others of its group")
+        at_least = {"examples_per_step": 1, "num_samples": 2, "max_new_tokens": 1}
+        for name, least in {**at_least, "resample_zero_signal": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
-
-class RewardTask(Questions, Protocol):
-    """A task whose answers can be scored; `tasks.base.Task` is one."""
-
-    def locate(self, i: int) -> "tuple[RewardTask, int]": ...
-    def answered(self, answer: str) -> bool: ...
+    def sampling(self, seed: int) -> Sampling:
+        """How answers are sampled, in training and evaluation alike."""
+        return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The answers to one question, and what they earned."""
 
     answers: list[Completion]
@@ -174,66 +81,32 @@ class Group:
         return max(self.rewards) > min(self.rewards)
 
 
-def advantages(
-    rewards: Sequence[float], kind: Literal["mean", "std", "leave_one_out"]
-) -> list[float]:
-    """How much better than its group each answer was."""
-    n = len(rewards)
-    mean = sum(rewards) / n
-    centred = [r - mean for r in rewards]
-    if kind == "std":
-        spread = math.sqrt(sum(c * c for c in centred) / n)
-        return [c / (spread + 1e-6) for c in centred]
-    if kind == "leave_one_out":
-        return [c * n / (n - 1) for c in centred]
-    return centred
-
-
-@dataclass(frozen=True)
-class Example:
-    """One answer to learn from: its ids behind the prompt, which of them were sampled."""
-
-    ids: list[int]
-    targets: list[int]
-    """The next id where it was sampled, IGNORE elsewhere; as long as `ids`."""
-    advantage: float
-
-
-def examples(groups: Sequence[Group], cfg: RLConfig) -> list[Example]:
-    """What there is to learn: nothing from groups without signal, one example per answer else."""
+def weighted_batches(
+    groups: Sequence[Group], rows: int, pad: int, device: torch.device
+) -> list[MicroBatch]:
+    """
+    The answers of groups with signal in micro-batches of at most `rows`, like lengths together.
+    Targets are the sampled tokens; their weights are the advantages: a reward minus the mean of its
+    group. `pad` fills rows up on the right.
+    """
+    learned = []
+    for group in filter(lambda group: group.has_signal, groups):
+        mean = sum(group.rewards) / len(group.rewards)
+        for answer, reward in zip(group.answers, group.rewards, strict=True):
+            end = [] if answer.end is None else [answer.end]
+            ids, sampled = answer.ids + end, answer.sampled + [True] * len(end)
+            targets = [IGNORE] * (len(answer.prompt) - 1)
+            targets += [i if own else IGNORE for i, own in zip(ids, sampled, strict=True)]
+            learned.append(((answer.prompt + ids)[:-1], targets, reward - mean))
+    learned.sort(key=lambda each: len(each[0]))
     found = []
-    for group in groups:
-        if not group.has_signal:
-            continue
-        for answer, advantage in zip(
-            group.answers, advantages(group.rewards, cfg.advantage), strict=True
-        ):
-            if cfg.overlong == "drop" and answer.finish == "length":
-                continue
-            said = answer.ids + ([answer.end] if answer.end is not None else [])
-            sampled = answer.sampled + [True] * (answer.end is not None)
-            whole = answer.prompt + said
-            unseen = [IGNORE] * (len(answer.prompt) - 1)
-            targets = unseen + [
-                token if own else IGNORE for token, own in zip(said, sampled, strict=True)
-            ]
-            found.append(Example(whole[:-1], targets, advantage))
-    return found
-
-
-def pad_batches(
-    learned: Sequence[Example], rows: int, pad: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `rows` examples, like lengths together; weights are advantages."""
-    by_length = sorted(learned, key=lambda e: len(e.ids))
-    for i in range(0, len(by_length), rows):
-        batch = by_length[i : i + rows]
-        T = len(batch[-1].ids)
-        tokens = torch.tensor([e.ids + [pad] * (T - len(e.ids)) for e in batch], device=device)
-        targets = [e.targets + [IGNORE] * (T - len(e.targets)) for e in batch]
+    for i in range(0, len(learned), rows):
+        ids, targets, advantages = zip(*learned[i : i + rows], strict=True)
+        x, y = pad_right(ids, pad, device), pad_right(targets, IGNORE, device)  # (B, T)
         count = sum(target != IGNORE for row in targets for target in row)
-        weights = torch.tensor([e.advantage for e in batch], device=device)[:, None].expand(-1, T)
-        yield MicroBatch(tokens, torch.tensor(targets, device=device), count, weights)
+        weights = torch.tensor(advantages, device=device)[:, None].expand_as(x)
+        found.append(MicroBatch(x, y, count, weights))
+    return found
 
 
 def kl_to_reference(
@@ -260,43 +133,41 @@ def shuffled(n: int, seed: str) -> list[int]:
     return random.Random(seed).sample(range(n), n)
 
 
+@dataclass(eq=False)
 class RolloutLoader(Callback):
     """
     The batches of RL: answers of the current model to the questions of a step, with advantages as
     weights. Also a callback that logs the rewards of the step.
 
-    engine: model -> an engine with the weights it has now. questions: which of the task's, by
-    number; by default all. reference: the model from which the KL divergence is logged, if any.
-
     Raises ValueError where there are no questions, or those of a step do not divide among ranks.
     """
 
-    def __init__(
-        self,
-        task: RewardTask,
-        tokenizer: Tokenizer,
-        cfg: RLConfig,
-        seed: int,
-        machine: DistContext,
-        model: GPT,
-        engine: Callable[[GPT], Engine],
-        questions: Sequence[int] | None = None,
-        reference: GPT | None = None,
-    ):
-        if cfg.examples_per_step % machine.world_size:
+    task: Questions
+    questions: Sequence[int]
+    """Which of the task's to ask, by number."""
+    cfg: RLConfig
+    seed: int
+    machine: DistContext
+    model: GPT
+    engine: Engine
+    """With a copy of the model, which is refreshed before each use."""
+    reference: GPT | None = None
+    """The model from which the KL divergence is logged, if any."""
+    should_stop: Callable[[], bool] = lambda: False
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the latest step."""
+
+    def __post_init__(self) -> None:
+        if self.cfg.examples_per_step % self.machine.world_size:
             raise ValueError(
-                f"examples_per_step {cfg.examples_per_step} does not divide among "
-                f"{machine.world_size} devices"
+                f"examples_per_step {self.cfg.examples_per_step} does not divide among "
+                f"{self.machine.world_size} devices"
             )
-        self.questions = range(len(task)) if questions is None else questions
         if not self.questions:
             raise ValueError("there is no question to train on")
-        self.task, self.tokenizer, self.cfg, self.seed = task, tokenizer, cfg, seed
-        self.machine, self.model, self.engine, self.reference = machine, model, engine, reference
+        cfg = self.cfg
         self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
         self.identity = {"rl": asdict(cfg)}
-        self.metrics: dict[str, float] = {}
-        """Of the latest step."""
 
     def num_steps(self, epochs: float) -> int:
         """Steps in `epochs` passes over the questions."""
@@ -306,16 +177,14 @@ class RolloutLoader(Callback):
         if self.machine.any(stopping()):
             raise StoppedWaiting(f"asked to stop before step {step}")
         started = time.perf_counter()
-        engine = self.engine(self.model)
-        groups = self.roll_out(engine, step)
+        groups = self.roll_out(step)
         self.metrics = self.rollout_metrics(groups)
-        groups = self.resampled(engine, step, groups)
+        groups = self.resample(step, groups)
         self.metrics["rollout_seconds"] = time.perf_counter() - started
-        learned = examples(groups, self.cfg)
-        pad = self.tokenizer.bos_id
-        batches = list(pad_batches(learned, device_rows, pad, self.machine.device))
+        pad, device = self.engine.tokenizer.bos_id, self.machine.device
+        batches = weighted_batches(groups, device_rows, pad, device)
         if self.reference is not None:  # of the copy that answered: rounding is not learning
-            kl = kl_to_reference(engine.model, self.reference, batches, self.machine)
+            kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
 
@@ -332,19 +201,19 @@ class RolloutLoader(Callback):
     def rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Means over the groups and answers of all ranks."""
         answers = [answer for group in groups for answer in group.answers]
-        num_groups, silent, reward, count, tokens, cut_off, spread = self.machine.sum(
-            float(len(groups)),
-            float(sum(not group.has_signal for group in groups)),
+        reward, tokens, cut_off, silent, spread = self.machine.sum(
             sum(sum(group.rewards) for group in groups),
-            float(len(answers)),
             float(sum(len(answer.ids) for answer in answers)),
             float(sum(answer.finish == "length" for answer in answers)),
+            float(sum(not group.has_signal for group in groups)),
             sum(statistics.pstdev(group.rewards) for group in groups),
         )
+        num_groups = self.cfg.examples_per_step
+        num_answers = num_groups * self.cfg.num_samples
         return {
-            "reward": reward / count,
-            "answer_tokens": tokens / count,
-            "cut_off": cut_off / count,
+            "reward": reward / num_answers,
+            "answer_tokens": tokens / num_answers,
+            "cut_off": cut_off / num_answers,
             "without_signal": silent / num_groups,
             "reward_std": spread / num_groups,
         }
@@ -360,36 +229,36 @@ class RolloutLoader(Callback):
         epoch, position = divmod(draw, count)
         return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[position]]
 
-    def roll_out(self, engine: Engine, step: int) -> list[Group]:
-        """Answer this rank's questions of a step and score the answers."""
-        return self.answer(engine, self.draws(step))
+    def roll_out(self, step: int) -> list[Group]:
+        """Answer this rank's questions of a step with the current weights; score the answers."""
+        refresh(self.engine.model, self.model)
+        return self.answer(self.draws(step))
 
-    def resampled(self, engine: Engine, step: int, groups: Sequence[Group]) -> list[Group]:
+    def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups of `roll_out`; those without signal replaced where the settings say so."""
         groups = list(groups)
         for attempt in range(1, self.cfg.resample_zero_signal + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.answer(engine, [self.draws(step)[n] for n in silent], attempt)
+            others = self.answer([self.draws(step)[n] for n in silent], attempt)
             for n, group in zip(silent, others, strict=True):
                 groups[n] = group
         return groups
 
-    def answer(self, engine: Engine, draws: Sequence[int], attempt: int = 0) -> list[Group]:
+    def answer(self, draws: Sequence[int], attempt: int = 0) -> list[Group]:
         """
         Answer questions `num_samples` times each, and score the answers.
 
         A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
         question and its draw, not on ranks or on other prompts in the batch.
         """
-        cfg, questions = self.cfg, [self.question(draw, attempt) for draw in draws]
+        cfg, engine, waiting = self.cfg, self.engine, []
+        questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
-        waiting = []
         with self.machine.working(f"generating answers to {len(draws)} questions"):
             for draw, i in zip(draws, questions, strict=True):
                 seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
-                settings = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, seed=seed)
-                prompt = fit(render_prompt(self.tokenizer, self.task[i]), most)
-                waiting.append(engine.submit(prompt, settings, cfg.num_samples))
+                prompt = fit(render_prompt(engine.tokenizer, self.task[i]), most)
+                waiting.append(engine.submit(prompt, cfg.sampling(seed), cfg.num_samples))
             while engine.busy:
                 engine.step()
             return [
@@ -399,76 +268,126 @@ class RolloutLoader(Callback):
 
     def reward(self, i: int, answer: Completion) -> float:
         """The reward of an answer to question i of the task."""
-        task, number = self.task.locate(i)
-        text = self.tokenizer.decode(answer.ids)
-        return (
-            task.score(task[number], text)
-            + self.cfg.format_reward * task.answered(text)
-            - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
-        )
+        score = score_answer(self.task, i, self.engine.tokenizer.decode(answer.ids))
+        return score - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
 
     def mean_rewards(self, num_steps: int) -> list[float]:
         """The mean reward of each question of the first steps, answered by the current model."""
-        engine, mine = self.engine(self.model), {}
-        for step in range(num_steps):
-            groups = self.roll_out(engine, step)
-            for draw, group in zip(self.draws(step), groups, strict=True):
-                mine[draw] = sum(group.rewards) / len(group.rewards)
+        mine = {
+            draw: sum(group.rewards) / len(group.rewards)
+            for step in range(num_steps)
+            for draw, group in zip(self.draws(step), self.roll_out(step), strict=True)
+        }
         found = {k: v for other in self.machine.gather(mine) for k, v in other.items()}
         return [found[draw] for draw in sorted(found)]
 
 
+# ---- Evaluation before and after RL --------------------------------------------------------------
+
+
+class EvalResult(NamedTuple):
+    """What a model earned and solved."""
+
+    rewards: list[float]
+    """Mean reward of each of the first training questions."""
+    held_out: list[list[float]]
+    """Scores of the answers to each held-out question."""
+
+
+def pass_at(outcomes: Sequence[Sequence[float]], k: int) -> stats.Estimate:
+    """pass@k over the held-out questions."""
+    correct = [sum(score == 1 for score in scores) for scores in outcomes]
+    return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
+
+
 class HeldOut(Callback):
     """
-    Evaluates rewards and held-out answers before and after RL, and the latter every `every` steps.
-
-    num_rewards: training questions whose rewards are measured, rounded up to whole steps.
+    Evaluates rewards and held-out answers before and after RL, and the latter every `eval_every`
+    steps. `num_samples`: answers to each question of `task`. `reward_steps`: the steps whose
+    questions are answered for their rewards.
     """
 
     def __init__(
-        self,
-        rollouts: RolloutLoader,
-        task: Questions,
-        num_samples: int,
-        sampling: Sampling,
-        every: int,
-        num_rewards: int,
-        num_steps: int,
+        self, rollouts: RolloutLoader, task: Questions, num_samples: int, reward_steps: int
     ):
-        self.rollouts, self.task, self.every = rollouts, task, every
-        self.num_samples, self.sampling = num_samples, sampling
-        self.review = min(num_steps, math.ceil(num_rewards / rollouts.cfg.examples_per_step))
+        self.rollouts, self.task = rollouts, task
+        self.num_samples, self.reward_steps = num_samples, reward_steps
         started = time.perf_counter()
-        self.before = self.after = self.measure()
-        self.seconds_per_answer = (time.perf_counter() - started) / (
-            len(self.before.rewards) * rollouts.cfg.num_samples + len(task) * num_samples
+        self.before = self.after = self.measure("before")
+        of_a_step = rollouts.cfg.examples_per_step * rollouts.cfg.num_samples
+        share = of_a_step / (reward_steps * of_a_step + len(task) * num_samples)
+        # an answer takes a forward and a backward pass besides: twice the work of generating it
+        self.seconds_per_step = 3 * share * (time.perf_counter() - started)
+
+    def measure(self, when: str) -> EvalResult:
+        """Evaluate the current model and print the result."""
+        result = EvalResult(self.rollouts.mean_rewards(self.reward_steps), self.outcomes())
+        reward, right = stats.mean(result.rewards), pass_at(result.held_out, 1)
+        self.rollouts.machine.print0(
+            f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
+            f"held-out pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
         )
-        rollouts.machine.print0(f"before: {self.before}")
+        return result
 
-    def measure(self) -> EvalResult:
-        """Evaluate the current model."""
-        return EvalResult(self.rollouts.mean_rewards(self.review), self.outcomes())
-
-    def outcomes(self) -> Outcomes:
-        """The scores of the answers to the held-out questions."""
-        rollouts, count = self.rollouts, len(self.task)
-        engine = rollouts.engine(rollouts.model)
-        return score_by_generation(
-            engine, self.task, count, self.sampling, self.num_samples, rollouts.machine
-        ).outcomes
+    def outcomes(self) -> list[list[float]]:
+        """The scores of the current model's answers to the held-out questions."""
+        rollouts, task, n = self.rollouts, self.task, self.num_samples
+        engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
+        refresh(engine.model, rollouts.model)
+        return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
     def start(self, run: TrainingRun) -> None:
-        self.log = run.log
+        self.run = run
 
     def before_step(self, step: int, share: float) -> None:
         if step == 0:
-            self.log(0, self.before.logged)
+            self.run.log(0, {"pass_at_1": pass_at(self.before.held_out, 1).value})
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
+        every = self.run.cfg.eval_every
+        if not last and not (every and step % every == 0):
+            return {}
         if last:
-            self.after = self.measure()
-            self.rollouts.machine.print0(f"after: {self.after}")
-            return self.after.logged
-        if self.every and step % self.every == 0:
-            return {"pass_at_1": pass_at(self.outcomes(), 1).value}
-        return {}
+            self.after = self.measure("after")
+        outcomes = self.after.held_out if last else self.outcomes()
+        return {"pass_at_1": pass_at(outcomes, 1).value}
+
+    def values(self) -> dict[str, Any]:
+        """Rewards and pass@k on both sides; of several tasks, the change of each."""
+        metrics = read_metrics(stage_folder(self.run.kind) / self.run.tag / METRICS_FILE)
+        steps = [entry for entry in metrics if "reward" in entry]
+        before, after = self.before, self.after
+        found: dict[str, Any] = {
+            "Number of iterations": len(steps),
+            "Mean reward before": records.estimate(*stats.mean(before.rewards)),
+            "Mean reward after": records.estimate(*stats.mean(after.rewards)),
+            **change("Mean reward", before.rewards, after.rewards),
+        }
+        if "kl" in steps[-1]:
+            found["KL from the start, nats a token"] = steps[-1]["kl"]
+        rollouts, whole, silent = (
+            sum(entry.get(name, 0.0) for entry in steps)
+            for name in ("rollout_seconds", "step_seconds", "without_signal")
+        )
+        found["Time in rollouts"] = f"{rollouts / whole:.0%}"
+        found["Groups without signal"] = f"{silent / len(steps):.1%}"
+        for k in (k for k in (1, 2, 4, 8, 16) if k <= self.num_samples):
+            found[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
+            found[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
+        items = [[sum(o) / len(o) for o in result.held_out] for result in (before, after)]
+        found |= change("pass@1", *items)
+        by_task: dict[str, list[int]] = {}
+        for i in range(len(self.task)):
+            by_task.setdefault(self.task.locate(i)[0].name, []).append(i)
+        for name in sorted(by_task) if len(by_task) > 1 else ():
+            found |= change(f"pass@1 {name}", *([each[i] for i in by_task[name]] for each in items))
+        return found
+
+
+def change(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """By how much the same items moved, and whether that is more than noise."""
+    found = stats.compare(before, after)
+    return {
+        f"{name} change": records.estimate(found.difference, found.n, found.se),
+        f"{name} verdict": found.verdict,
+    }

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from nanochat.gpt import GPTConfig
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, rules
 
 WIDTH_PER_LAYER = 64
@@ -92,9 +92,7 @@ def auto_batch(tokens: float, max_seq_len: int) -> int:
 
 
 def plan_horizon(
-    used_params: int,
-    flops_per_token: float,
-    max_seq_len: int,
+    model: GPT,
     num_iterations: int | None = None,
     target_flops: float | None = None,
     target_param_data_ratio: float = 12.0,
@@ -114,11 +112,10 @@ def plan_horizon(
     for name, value in (given | {"total_batch_size": total_batch_size}).items():
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be positive, got {value}")
-    tokens = target_param_data_ratio * used_params
+    tokens, T = target_param_data_ratio * model.num_used_params(), model.cfg.max_seq_len
     if num_iterations is None and target_flops is not None:
-        tokens = target_flops / flops_per_token
-    default = auto_batch(tokens, max_seq_len)
-    batch = divisible_batch(total_batch_size, default, max_seq_len, world_size)
+        tokens = target_flops / model.flops_per_token()
+    batch = divisible_batch(total_batch_size, auto_batch(tokens, T), T, world_size)
     return Horizon(num_iterations or max(1, round(tokens / batch)), batch)
 
 

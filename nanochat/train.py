@@ -317,7 +317,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if step:
                 evaluate(run, progress, last=False)
             if step % CHECK_RANKS_EVERY == 0:
-                require_equal_ranks(run.optimizer.named_params(), machine, step)
+                require_equal_ranks(dict(run.model.named_parameters()), machine, step)
             started = time.perf_counter()
             done = train_step(run, step, horizon)
             if done is None:

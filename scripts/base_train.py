@@ -120,7 +120,7 @@ def pretrain(
     validation: type[ValidationLoss] = ValidationLoss,
     callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
     max_seconds: float | None = None,
-    ema_decay: float = 0.0,
+    make_optimizer: Callable[..., MuonAdamW] = MuonAdamW,
     identity: Mapping[str, Any] = {},
     rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
@@ -128,8 +128,8 @@ def pretrain(
     Train a base model and record it; tracks extend it.
 
     adapt: the configuration of a depth -> that of another model. callbacks: further ones.
-    max_seconds: a budget of training time. ema_decay: of the average that replaces the weights at
-    the end. identity: further settings that decide the result; a run with others is not resumed.
+    max_seconds: a budget of training time. make_optimizer: with the arguments of MuonAdamW.
+    identity: further settings that decide the result; a run with others is not resumed.
     rules: optimizer settings, horizon and width -> the update rules.
     """
     began, seed = Stopwatch(), cfg.train.seed
@@ -153,8 +153,7 @@ def pretrain(
     # Horizon and optimizer
     horizon, num_steps = plan(cfg, model, max_seconds, machine)
     table = rules(cfg.train.optim, horizon, model_cfg.d_model)
-    named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine, ema_decay)
+    optimizer = make_optimizer(model, table, machine)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run
@@ -199,9 +198,7 @@ def plan(
     as many as it is estimated to allow, for which text is packed.
     """
     horizon = plan_horizon(
-        model.num_used_params(),
-        model.flops_per_token(),
-        cfg.max_seq_len,
+        model,
         cfg.num_iterations,
         cfg.target_flops,
         cfg.target_param_data_ratio,

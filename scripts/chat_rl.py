@@ -8,22 +8,22 @@ Reads   chatsft_checkpoints/<tag>/ and the tasks' training and evaluation questi
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import settings, start
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
-from nanochat.gpt import GPT, for_inference, refresh
+from nanochat.gpt import GPT, for_inference
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
 from nanochat.lab.held_out import require_access, require_other_families
-from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import Memory, Prepared, choose_fused_engine
-from nanochat.rl import HeldOut, RLConfig, RolloutLoader, summarize
-from nanochat.sandbox import Tools
+from nanochat.rl import HeldOut, RLConfig, RolloutLoader
+from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Stopwatch,
@@ -33,7 +33,7 @@ from nanochat.train import (
     train,
     write_section,
 )
-from tasks.base import Mixture, Task
+from tasks.base import Mixture
 from tasks.buckets import TAGS, held_out_questions, questions
 from tasks.registry import key_of
 
@@ -43,11 +43,16 @@ BUILTIN_TASKS = {"embedded": "world_facts"}  # by the data set that the base mod
 SLOTS = 64  # answers generated at a time on one device
 RETIRED = {
     **RETIRED_FLAGS,
+    **dict.fromkeys(
+        ("overlong", "format_reward", "python", "unsafe_exec", "advantage", "split", "slots"),
+        "it was deleted: no script used it",
+    ),
+    **dict.fromkeys(
+        ("min_pass_rate", "max_pass_rate", "solved_from", "solved_to"),
+        "it is now one flag, --pass_rates=0.2,0.8",
+    ),
+    "compile_engine": "the decode step is compiled where enough is generated",
     "resample": "it is now --resample_zero_signal",
-    "solved_from": "it is now --min_pass_rate",
-    "solved_to": "it is now --max_pass_rate",
-    "split": "RL trains on the training split",
-    "slots": f"{SLOTS} answers are generated at a time",
 }
 
 
@@ -70,41 +75,25 @@ class ChatRL:
     steps; before and after, rewards of about as many training questions."""
     eval_samples: int = 8
     """Answers to each of them."""
-    min_pass_rate: float = 0.0
-    """Train only on questions that the parent model answers correctly at least this often,
-    estimated with as many answers as a group has."""
-    max_pass_rate: float = 1.0
-    """And at most this often: 0.2 to 0.8 leaves out what gives no gradient."""
-    python: bool = False
-    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
-    unsafe_exec: bool = False
-    """Run model-written code unsandboxed, with your permissions, where there is no sandbox."""
-    compile_engine: bool | None = None
-    """Compile the decode step. Default: on a GPU, and on a CPU where enough is generated."""
+    pass_rates: tuple[float, float] | None = None
+    """Train only on questions that the parent model answers correctly at a rate between these, as
+    in 0.2,0.8, estimated with as many answers as a group has. Default: on all."""
     save_optimizer: bool = False
     """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
     rl: RLConfig = field(default_factory=RLConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
-    train: TrainConfig = field(
-        default_factory=lambda: TrainConfig(
-            device_batch_size=8,
-            eval_every=60,
-            save_every=60,
-            saving=SavingConfig(keep=1),
-            optim=OptimConfig(weight_decay=0.0),
-        )
+    train: TrainConfig = TrainConfig(
+        device_batch_size=8,
+        eval_every=60,
+        save_every=60,
+        saving=SavingConfig(keep=1),
+        optim=OptimConfig(weight_decay=0.0),
     )
 
     def __post_init__(self) -> None:
         for name in ("eval_examples", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-
-    @property
-    def sampling(self) -> Sampling:
-        """For held-out questions: as for those of the training."""
-        rl = self.rl
-        return Sampling(rl.max_new_tokens, rl.temperature, rl.top_k, seed=self.train.seed + 1)
 
 
 def main(cfg: ChatRL) -> None:
@@ -128,23 +117,20 @@ def main(cfg: ChatRL) -> None:
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
     num_steps = cfg.num_iterations or rollouts.num_steps(cfg.num_epochs)
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
 
     # Evaluation before, and the canaries
-    every = cfg.train.eval_every
-    evaluator = HeldOut(
-        rollouts, held_out, cfg.eval_samples, cfg.sampling, every, cfg.eval_examples, num_steps
-    )
+    reward_steps = min(num_steps, math.ceil(cfg.eval_examples / cfg.rl.examples_per_step))
+    evaluator = HeldOut(rollouts, held_out, cfg.eval_samples, reward_steps)
     chats = {task.name: task for task in held_out.tasks}
     watch = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
-    answers = cfg.rl.examples_per_step * cfg.rl.num_samples
-    # an answer takes a forward and a backward pass besides: twice the work of generating it
-    seconds = 3 * evaluator.seconds_per_answer * answers * num_steps
+    rates, seconds = cfg.pass_rates, num_steps * evaluator.seconds_per_step
+    identity = {"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates and list(rates)}
     run = TrainingRun(
         kind="rl",
         model=model,
-        tokenizer=rollouts.tokenizer,
+        tokenizer=rollouts.engine.tokenizer,
         optimizer=optimizer,
         loader=rollouts,
         machine=machine,
@@ -155,56 +141,35 @@ def main(cfg: ChatRL) -> None:
         prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         inputs=inputs,
-        identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, **inputs},
+        identity={**identity, **inputs},
         state={"source": parent.state["source"]},
         settings=asked,
         keep_optimizer=cfg.save_optimizer,
     )
     train(run)
-    folder = run.checkpoint.folder.parent if run.checkpoint else None
-    metrics = read_metrics(folder / METRICS_FILE) if folder else []
-    names = [held_out.locate(i)[0].name for i in range(len(held_out))]
-    values = summarize(metrics, names, evaluator.before, evaluator.after) if metrics else {}
-    write_section(SECTION, run, values, began)
+    write_section(SECTION, run, {}, began)
 
 
 def open_rollouts(
     cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: DistContext
 ) -> RolloutLoader:
-    """Rollouts on the questions of `task` that are wanted, by one engine."""
-    tokenizer, samples = Tokenizer.read(parent.folder / "tokenizer.json"), cfg.rl.num_samples
-    answers = (cfg.num_iterations or 0) * cfg.rl.examples_per_step * samples
-    answers = answers or round(cfg.num_epochs * len(task) * samples)
-    compiled = choose_fused_engine(cfg.compile_engine, machine, answers * cfg.rl.max_new_tokens)
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    engine = Engine(for_inference(model), tokenizer, SLOTS, tool=tool, compiled=compiled)
-
-    def refreshed(model: GPT) -> Engine:
-        refresh(engine.model, model)
-        return engine
-
-    chosen = filter_by_pass_rate(cfg, task, engine, machine)
-    reference = for_inference(load_model(parent, machine)) if cfg.rl.log_kl else None
-    return RolloutLoader(
-        task, tokenizer, cfg.rl, cfg.train.seed, machine, model, refreshed, chosen, reference
-    )
-
-
-def filter_by_pass_rate(
-    cfg: ChatRL, task: Task, engine: Engine, machine: DistContext
-) -> list[int] | None:
-    """The questions that are neither too hard nor too easy, by number; None for all of them."""
-    if cfg.min_pass_rate <= 0 and cfg.max_pass_rate >= 1:
-        return None
-    sampling = replace(cfg.sampling, seed=cfg.train.seed + 2)
-    graded = score_by_generation(engine, task, len(task), sampling, cfg.rl.num_samples, machine)
-    rates = [sum(scores) / len(scores) for scores in graded.outcomes]
-    kept = [i for i, rate in enumerate(rates) if cfg.min_pass_rate <= rate <= cfg.max_pass_rate]
-    machine.print0(
-        f"training on {len(kept):,} of {len(rates):,} questions: those of which "
-        f"{cfg.min_pass_rate:.0%} to {cfg.max_pass_rate:.0%} of the answers are right"
-    )
-    return kept
+    """Rollouts by one engine, on the questions of `task` that are neither too hard nor too easy."""
+    rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
+    asked = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
+    compiled = choose_fused_engine(None, machine, asked * rl.num_samples * rl.max_new_tokens)
+    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    engine = Engine(for_inference(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
+    if cfg.pass_rates is not None:
+        (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
+        graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
+        rates = [sum(scores) / len(scores) for scores in graded.outcomes]
+        questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
+        machine.print0(
+            f"training on {len(questions):,} of {len(rates):,} questions: those of which "
+            f"{least:.0%} to {most:.0%} of the answers are right"
+        )
+    reference = for_inference(load_model(parent, machine)) if rl.log_kl else None
+    return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from nanochat.distributed import DistConfig, init_distributed
 from nanochat.hf.export import Imported, read_hf
 from nanochat.records import new_run_id
 
-BATCH_TOKENS = 524_288  # per step of training, where nobody knows what pretraining took
+BATCH_TOKENS = 524_288  # per step of training, where the batch of pretraining is unknown
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class MidTrain:
 
 
 DEFAULTS = MidTrain(
-    canaries=CanaryConfig(canary_every=0),
+    canaries=CanaryConfig("off"),
     train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
 )
 

@@ -70,7 +70,7 @@ def main() -> None:
     assert model.bigrams and model.bigrams.sparse
     named = dict(model.named_parameters())
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     rates, losses, norms = [], [], []
 
     def rows(step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -204,7 +204,7 @@ def test_one_and_two_processes_practise_alike(base):
         "-m scripts.chat_rl --source=base:one --num_iterations=3 "
         "--task=world_spelling=50,world_facts=50 "
         "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
-        "--resample_zero_signal=1 "
+        "--resample_zero_signal=1 --pass_rates=0,1 "
         "--eval_examples=6 --eval_samples=2 --dtype=float32"
     ).split()
     one, two = by_one_and_two(base, words, "chatrl_checkpoints")
@@ -213,6 +213,7 @@ def test_one_and_two_processes_practise_alike(base):
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
     (saved,) = one.glob("step_*")  # one checkpoint, without optimizer state
     assert not (saved / "optim.safetensors").exists()
+    assert read_json(saved / "state.json")["identity"]["pass_rates"] == [0.0, 1.0]
     values = read_json(base / "report" / "chat-rl.json")["values"]
     tasks = [f"pass@1 {of}change" for of in ("", "World-Facts ", "World-Spelling ")]
     assert [values[name]["n"] for name in tasks] == [6, 3, 3]

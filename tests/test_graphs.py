@@ -36,9 +36,9 @@ BASE = (
     f"--core_metric_max_per_task=4 --model_tag=graphs --num_iterations={STEPS}"
 ).split()
 SFT = (
-    "--source=base --from_tag=graphs --model_tag=graphs --compile=True --mixture=world_facts=300 "
+    "--source=base:graphs --model_tag=graphs --compile=True --mixture=world_facts=300 "
     f"--num_iterations={STEPS} --total_batch_size=512 --max_seq_len=128 --eval_tokens=1024 "
-    "--eval_every=2 --canary_every=4 --dtype=float32 --on_broken=warn"
+    "--eval_every=2 --canaries=warn --dtype=float32"
 ).split()
 
 

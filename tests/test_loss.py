@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat import loss as loss_module
-from nanochat.loss import IGNORE, SOFTCAP, chunked_cross_entropy, token_losses
+from nanochat.loss import EAGER, IGNORE, SOFTCAP, chunked_cross_entropy, token_losses
 
 V, C = 50, 12
 
@@ -32,7 +32,7 @@ def test_weights_of_either_sign_weigh_nats_and_gradients(problem):
     weights = torch.linspace(-2, 3, 70)
     want = (reference(hidden, head, targets) * weights).sum()
     wanted = torch.autograd.grad(want, (hidden, head))
-    got = chunked_cross_entropy(hidden, head, targets, weights)[0]
+    got = chunked_cross_entropy(hidden, head, targets, weights, EAGER)[0]
     gotten = torch.autograd.grad(got, (hidden, head))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     for g, w in zip(gotten, wanted, strict=True):
@@ -46,7 +46,7 @@ def test_loss_and_gradients_equal_those_of_the_definition(problem, masked):
         targets = targets.masked_fill(torch.arange(70) % 3 == 0, IGNORE)
     want = reference(hidden, head, targets).sum()
     wanted = torch.autograd.grad(want, (hidden, head))
-    got = chunked_cross_entropy(hidden, head, targets)[0]
+    got = chunked_cross_entropy(hidden, head, targets, None, EAGER)[0]
     gotten = torch.autograd.grad(got, (hidden, head))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for g, w in zip(gotten, wanted, strict=True):
@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_those_of_the_definition(problem, masked):
 def test_token_losses_are_those_of_the_definition(problem):
     hidden, head, targets = problem
     targets = targets.masked_fill(torch.arange(70) < 9, IGNORE)
-    got = token_losses(hidden, head, targets)
+    got = token_losses(hidden, head, targets, EAGER)
     torch.testing.assert_close(got, reference(hidden, head, targets), rtol=1e-5, atol=1e-5)
     assert (got[:9] == 0).all()
 
@@ -64,7 +64,7 @@ def test_token_losses_are_those_of_the_definition(problem):
 def test_the_slope_at_a_target_keeps_its_precision_in_bfloat16(problem):
     hidden, head, targets = problem
     small = hidden.detach().bfloat16().requires_grad_()
-    chunked_cross_entropy(small, head, targets)[0].backward()
+    chunked_cross_entropy(small, head, targets, None, EAGER)[0].backward()
     want = torch.autograd.grad(reference(hidden, head, targets).sum(), hidden)[0]
     error = (small.grad.float() - want).norm() / want.norm()
     assert error < 0.02
@@ -72,7 +72,7 @@ def test_the_slope_at_a_target_keeps_its_precision_in_bfloat16(problem):
 
 def test_B1_all_targets_masked_gives_a_finite_loss_and_zero_gradients(problem):
     hidden, head, targets = problem
-    loss = chunked_cross_entropy(hidden, head, torch.full_like(targets, IGNORE))[0]
+    loss = chunked_cross_entropy(hidden, head, torch.full_like(targets, IGNORE), None, EAGER)[0]
     loss.backward()
     assert loss.item() == 0
     assert (hidden.grad == 0).all() and (head.grad == 0).all()
@@ -80,6 +80,6 @@ def test_B1_all_targets_masked_gives_a_finite_loss_and_zero_gradients(problem):
 
 def test_extreme_logits_stay_finite(problem):
     hidden, head, targets = problem
-    loss = chunked_cross_entropy(hidden * 1e4, head, targets)[0]
+    loss = chunked_cross_entropy(hidden * 1e4, head, targets, None, EAGER)[0]
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(hidden.grad).all()

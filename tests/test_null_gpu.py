@@ -69,7 +69,7 @@ def test_every_stage_runs_on_a_gpu(on_gpu: OnGPU, base: Path):
     on_gpu("scripts.chat_sft", "--mixture=world_chat=40,world_problems=20", *short)
     on_gpu(
         "scripts.chat_rl", "--num_iterations=2", "--examples_per_step=2", "--num_samples=2",
-        "--max_new_tokens=8", "--eval_examples=2", "--eval_samples=2", "--compile_engine=0",
+        "--max_new_tokens=8", "--eval_examples=2", "--eval_samples=2",
     )  # fmt: skip
     answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8", "--compile_engine=0")
     assert "World-Choice" in on_gpu("scripts.chat_eval", *answers)

@@ -1,11 +1,13 @@
 """The update rules against their definitions, and the sharded optimizer against the plain one."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanochat import optim
+from nanochat.golf.qat import AveragingMuonAdamW
 from nanochat.optim import (
     MuonAdamW,
     OptimConfig,
@@ -17,7 +19,8 @@ from nanochat.optim import (
 
 def make(named, roles, machine, **rule_overrides):
     table = rules(OptimConfig(weight_decay=0.1), d_model=768) | rule_overrides
-    return MuonAdamW(named, roles, table, machine)
+    model = SimpleNamespace(named_parameters=named.items, param_roles=lambda: roles)
+    return MuonAdamW(model, table, machine)
 
 
 def test_orthogonalize_pushes_every_singular_value_towards_one():
@@ -32,11 +35,6 @@ def test_orthogonalize_pushes_every_singular_value_towards_one():
         turned = u.mT @ result @ v.mT  # diagonal where the singular vectors are kept
         off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
         assert off.abs().max() < 1e-3
-
-
-def test_orthogonalize_refuses_a_vector():
-    with pytest.raises(ValueError, match=r"shape \(5,\)"):
-        orthogonalize(torch.ones(5))
 
 
 def test_adamw_equals_pytorch(machine):
@@ -167,9 +165,8 @@ def test_decoupled_decay_shrinks_every_weight_before_its_update(machine):
 
 
 def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
-    named, roles = dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles()
-    table = rules(OptimConfig(), 768)
-    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.9)
+    named, table = dict(tiny_gpt.named_parameters()), rules(OptimConfig(), 768)
+    optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     want = {n: p.detach().clone() for n, p in named.items()}
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     for step in (1, 2, 3):
@@ -178,7 +175,7 @@ def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
         optimizer.step(1.0)
         keep = (1 + step) / (10 + step)  # less than 0.9, to forget where it began
         want = {n: keep * w + (1 - keep) * named[n].detach() for n, w in want.items()}
-    other = MuonAdamW(named, roles, table, machine, ema_decay=0.9)
+    other = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     other.load_state_dict(optimizer.state_dict())
     other.take_average()
     for name, p in named.items():
@@ -188,7 +185,7 @@ def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
 def test_a_rehearsal_changes_neither_weights_nor_state(machine, tiny_gpt):
     named = dict(tiny_gpt.named_parameters())
     table = rules(OptimConfig(weight_decay=0.1), 768)
-    optimizer = MuonAdamW(named, tiny_gpt.param_roles(), table, machine, ema_decay=0.9)
+    optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()
     optimizer.reduce_gradients()
@@ -251,5 +248,5 @@ def test_state_survives_a_round_trip_and_names_what_is_missing(machine, tiny_gpt
     for name, value in second.state_dict().items():
         assert torch.equal(value, saved[name]), name
     del saved["head.weight.first"]
-    with pytest.raises(ValueError, match="head.weight.first"):
+    with pytest.raises(KeyError, match="head.weight.first"):
         second.load_state_dict(saved)

@@ -76,8 +76,7 @@ def test_R32_five_rehearsals_keep_no_activation(machine, tiny_gpt, optimizer):
 @pytest.fixture
 def optimizer(machine, tiny_gpt):
     table = rules(OptimConfig(), TINY.d_model)
-    named = dict(tiny_gpt.named_parameters())
-    return MuonAdamW(named, tiny_gpt.param_roles(), table, machine)
+    return MuonAdamW(tiny_gpt, table, machine)
 
 
 def test_preparing_changes_no_weight_and_finds_what_fits(machine, tiny_gpt, optimizer):

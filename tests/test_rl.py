@@ -15,11 +15,9 @@ from nanochat.rl import (
     Group,
     RLConfig,
     RolloutLoader,
-    advantages,
-    examples,
     kl_to_reference,
-    pad_batches,
     shuffled,
+    weighted_batches,
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig, TrainingRun, run_loop, train_step
@@ -35,8 +33,8 @@ def model_of(seed=0):
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
 
 
-def batches_of(learned, rows):
-    return list(pad_batches(learned, rows, TOKENIZER.bos_id, torch.device("cpu")))
+def batches_of(groups, rows):
+    return weighted_batches(groups, rows, TOKENIZER.bos_id, torch.device("cpu"))
 
 
 def answer(prompt, ids, sampled=None, end=None, finish="stop"):
@@ -44,24 +42,19 @@ def answer(prompt, ids, sampled=None, end=None, finish="stop"):
     return found
 
 
-def test_an_advantage_is_what_a_reward_has_over_its_group():
-    assert advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
-    assert advantages([1, 0, 0, 1], "std") == pytest.approx([1, -1, -1, 1], abs=1e-5)
-    assert advantages([1, 0, 0], "leave_one_out") == pytest.approx([1, -0.5, -0.5])
-
-
 def test_only_sampled_tokens_of_groups_with_signal_are_learned():
     prompt = [5, 6, 7]
     mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
     cut = answer(prompt, [20, 21], finish="length")
     groups = [Group([mixed, cut], [1.0, 0.0]), Group([mixed, cut], [1.0, 1.0])]
-    first, second = examples(groups, CFG)
-    assert first.ids == [5, 6, 7, 10, 11, 12]
-    assert first.targets == [IGNORE, IGNORE, 10, IGNORE, 12, 264]
-    assert (first.advantage, second.advantage) == (0.5, -0.5)
-    assert second.targets == [IGNORE, IGNORE, 20, 21]
-    dropped = RLConfig(overlong="drop")
-    assert len(examples(groups, dropped)) == 1
+    second, first = batches_of(groups, 1)
+    assert first.tokens.tolist() == [[5, 6, 7, 10, 11, 12]]
+    assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
+    assert (set(first.weights.flatten().tolist()), first.num_targets) == ({0.5}, 3)
+    assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
+    assert (set(second.weights.flatten().tolist()), second.num_targets) == ({-0.5}, 2)
+    (both,) = batches_of(groups, 2)
+    assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
 
 
 def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
@@ -70,18 +63,18 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups, CFG)
-    count = sum(t != IGNORE for e in learned for t in e.targets)
+    alone = batches_of(groups, 1)
+    count = sum(each.num_targets for each in alone)
     want = torch.zeros(())
-    for e in learned:
-        logp = model(torch.tensor([e.ids]))[0].log_softmax(-1)
-        for place, target in enumerate(e.targets):
+    for each in alone:
+        logp = model(each.tokens)[0].log_softmax(-1)
+        for place, target in enumerate(each.targets[0].tolist()):
             if target != IGNORE:
-                want = want - e.advantage * logp[place, target] / count
+                want = want - each.weights[0, place] * logp[place, target] / count
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
         run = run_of(machine, model)
-        run.loader.micro_batches = lambda *step, rows=rows: batches_of(learned, rows)
+        run.loader.micro_batches = lambda *step, rows=rows: batches_of(groups, rows)
         model.zero_grad()
         run.optimizer.reduce_gradients = lambda: 1.0
         scales = []
@@ -97,20 +90,19 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
-    learned = examples(groups, CFG)
     terms = []
-    for e in learned:
-        ours, theirs = (m(torch.tensor([e.ids]))[0].log_softmax(-1) for m in (model, start))
+    for each in batches_of(groups, 1):
+        ours, theirs = (m(each.tokens)[0].log_softmax(-1) for m in (model, start))
         d = [
             float((theirs[i, t] - ours[i, t]).detach())
-            for i, t in enumerate(e.targets)
+            for i, t in enumerate(each.targets[0].tolist())
             if t != IGNORE
         ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
-        found = kl_to_reference(model, start, batches_of(learned, rows), machine)
+        found = kl_to_reference(model, start, batches_of(groups, rows), machine)
         assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
-    assert kl_to_reference(model, model, batches_of(learned, 2), machine) == 0.0
+    assert kl_to_reference(model, model, batches_of(groups, 2), machine) == 0.0
     assert kl_to_reference(model, start, [], machine) == 0.0
 
 
@@ -131,13 +123,10 @@ class LowTokens:
     def score(self, conversation, answer):
         return float(bool(answer) and ord(answer[0]) < 128)
 
-    def answered(self, answer):
-        return len(answer) > 2
-
 
 def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     table = rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     loader = loader_of(machine, seed=seed, model=model)
     return TrainingRun(
         kind="rl",
@@ -205,13 +194,11 @@ def test_R7_a_signal_before_the_rollouts_ends_the_run(machine):
 
 def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed):
     cfg = replace(CFG, **changed)
-
-    def engine(model):
-        return Engine(for_inference(model), TOKENIZER, slots=16)
-
     task = task or LowTokens()
     model = model or model_of()
-    return RolloutLoader(task, TOKENIZER, cfg, seed, machine, model, engine, questions)
+    engine = Engine(for_inference(model), TOKENIZER, slots=16)
+    questions = range(len(task)) if questions is None else questions
+    return RolloutLoader(task, questions, cfg, seed, machine, model, engine)
 
 
 def numbers(loader, step):
@@ -219,15 +206,15 @@ def numbers(loader, step):
 
 
 def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
-    names, engine = [], Engine(for_inference(model_of()), TOKENIZER, 8)
-    step = engine.step
+    names, loader = [], loader_of(machine, examples_per_step=2)
+    step = loader.engine.step
 
     def recorded():
         names.extend(active_work)
         return step()
 
-    monkeypatch.setattr(engine, "step", recorded)
-    loader_of(machine, examples_per_step=2).roll_out(engine, 0)
+    monkeypatch.setattr(loader.engine, "step", recorded)
+    loader.roll_out(0)
     assert set(names) == {"generating answers to 2 questions"}
 
 
@@ -246,12 +233,10 @@ def test_ranks_share_the_questions_of_a_step_or_it_is_refused(machine):
         loader_of(first, examples_per_step=5)
 
 
-def test_an_answer_in_the_right_form_earns_something_where_asked_for(machine):
+def test_a_longer_answer_earns_less_where_asked_for(machine):
     said = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
-    plain, formed = loader_of(machine), loader_of(machine, format_reward=0.25)
-    assert [plain.reward(1, a) for a in said] == [1.0, 0.0, 1.0]
-    assert [formed.reward(1, a) for a in said] == [1.0, 0.25, 1.25]
     brief = loader_of(machine, length_penalty=0.6)
+    assert [loader_of(machine).reward(1, a) for a in said] == [1.0, 0.0, 1.0]
     assert [brief.reward(1, a) for a in said] == pytest.approx([0.9, -0.4, 0.7])
 
 
@@ -264,26 +249,24 @@ def test_only_the_chosen_questions_are_practised(machine):
 
 
 def test_questions_without_signal_are_replaced_where_asked_for(machine):
-    engine = Engine(for_inference(model_of()), TOKENIZER, slots=16)
     loader = loader_of(machine, num_samples=3, examples_per_step=10, resample_zero_signal=2)
-    groups = loader.roll_out(engine, 0)
-    learned = loader.resampled(engine, 0, groups)
+    groups = loader.roll_out(0)
+    learned = loader.resample(0, groups)
     silent = [n for n, group in enumerate(groups) if not group.has_signal]
     assert 1 < len(silent) < 10
     still = [n for n, group in enumerate(learned) if not group.has_signal]
     assert set(still) < set(silent)
     for n in range(10):
         assert n in silent or learned[n] is groups[n]
-    again = loader.resampled(engine, 0, groups)  # the same others, whatever the company
+    again = loader.resample(0, groups)  # the same others, whatever the company
     assert [g.rewards for g in again] == [g.rewards for g in learned]
-    assert loader_of(machine, num_samples=3).resampled(engine, 0, groups) == groups
+    assert loader_of(machine, num_samples=3).resample(0, groups) == groups
 
 
 def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
     loader = loader_of(machine)
     found = loader.mean_rewards(2)
-    engine = loader.engine(loader.model)
-    groups = [group for step in (0, 1) for group in loader.roll_out(engine, step)]
+    groups = [group for step in (0, 1) for group in loader.roll_out(step)]
     assert found == [sum(group.rewards) / 6 for group in groups]
     assert len(set(found)) > 1
 

@@ -41,7 +41,7 @@ def tokenizer():
 
 def new_optimizer(model, machine):
     table = rules(OptimConfig(), TINY.d_model)
-    return MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    return MuonAdamW(model, table, machine)
 
 
 @pytest.fixture

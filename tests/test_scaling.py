@@ -1,5 +1,7 @@
 """Depth decides everything, and what is given explicitly wins."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nanochat.optim import SCALAR_LR, OptimConfig
@@ -18,7 +20,12 @@ D12 = 110_100_480  # matmul parameters of depth 12 at 32,768 ids
 
 
 def plan(**settings):
-    return plan_horizon(D12, 1e9, 2048, **settings)
+    model = SimpleNamespace(
+        num_used_params=lambda: D12,
+        flops_per_token=lambda: 1e9,
+        cfg=SimpleNamespace(max_seq_len=2048),
+    )
+    return plan_horizon(model, **settings)
 
 
 @pytest.mark.parametrize(

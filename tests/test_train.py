@@ -14,7 +14,7 @@ from nanochat.checkpoint import Checkpoints, Progress, SavingConfig, build_model
 from nanochat.common import PREEMPTED, UNEVALUATED, Interrupted, StoppedWaiting, UsageError
 from nanochat.dataloader import inputs_and_targets
 from nanochat.evaluators import Evaluator
-from nanochat.golf.qat import LateQuantization
+from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig, as_stored
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
@@ -88,7 +88,7 @@ def make_run(
 ):
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed)
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     saved, logged = [], []
     run = TrainingRun(
         kind="base",
@@ -276,8 +276,8 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
     named = dict(run.model.named_parameters())
     averaged = {n: p.detach().clone() for n, p in named.items()}
     keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # little at first, then its share
-    table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), run.model.param_roles()
-    optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
+    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    optimizer = AveragingMuonAdamW(run.model, table, machine, ema_decay=0.4)
 
     def log(step, values):
         if "lr" in values:
@@ -302,8 +302,8 @@ def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     for seed in (0, 1):  # of the new weights; the rows are the same
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
-        table, roles = rules(OptimConfig(weight_decay=0.1), TINY.d_model), model.param_roles()
-        optimizer = MuonAdamW(named, roles, table, machine, ema_decay=0.4)
+        table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+        optimizer = AveragingMuonAdamW(model, table, machine, ema_decay=0.4)
         with Checkpoints(base / "averaged", machine, saving, keep_optimizer=False) as checkpoints:
             progress = checkpoints.begin({}, model, optimizer, 4)
 
@@ -323,7 +323,7 @@ def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
     run, *_ = make_run(machine, num_steps=1)
     named = dict(run.model.named_parameters())
     start = {n: p.detach().clone() for n, p in named.items()}
-    late = LateQuantization(named, QuantConfig("*=int5"), start=0.0)
+    late = LateQuantization(run.model, QuantConfig("*=int5"), start=0.0)
     seen = []
 
     class Watched:

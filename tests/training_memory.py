@@ -15,7 +15,7 @@ import torch
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
-from nanochat.hardware import resident_peak
+from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import KernelConfig, prepare
 from nanochat.scaling import ShapeConfig, shape_for_depth
@@ -55,12 +55,11 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
     tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))
-    host = resident_peak()
+    host = peak_memory_bytes(CPU)
     model = build_model(shape, machine.device, machine.dtype, seed=0)
-    host = resident_peak() - host
+    host = peak_memory_bytes(CPU) - host
     table = rules(OptimConfig(), shape.d_model)
-    named = dict(model.named_parameters())
-    optimizer = MuonAdamW(named, model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):
         ready = prepare(

@@ -22,7 +22,7 @@ from nanochat.bench.table import Findings, Line, Point, in_turn
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import known_peak, peak_memory_bytes
+from nanochat.hardware import peak_flops, peak_memory_bytes
 from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -47,8 +47,7 @@ class Work:
     def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
         table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-        named = dict(self.model.named_parameters())
-        self.optimizer = MuonAdamW(named, self.model.param_roles(), table, machine)
+        self.optimizer = MuonAdamW(self.model, table, machine)
         self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
@@ -109,7 +108,7 @@ def bench_training(
     rates = [all_tokens / statistics.median(map(sum, group)) for group in groups]
     step, least = sum(medians), statistics.mean(products)
     flops = model.flops_per_token() * tokens.numel() / step
-    peak = known_peak(machine.device)
+    peak = peak_flops(machine.device_name)
     memory = peak_memory_bytes(machine.device) / 2**20
     mode = "compiled" if work.compiled else "eager"
     print(
@@ -118,7 +117,7 @@ def bench_training(
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
         f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"
         f"reached     {flops / 1e12:.3f} TFLOP/s"
-        + (f", {flops / peak.flops:.1%} of the data sheet" if peak else "")
+        + (f", {flops / peak:.1%} of the data sheet" if peak else "")
         + f"; reads run at {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"

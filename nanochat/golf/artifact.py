@@ -77,7 +77,7 @@ class Artifact:
     """By name, float32, on their grids."""
     formats: dict[str, Format]
     origin: dict[str, Any]
-    """What the writer was told of it."""
+    """What the writer recorded of it."""
 
     def build(self, machine: DistContext) -> GPT:
         """The model on the machine's device."""
@@ -150,8 +150,8 @@ def compress(data: bytes, compressor: Compressor) -> bytes:
 def pack(levels: np.ndarray, bits: int) -> bytes:
     """Levels (n,) int8 in `bits` bits each, without gaps; the last byte is filled up with zeros."""
     unsigned = (levels.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
-    places = np.arange(bits - 1, -1, -1, dtype=np.uint8)
-    return np.packbits((unsigned[:, None] >> places) & 1).tobytes()
+    shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
+    return np.packbits((unsigned[:, None] >> shifts) & 1).tobytes()
 
 
 # ------------------------------------------------------------------------------------------------

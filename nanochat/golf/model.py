@@ -16,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Rope, rotary, rotate
-from nanochat.gpt import GPT, Attention, Block, GPTConfig, config_from, fill, norm
+from nanochat.attention import Rope, rotate
+from nanochat.gpt import GPT, Attention, GPTConfig, config_from, fill, norm
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
 TIED_STD = 0.005  # of an embedding that is also the LM head
@@ -100,29 +100,27 @@ class GolfGPT(GPT):
 
     def __init__(self, cfg: GolfConfig, dtype: torch.dtype = torch.float32):
         super().__init__(cfg, dtype)
+        self.rotary_dims = cfg.rope_dims or cfg.head_dim
         if cfg.tie_embeddings:
             self.head = None  # type: ignore[assignment]
+        if cfg.projection_init == "scaled":
+            self.output_scale = (2 * cfg.n_layer) ** -0.5
 
     @property
     def head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        super().init_weights(generator)
+        if self.cfg.qk_gain_init is not None:
+            for block in self.blocks:
+                nn.init.constant_(block.get_parameter("attention.gain"), self.cfg.qk_gain_init)
 
     def init_embeddings(self, generator: torch.Generator | None) -> None:
         """As in GPT; a tied embedding is as small as a head that scores all tokens alike."""
         if self.head is not None:
             return super().init_embeddings(generator)
         fill(self.embed.weight, nn.init.normal_, std=TIED_STD, generator=generator)
-        if self.bigrams is not None:
-            nn.init.zeros_(self.bigrams.weight)
-
-    def init_block(
-        self, block: Block, generator: torch.Generator | None, output_scale: float = 0.0
-    ) -> None:
-        if self.cfg.projection_init == "scaled":
-            output_scale = (2 * self.cfg.n_layer) ** -0.5
-        super().init_block(block, generator, output_scale)
-        if self.cfg.qk_gain_init is not None:
-            nn.init.constant_(block.get_parameter("attention.gain"), self.cfg.qk_gain_init)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         if self.cfg.init == "uniform" or scale == 0:
@@ -136,10 +134,6 @@ class GolfGPT(GPT):
         if self.head is None:
             roles["embed.weight"] = "tied"
         return {name: "gain" if name.endswith(".gain") else r for name, r in roles.items()}
-
-    def rope(self, positions: Tensor) -> Rope:
-        rotated = self.cfg.rope_dims or self.cfg.head_dim
-        return rotary(positions, rotated, self.cfg.rope_theta, self.dtype)
 
 
 class RecursiveGolfGPT(RecursiveGPT, GolfGPT):

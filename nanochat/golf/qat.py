@@ -1,18 +1,22 @@
 """
-Late quantization-aware training: the forward pass sees the weights as the artifact stores them.
+What golf adds to training: late quantization, and an average of the weights.
 
     share of the run done -> LateQuantization.forward_context -> weights on their grid, then back
+    weights after each step -> AveragingMuonAdamW -> their average at the end of the run
 
-Gradients move the weights themselves (a straight-through estimator, arXiv:1308.3432).
+In late quantization the forward pass sees the weights as the artifact stores them; gradients move
+the weights themselves (a straight-through estimator, arXiv:1308.3432).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, as_stored
+from nanochat.optim import MuonAdamW, ParamGroup
 from nanochat.train import Callback
 
 
@@ -26,9 +30,9 @@ class LateQuantization(Callback):
     be folded away. The work is once per step, not once per micro-batch.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], cfg: QuantConfig, start: float):
-        self.params, self.cfg, self.start_share = dict(params), cfg, start
-        self.formats = cfg.formats(params)
+    def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):
+        self.params, self.cfg, self.start_share = dict(model.named_parameters()), cfg, start
+        self.formats = cfg.formats(self.params)
 
     @contextmanager
     def forward_context(self, share: float) -> Iterator[None]:
@@ -45,3 +49,25 @@ class LateQuantization(Callback):
             with torch.no_grad():
                 for name, p in self.params.items():
                     p.copy_(kept[name])
+
+
+class AveragingMuonAdamW(MuonAdamW):
+    """A MuonAdamW that keeps an exponential moving average of the weights, of decay `ema_decay`."""
+
+    def __init__(self, *args: Any, ema_decay: float):
+        super().__init__(*args)
+        self.ema_decay = ema_decay
+        for group in self.groups:
+            group.state["average"] = group.weight().clone()
+
+    def update(self, group: ParamGroup, weight: Tensor, *settings: float) -> None:
+        super().update(group, weight, *settings)
+        step = self.steps_taken  # less at first, to forget the start
+        kept = min(self.ema_decay, (1 + step) / (10 + step))
+        group.state["average"].lerp_(weight, 1 - kept)
+
+    @torch.no_grad()
+    def take_average(self) -> bool:
+        for group in self.groups:
+            group.unstack_into(group.params, self.gather_state(group, "average"))
+        return True

@@ -3,9 +3,9 @@ Weights on a grid: a few levels and one scale per row of a matrix, by the name o
 
     weight (M, N) -> scale (M,) float16, level (M, N) int8 -> level * scale, the same shape
 
-The exporter stores scales and levels; late quantisation-aware training lets the forward pass see
+The exporter stores scales and levels; late quantization-aware training lets the forward pass see
 exactly what those give back, while the optimizer goes on moving the weights themselves (a
-straight-through estimator, arXiv:1308.3432). Knows no file and no model.
+straight-through estimator, arXiv:1308.3432).
 """
 
 import fnmatch

@@ -1,7 +1,8 @@
 """
 Detect a broken fine-tuning run early: a small fixed suite, measured before and during training.
 
-    Suite.measure, parent and model -> CanaryMonitor: note, warn or broken -> the run stops
+    checkpoint -> pretraining_text; text, conversations -> Suite.measure -> figures by name
+    figures of parent and model -> CanaryMonitor: note, warn or broken -> the run stops
 
 Post-training may cost some bits per byte on the pretraining text, but not many; the rise is
 measured as a share of the way to a uniform distribution over tokens. The loss on the training
@@ -14,19 +15,237 @@ failures (dev/LOG.md).
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
+import torch
+
+from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import Checkpoint, Progress
 from nanochat.common import BROKEN, UsageError
+from nanochat.dataloader import inputs_and_targets
+from nanochat.dataset import DataConfig
 from nanochat.distributed import DistContext
+from nanochat.engine import Completion, Engine, Sampling
+from nanochat.eval_bpb import Batch
 from nanochat.finetune import FineTuning, split
-from nanochat.gpt import GPT
-from nanochat.lab.canary_suite import Suite, pretraining_text
+from nanochat.gpt import GPT, for_inference
+from nanochat.loss import IGNORE
+from nanochat.mixture import open_corpus, open_texts
+from nanochat.packing import ensure
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, Step, TrainingRun
 from tasks.base import Task
+from tasks.builtin import ensure_written
+
+# ---- The suite: pretraining text, training conversations, answers to held-out ones ---------------
+# It renders its conversations itself, as the finished model will see them: a training on anything
+# else is found by comparing.
+
+TEXT_TOKENS = 4096  # of pretraining text
+NUM_ANSWERS = 16  # to held-out conversations, all buckets together
+MAX_ANSWER_TOKENS = 128
+NGRAM = 4  # tokens whose repetition is counted
+NUM_LOSSES = 64  # training conversations, all buckets together, whose loss is measured
+ROWS_PER_PASS = 8
+NUM_COMPARED = 64  # conversations of each bucket that are compared with packed rows
+
+
+@dataclass
+class Suite:
+    """A fixed set of texts and conversations; by bucket, as the fields of `mixture` name them."""
+
+    tokenizer: Tokenizer
+    text: Sequence[Batch]
+    chats: Mapping[str, Task]
+    """Held-out conversations to answer."""
+    taught: Mapping[str, Task] = field(default_factory=dict)
+    """Conversations of the training."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of the training tokens."""
+
+    def measure_parent(self, model: GPT) -> dict[str, float]:
+        """As `measure`, and the bits per byte of the text if every token were as likely."""
+        found = self.measure(model)
+        if self.text:
+            sizes = self.tokenizer.token_bytes()
+            targets = np.concatenate([targets.ravel() for _, targets in self.text])
+            lengths = np.where(targets == IGNORE, 0, sizes[targets])
+            num_tokens, num_bytes = int((lengths > 0).sum()), int(lengths.sum())
+            found["knowing_nothing"] = math.log2(len(sizes)) * num_tokens / num_bytes
+        return found
+
+    def measure(self, model: GPT) -> dict[str, float]:
+        """
+        All figures of the suite by name, of the inference copy of `model`: a compiled model would
+        be compiled for each length of the conversations.
+        """
+        model, found = for_inference(model), {}
+        if self.text:
+            found["text_bpb"] = self.text_bpb(model)
+        return {**found, **self.measure_losses(model), **self.measure_answers(model)}
+
+    @torch.no_grad()
+    def text_bpb(self, model: GPT) -> float:
+        """Bits per byte of the pretraining text."""
+        sizes = torch.from_numpy(self.tokenizer.token_bytes().astype(np.int64)).to(model.device)
+        nats, num_bytes = 0.0, 0
+        for tokens, targets in self.text:
+            x, y = (torch.from_numpy(each).to(model.device) for each in (tokens, targets))
+            lengths = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
+            nats += float(torch.where(lengths > 0, model.token_losses(x, y).double(), 0.0).sum())
+            num_bytes += int(lengths.sum())
+        return nats / math.log(2) / max(1, num_bytes)
+
+    @torch.no_grad()
+    def measure_losses(self, model: GPT) -> dict[str, float]:
+        """Nats per target of the training conversations, buckets weighted as in the mixture."""
+        nats, counted, tokens = Counter(), Counter(), Counter()
+        T = model.cfg.max_seq_len
+        some = [(name, self.render(name, i, T)) for name, i in select(self.taught, NUM_LOSSES)]
+        for first in range(0, len(some), ROWS_PER_PASS):
+            group = some[first : first + ROWS_PER_PASS]
+            x = pad([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
+            y = pad([targets for _, (_, targets) in group], IGNORE, model.device)
+            sums = model.token_losses(x, y).double().sum(1).tolist()
+            for (name, (ids, targets)), loss in zip(group, sums, strict=True):
+                nats[name] += loss
+                counted[name] += sum(target != IGNORE for target in targets)
+                tokens[name] += len(ids)
+        weights = {n: self.shares[n] * counted[n] / tokens[n] for n in nats if counted[n]}
+        total = math.fsum(weights.values())
+        loss = math.fsum(w * nats[n] / counted[n] for n, w in weights.items())
+        return {"taught_loss": loss / total} if total else {}
+
+    def compare_rows(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        """
+        Packed rows of the run, both (n, T), compared with its conversations: the ratio of the
+        shares of tokens that carry loss (at least 1), and the total variation (0 to 1) of the
+        tokens before answers. Empty without training conversations.
+        """
+        size = counted = 0.0
+        leads = defaultdict[int, float](float)
+        for name, bucket in self.taught.items():
+            some = select({name: bucket}, NUM_COMPARED)
+            pairs = [self.render(name, i, tokens.shape[1]) for name, i in some]
+            length = sum(len(ids) - 1 for ids, _ in pairs)  # without BOS, which also pads rows
+            weight = self.shares[name] / length
+            for ids, row in pairs:
+                counted += weight * sum(target != IGNORE for target in row)
+                for lead in before_answers(np.array(ids), np.array(row)).tolist():
+                    leads[lead] += weight
+            size += self.shares[name]
+        if not (size and counted):
+            return {}
+        share = (targets != IGNORE).sum() / (tokens != self.tokenizer.bos_id).sum()
+        ratio = float(share) * size / counted
+        return {
+            "counted": max(ratio, 1 / ratio) if ratio else math.inf,
+            "lead": total_variation(leads, Counter(before_answers(tokens, targets).tolist())),
+        }
+
+    def render(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
+        """Tokens and targets of a training conversation, IGNORE where no loss is counted."""
+        ids, mask = render(self.tokenizer, self.taught[name][i], max_seq_len + 1)
+        targets = [token if own else IGNORE for token, own in zip(ids, mask, strict=True)]
+        return ids[:-1], targets[1:]
+
+    def measure_answers(self, model: GPT) -> dict[str, float]:
+        """The form of greedy answers to held-out prompts; empty without such conversations."""
+        T = model.cfg.max_seq_len
+        longest = min(MAX_ANSWER_TOKENS, T // 2)
+        asked, prompts, expected = [], [], 0
+        for name, i in select(self.chats, NUM_ANSWERS):
+            whole, _ = render(self.tokenizer, self.chats[name][i])
+            prompt = render_prompt(self.tokenizer, self.chats[name][i])
+            if len(whole) - len(prompt) <= longest / 2:  # a good answer can end in time
+                asked.append((self.chats[name], i))
+                prompts.append(prompt[longest - T :])  # the end of a long prompt
+                expected += len(whole) - len(prompt)
+        if not asked:
+            return {}
+        engine = Engine(model, self.tokenizer, len(asked))
+        answers = [a for (a,) in engine.generate(prompts, Sampling(longest, 0.0, None))]
+        texts = [self.tokenizer.decode(answer.ids) for answer in answers]
+        pairs = list(zip(asked, texts, strict=True))
+        choices = [text.strip() for (task, i), text in pairs if task.letters(i)]
+        most = max(Counter(choices).values()) / len(choices) if len(choices) >= 4 else math.nan
+        ratio = max(1, sum(len(answer.ids) for answer in answers)) / expected
+        return {
+            "length": max(ratio, 1 / ratio),
+            "no_end": sum(answer.finish == "length" for answer in answers) / len(answers),
+            "unreadable": 1 - sum(task.answered(text) for (task, _), text in pairs) / len(pairs),
+            "repeated": sum(map(repeated_share, answers)) / len(answers),
+            "one_letter": most,
+        }
+
+
+def select(buckets: Mapping[str, Task], num: int) -> list[tuple[str, int]]:
+    """Bucket and index of `num` conversations: at least two of each bucket, evenly spread."""
+    found = []
+    for name, bucket in buckets.items():
+        each = min(len(bucket), max(2, num // len(buckets)))
+        found += [(name, i * len(bucket) // each) for i in range(each)]
+    return found
+
+
+def pad(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> torch.Tensor:
+    """Rows of different lengths as one tensor, padded at their ends."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filling] * (longest - len(row))] for row in rows], device=device)
+
+
+def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """The tokens, (T) or (n, T), after which a run of counted targets begins; flat."""
+    counted = targets != IGNORE
+    begins = counted.copy()
+    begins[..., 1:] &= ~counted[..., :-1]
+    return tokens[begins]
+
+
+def total_variation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Total variation of two distributions, given as weights (Counters): 0 equal, 1 disjoint."""
+    first, second = math.fsum(one.values()), math.fsum(other.values())
+    if not (first and second):
+        return float(first != second)
+    return sum(abs(one[x] / first - other[x] / second) for x in one.keys() | other.keys()) / 2
+
+
+def repeated_share(answer: Completion) -> float:
+    """Share of an answer's n-grams (n = NGRAM) that occurred in it before."""
+    runs = [tuple(answer.ids[i : i + NGRAM]) for i in range(len(answer.ids) - NGRAM + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def pretraining_text(
+    parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
+) -> list[Batch]:
+    """
+    Validation rows of the text that the base model was trained on, on the main rank, which alone
+    measures. Empty, with a printed note, where the text cannot be opened.
+    """
+    if not (parent.state["source"] and machine.is_main):
+        return []
+    found = []
+    try:
+        with machine.working("opening the pretraining text"):  # the other ranks wait for it
+            texts = open_texts(DataConfig(), None, parent.state["source"], ensure_written)
+            corpus = open_corpus(texts, tokenizer, max_seq_len)
+            for name, rows in corpus.rows.items():
+                ensure(rows, texts.sources[name], tokenizer, 0)
+            each = max(1, TEXT_TOKENS // max_seq_len // len(corpus.rows))
+            for rows in corpus.rows.values():
+                found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
+    except (OSError, ValueError, UsageError) as error:
+        machine.print0(f"canaries without pretraining text, which cannot be opened: {error}")
+        return []
+    return found
+
+
+# ---- What the monitor makes of its figures -------------------------------------------------------
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
@@ -34,9 +253,11 @@ MAX_LENGTH_RATIO = 2.0  # a parent whose answers are further from the expected l
 NUM_ROWS = 256  # packed rows that are compared with the conversations
 MAX_PARENT_SHARE = 0.9  # of the bits of a uniform distribution: above, nothing can be forgotten
 RETIRED_FLAGS = {
-    "sentinel_every": "it is --canary_every",
-    "sentinel_tokens": "the canary suite has a fixed size",
-    "sentinel_answers": "the canary suite has a fixed size",
+    **dict.fromkeys(
+        ("canary_every", "sentinel_every"), "--canaries=off turns off what is measured every 10%"
+    ),
+    "on_broken": "it is now --canaries=stop or --canaries=warn",
+    **dict.fromkeys(("sentinel_tokens", "sentinel_answers"), "the canary suite has a fixed size"),
 }
 
 
@@ -72,19 +293,15 @@ CANARIES = {
 
 @dataclass(frozen=True)
 class CanaryConfig:
-    canary_every: int | None = None
-    """Steps between canary checks; 0 = never. Default: at 2, 5 and 10% of the run, then every
-    10%."""
-    on_broken: Literal["stop", "warn"] = "stop"
-    """What happens to a run that is called broken: it ends without a checkpoint (status 78), or
-    prints a warning and continues."""
+    canaries: Literal["stop", "warn", "off"] = "stop"
+    """Check for a broken run at 2, 5 and 10% of it, then every 10%. stop: a broken run ends without
+    a checkpoint (status 78); warn: it prints a warning and continues; off: no checks."""
 
-    def due(self, step: int, num_steps: int) -> bool:
-        """Whether the suite is measured after `step` steps."""
-        if self.canary_every is not None:
-            return self.canary_every > 0 and step % self.canary_every == 0
-        shares = [0.02, 0.05, *(i / 10 for i in range(1, 11))]
-        return step in {max(1, round(share * num_steps)) for share in shares}
+
+def due(step: int, num_steps: int) -> bool:
+    """Whether the suite is measured after `step` steps of a run."""
+    shares = [0.02, 0.05, *(i / 10 for i in range(1, 11))]
+    return step in {max(1, round(share * num_steps)) for share in shares}
 
 
 class Broken(UsageError):
@@ -134,9 +351,9 @@ class CanaryMonitor(Callback):
     def after_step(self, done: Step, progress: Progress) -> None:
         step = progress.step
         findings = self.check_first_step(done.loss) if step == 1 else []
-        if self.cfg.due(step, self.num_steps):
-            if (silent := done.metrics.get("without_signal")) is not None:
-                findings += self.check_rewards(step, silent)
+        if due(step, self.num_steps):
+            if (silent := done.metrics.get("without_signal")) is not None:  # in RL
+                findings += self.classify(step, {"no_signal": silent})
             findings += self.check(step, self.model, progress.smooth_loss)
             self.log(step, {f"canary_{name}": x for name, x in self.measured.items()})
         stop_if_broken(findings, self.cfg)
@@ -174,10 +391,6 @@ class CanaryMonitor(Callback):
         findings = self.classify(step, found, self.triggered)
         self.triggered = {name for name, x in found.items() if x >= CANARIES[name].broken}
         return findings
-
-    def check_rewards(self, step: int, without_signal: float) -> list[Finding]:
-        """Check a step of RL by the share of its groups whose answers all earned the same."""
-        return self.classify(step, {"no_signal": without_signal})
 
     def classify(
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
@@ -232,7 +445,7 @@ def open_monitor(
     By bucket, `chats`: held-out conversations to answer; for a training on conversations `taught`:
     these, and `shares`: of its tokens.
     """
-    if cfg.canary_every == 0:
+    if cfg.canaries == "off":
         return None
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
@@ -265,10 +478,10 @@ def relative_gap(one: float, other: float) -> float:
 
 
 def stop_if_broken(findings: Sequence[Finding], cfg: CanaryConfig) -> None:
-    """Raise Broken for findings of level broken, unless cfg.on_broken is "warn"."""
+    """Raise Broken for findings of level broken, unless these are only warned of."""
     broken = [finding for finding in findings if finding.level == "broken"]
-    if broken and cfg.on_broken == "stop":
+    if broken and cfg.canaries == "stop":
         raise Broken(
             f"the run is broken: {', '.join(CANARIES[f.name].meaning for f in broken)}",
-            "check template, mask, --init_lr_frac and the checkpoint; --on_broken=warn continues",
+            "check template, mask, --init_lr_frac and the checkpoint; --canaries=warn continues",
         )

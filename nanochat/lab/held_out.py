@@ -80,8 +80,8 @@ def admitted(
 
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
     """
-    Raise UsageError for a final benchmark that nobody allowed to be looked at; write down the
-    access to one that is. who: what looks, for the ledger.
+    Raise UsageError for a final benchmark unless access is `allowed`, and log the access where it
+    is. who: what reads the benchmark, for the ledger.
     """
     wanted = [name for name in names if is_final(name)]
     if wanted and not allowed:
@@ -105,7 +105,7 @@ def require_other_families(parents: Mapping[str, str]) -> None:
     """
     Raise UsageError for a bucket whose parent is that of a final benchmark.
 
-    parents: bucket -> the data set that it is made of, empty where nobody said.
+    parents: bucket -> the data set that it is made of, empty where unknown.
     """
     families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
@@ -124,7 +124,7 @@ def require_fair(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> N
     benchmark.
     """
     require_other_families({bucket.name: bucket.tags.parent for bucket in learned})
-    every = [*measured, *learned]  # canaries ask what is learned
+    every = [*measured, *learned]  # canaries ask questions of the training data
     require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 
 

@@ -3,6 +3,7 @@ Merge models of one shape weight by weight, and measure the straight line betwee
 
     tensors of each model, of their common base where there is one -> merged tensors, float32
     tensors, a scorer -> shares of a greedy soup; bits per byte between two models
+    model, batches of (tokens, targets) -> ByRow: nats and bytes of each row -> Comparison
 
 A task vector is the difference of a model to the base. Matrices of blocks are merged by the method;
 embeddings, head and scalars always linearly. Two models whose straight line rises lie in different
@@ -13,18 +14,21 @@ Quaternion Curves", 1985; task arithmetic, Ilharco et al., arXiv:2212.04089; TIE
 arXiv:2306.01708; DARE, Yu et al., arXiv:2311.03099.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.lab.row_bpb import ByRow
-from nanochat.stats import NOISE
+from nanochat.eval_bpb import Batch
+from nanochat.loss import IGNORE, Trainable
+from nanochat.stats import NOISE, Comparison, compare
 
 Tensors = Mapping[str, Tensor]
-Score = Callable[[Tensors], ByRow]
+
 Line = list[list[float]]
 """Positions between two models and bits per byte."""
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
@@ -32,6 +36,44 @@ NEEDS_BASE = ("task_arithmetic", "ties", "dare", "dare_ties")
 PARALLEL = 0.9995  # cosine above which slerp is linear
 PATH = (0.25, 0.5, 0.75)  # positions between two parents
 MAX_RISE = 0.01  # of the bits per byte: a larger rise is not noise
+
+
+@dataclass(frozen=True)
+class ByRow:
+    """What a model spends on each of some rows, so that another can be compared on the same."""
+
+    nats: np.ndarray  # (n,)
+    bytes: np.ndarray  # (n,)
+
+    @property
+    def value(self) -> float:
+        """Bits per byte of all rows."""
+        return float(self.nats.sum()) / math.log(2) / max(1, int(self.bytes.sum()))
+
+    def against(self, other: "ByRow") -> Comparison:
+        """The difference to `other`, in bits per byte, row by row."""
+        each = math.log(2) * self.bytes.mean()
+        return compare((other.nats / each).tolist(), (self.nats / each).tolist())
+
+
+@torch.no_grad()
+def bits_by_row(
+    model: Trainable, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
+) -> ByRow:
+    """Score batches of this process row by row; rows in which no byte counts are left out."""
+    sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)
+    nats, lengths = [], []
+    for tokens, targets in batches:
+        x, y = (torch.from_numpy(each).to(device) for each in (tokens, targets))
+        length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
+        losses = torch.where(length > 0, model.token_losses(x, y).float(), 0.0)
+        nats.append(losses.double().sum(dim=1).cpu().numpy())
+        lengths.append(length.sum(dim=1).cpu().numpy())
+    every, size = np.concatenate(nats), np.concatenate(lengths)
+    return ByRow(every[size > 0], size[size > 0])
+
+
+Score = Callable[[Tensors], ByRow]
 
 
 @dataclass(frozen=True)

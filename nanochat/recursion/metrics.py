@@ -81,12 +81,12 @@ def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
 def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
     """Norms of the reduced gradients by part of the model, as {grad_norm_core, ...}."""
     machine = optimizer.machine
-    parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in optimizer.named_params()}
+    parts = {name: f"grad_norm_{part_of(name, cfg)}" for g in optimizer.groups for name in g.names}
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group in optimizer.groups:
         assert group.grad is not None, "gradient_norms without reduce_gradients"
         rows = group.grad.flatten(1) if group.stacked else values(group.grad).flatten()[None]
-        first = group.rank * len(rows) if group.sharded and group.stacked else 0
+        first = machine.rank * len(rows) if group.sharded and group.stacked else 0
         mine = group.sharded or machine.is_main  # what all ranks hold counts once
         sums = rows.square().sum(1).tolist()
         for name, square in zip(group.names[first:], sums, strict=False):
@@ -112,7 +112,7 @@ def bpb_by_loop(
     machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
-    """`bits_per_byte` of the model as it is after each of so many loops, ascending; one pass."""
+    """`bits_per_byte` of the model after each of these numbers of loops, ascending; one pass."""
 
     def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model.losses_by_loop(tokens, targets, loops)

@@ -21,7 +21,7 @@ from nanochat.gpt import GPT, ForwardContext, GPTConfig, Linear, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
-MAX_BONUS = 4.0  # a bonus adds at most so many times the weight that a loop has anyway
+MAX_BONUS = 4.0  # a bonus adds at most this many times the weight of a loop
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class RecursiveConfig(GPTConfig):
     n_loops: int = 2
     """How often a token passes the core."""
     supervise: Supervise = "last"
-    """Which loops are trained to predict, beside the last: none, one drawn for each step, all."""
+    """Loops trained to predict besides the last: none, one drawn for each step, all."""
     supervision_base: float = 3.0
     """Loop k has a weight proportional to this to the power k; the weights sum to one."""
     improvement_bonus: float = 0.0
     """Weight added to a supervised loop, divided by the loss of the one before it in nats per
     token, of the same row and without gradients; at most MAX_BONUS times the loop's own weight."""
     bptt_loops: int | None = None
-    """Gradients reach back through so many last loops; None = all."""
+    """Gradients reach back through the last N loops; None = all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +158,7 @@ class RecursiveGPT(GPT):
     # ---- computation -------------------------------------------------------------------------
 
     def states(self, ctx: ForwardContext, loops: int) -> Iterator[Tensor]:
-        """The state (B, T, C) after each of so many loops, as many as it was trained for or not."""
+        """The state (B, T, C) after each of `loops` loops; training may have had another number."""
         cfg = self.cfg
         e = state = self.run_layers(ctx, ctx.x0, cfg.prelude)
         for k in range(loops):
@@ -220,7 +220,7 @@ class RecursiveGPT(GPT):
 
     @torch.no_grad()
     def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: Sequence[int]) -> Tensor:
-        """Nats of each target after so many loops: (len(loops), B, T) float32, as token_losses."""
+        """`token_losses` after each of these numbers of loops: (len(loops), B, T) float32."""
         ctx, found = self.prepare(tokens), []
         for k, state in enumerate(self.states(ctx, max(loops)), start=1):
             if k in loops:

@@ -65,7 +65,7 @@ class RecursionConfig:
     n_coda: int | None = None
     """Layers after the core. Default: a quarter of the depth."""
     supervise: Supervise | None = None
-    """Loops trained to predict beside the last: last, none; sampled, one drawn at each step; full,
+    """Loops trained to predict besides the last: last, none; sampled, one drawn at each step; full,
     all. Default: the preset's, else last."""
     supervision_base: float | None = None
     """Loop k has a weight proportional to this to the power k. Default: the preset's, else 3."""
@@ -73,7 +73,7 @@ class RecursionConfig:
     """Weight added to each loop that follows a supervised one, divided by the loss of that; at most
     four times the loop's own weight. Default: the preset's, else 0."""
     bptt_loops: int | None = None
-    """Gradients reach back through so many last loops. Default: all."""
+    """Gradients reach back through the last N loops. Default: all."""
 
     def given(self) -> dict[str, Any]:
         """The preset's values, those of the flags over them; names of RecursiveConfig."""

@@ -95,19 +95,19 @@ def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
         return Criterion(name, None, "no plain run of equal FLOPs was given")
     best = min(rivals, key=lambda arm: arm.mean)
     difference, sd = recursive.mean - best.mean, spread(recursive, best)
-    told = f"{difference:+.4f} bpb against {best.name}"
+    detail = f"{difference:+.4f} bpb against {best.name}"
     larger = [arm for arm in rivals if recursive.params <= FEWER * arm.params]
     if sd is None:
         hopeless = difference >= 0 and best not in larger
-        return Criterion(name, False if hopeless else None, f"{told}; one seed has no spread")
-    told += f", spread over seeds {sd:.4f}"
+        return Criterion(name, False if hopeless else None, f"{detail}; one seed has no spread")
+    detail += f", spread over seeds {sd:.4f}"
     if all(better(recursive, arm) for arm in rivals):
-        return Criterion(name, True, told)
+        return Criterion(name, True, detail)
     as_good = difference <= NOISE * sd and best in larger
     if as_good and all(arm in larger or better(recursive, arm) for arm in rivals):
         share = recursive.params / best.params
-        return Criterion(name, True, f"{told}: as good with {share:.0%} of the parameters")
-    return Criterion(name, False, told)
+        return Criterion(name, True, f"{detail}: as good with {share:.0%} of the parameters")
+    return Criterion(name, False, detail)
 
 
 def better(one: Arm, other: Arm) -> bool:
@@ -129,23 +129,23 @@ def not_held_back(
     if other is None:
         return Criterion(name, None, "no plain run of the same layers and tokens was given")
     difference = statistics.mean(first_loop) - other.mean
-    told = f"{difference:+.4f} bpb against {other.name}, allowed {SANDBAG:+.2f}"
-    return Criterion(name, difference <= SANDBAG, told)
+    detail = f"{difference:+.4f} bpb against {other.name}, allowed {SANDBAG:+.2f}"
+    return Criterion(name, difference <= SANDBAG, detail)
 
 
 def ordered(by_loop: Sequence[Sequence[float]]) -> Criterion:
     """No loop is worse than the one before; by_loop[k][s] is loop k + 1 of seed s."""
     means = [statistics.mean(loop) for loop in by_loop]
-    told = ", ".join(f"{m:.5f}" for m in means)
-    return Criterion("Each loop at least as good as the one before", in_order(means), told)
+    detail = ", ".join(f"{m:.5f}" for m in means)
+    return Criterion("Each loop at least as good as the one before", in_order(means), detail)
 
 
 def healthy(norms: Sequence[float], bad_steps: int) -> Criterion:
     """Every gradient was finite; norms of all steps of all seeds."""
     if not norms:
         return Criterion("Gradients finite", None, "no step was logged")
-    told = f"largest norm {max(norms):.3g}, {bad_steps} steps left out, {len(norms):,} steps"
-    return Criterion("Gradients finite", bad_steps == 0, told)
+    detail = f"largest norm {max(norms):.3g}, {bad_steps} steps left out, {len(norms):,} steps"
+    return Criterion("Gradients finite", bad_steps == 0, detail)
 
 
 def falling(losses: Sequence[Sequence[float]]) -> Criterion:
@@ -154,5 +154,5 @@ def falling(losses: Sequence[Sequence[float]]) -> Criterion:
         return Criterion("Loss falling", None, "no step was logged")
     tenths = [(curve, max(1, len(curve) // 10)) for curve in losses]
     ends = [(statistics.mean(c[:n]), statistics.mean(c[-n:])) for c, n in tenths]
-    told = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends)
-    return Criterion("Loss falling", all(last < first for first, last in ends), told)
+    detail = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends)
+    return Criterion("Loss falling", all(last < first for first, last in ends), detail)

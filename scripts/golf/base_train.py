@@ -9,17 +9,17 @@ Writes  what scripts.base_train writes; scripts.export makes the artifact of it
 """
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from nanochat.config import start
 from nanochat.golf.model import read_config
-from nanochat.golf.qat import LateQuantization
+from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import TIED_LR, OptimConfig, Rule
+from nanochat.gpt import GPTConfig
+from nanochat.optim import TIED_LR, MuonAdamW, OptimConfig, Rule
 from nanochat.recursion.presets import WidthConfig
 from nanochat.scaling import Horizon, scaled_rules
-from nanochat.train import Callback
 from scripts.base_train import BaseTrain, pretrain
 
 
@@ -73,16 +73,15 @@ class GolfTrain(BaseTrain):
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.qat_start <= 1:
-            raise ValueError(f"qat_start is a share of the run, 0 to 1, got {self.qat_start}")
-        if self.max_wallclock_seconds is not None and not self.max_wallclock_seconds > 0:
-            raise ValueError(
-                f"max_wallclock_seconds must be positive, got {self.max_wallclock_seconds}"
-            )
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must lie in [0, 1), got {self.ema_decay}")
-        if not 0 <= self.tied_lr < float("inf"):
-            raise ValueError(f"tied_lr must be zero or positive, got {self.tied_lr}")
+        seconds = self.max_wallclock_seconds
+        for name, valid, range_ in (
+            ("qat_start", 0 <= self.qat_start <= 1, "a share of the run, 0 to 1"),
+            ("max_wallclock_seconds", seconds is None or seconds > 0, "positive"),
+            ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)"),
+            ("tied_lr", 0 <= self.tied_lr < float("inf"), "zero or positive"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
 
     def rules(self, optim: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
         """Those of `scaled_rules`, with the settings of golf."""
@@ -105,17 +104,15 @@ def main(cfg: GolfTrain) -> None:
         "ema_decay": cfg.ema_decay or None,
         "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
     }
-
-    def callbacks(model: GPT) -> list[Callback]:
-        named = dict(model.named_parameters())
-        return [LateQuantization(named, cfg.quant, cfg.qat_start)] if late else []
-
+    make_optimizer = MuonAdamW
+    if cfg.ema_decay:
+        make_optimizer = partial(AveragingMuonAdamW, ema_decay=cfg.ema_decay)
     pretrain(
         cfg,
         adapt=lambda plain: cfg.golf_shape.apply(cfg.width.apply(plain)),
-        callbacks=callbacks,
+        callbacks=lambda m: [LateQuantization(m, cfg.quant, cfg.qat_start)] if late else [],
         max_seconds=cfg.max_wallclock_seconds,
-        ema_decay=cfg.ema_decay,
+        make_optimizer=make_optimizer,
         identity={name: value for name, value in identity.items() if value is not None},
         rules=cfg.rules,
     )

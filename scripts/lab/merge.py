@@ -35,9 +35,11 @@ from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import (
     NEEDS_BASE,
+    ByRow,
     Line,
     MergeConfig,
     Tensors,
+    bits_by_row,
     greedy,
     mean_of,
     merge,
@@ -45,7 +47,6 @@ from nanochat.lab.merge import (
     rise,
     warnings,
 )
-from nanochat.lab.row_bpb import ByRow, bits_by_row
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts, read_mixture
 from nanochat.tokenizer import Tokenizer

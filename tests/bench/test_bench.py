@@ -28,7 +28,7 @@ from nanochat.bench.train import products_seconds
 from nanochat.config import parse
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.gpt import GPT
-from nanochat.hardware import resident_peak
+from nanochat.hardware import peak_memory_bytes
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
 from scripts import bench
@@ -77,7 +77,7 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
     assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
     assert line.ceiling == pytest.approx(products_seconds(model, 2, init_distributed(CPU)) / 3)
-    assert 0 < (point.megabytes or 0) <= resident_peak() / 2**20 + 1
+    assert 0 < (point.megabytes or 0) <= peak_memory_bytes(torch.device("cpu")) / 2**20 + 1
     for part in ("forward and loss 33%", "backward 33%", "update 33%"):
         assert part in found.notes[0]
 

@@ -87,7 +87,7 @@ def test_a_file_gives_back_what_late_quantisation_trained_with(
     found = read_artifact(tmp_path / "model.golf")
     assert (found.cfg, found.origin) == (model.cfg, {"seed": 7})
     assert found.tokenizer.fingerprint == tokenizer.fingerprint
-    with LateQuantization(dict(model.named_parameters()), MIXED, start=0.0).forward_context(0.5):
+    with LateQuantization(model, MIXED, start=0.0).forward_context(0.5):
         for name, p in model.named_parameters():
             assert torch.equal(found.weights[name], p.detach()), name
     assert found.formats["blocks.0.mlp.up.weight"] == "int5"

@@ -151,7 +151,7 @@ def test_late_quantisation_changes_the_forward_pass_of_a_compiled_program_and_co
     eager = model.loss(tokens, tokens).item()
     named = dict(model.named_parameters())
     before = {n: p.detach().clone() for n, p in named.items()}
-    late = LateQuantization(named, QuantConfig("*.mlp.*=int5,*=int6"), start=0.5)
+    late = LateQuantization(model, QuantConfig("*.mlp.*=int5,*=int6"), start=0.5)
     model.compile(backend="aot_eager")
     losses, graphs = [], []
     torch._dynamo.utils.counters.clear()
@@ -175,7 +175,7 @@ def test_weights_come_back_when_a_step_fails():
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     named = dict(model.named_parameters())
     before = {n: p.detach().clone() for n, p in named.items()}
-    late = LateQuantization(named, QuantConfig(), 0.0)
+    late = LateQuantization(model, QuantConfig(), 0.0)
     with pytest.raises(torch.OutOfMemoryError), late.forward_context(0.0):
         assert not torch.equal(model.embed.weight, before["embed.weight"])
         raise torch.OutOfMemoryError

@@ -11,7 +11,7 @@ from nanochat.common import UsageError, read_json
 from nanochat.distributed import DistConfig
 from nanochat.evaluators import ValidationConfig
 from nanochat.finetune import FinetuneConfig
-from nanochat.lab import canary_suite
+from nanochat.lab import canaries as canary_module
 from nanochat.lab.canaries import Broken, CanaryConfig
 from nanochat.mixture import MixConfig
 from nanochat.train import TrainConfig
@@ -32,7 +32,7 @@ def tune(trained_base, base, monkeypatch):
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 
-    def run_tuning(init_lr_frac=0.7, on_broken="stop"):
+    def run_tuning(init_lr_frac=0.7, canaries="stop"):
         tuning = FinetuneConfig(
             num_iterations=STEPS,
             total_batch_size=512,
@@ -42,11 +42,9 @@ def tune(trained_base, base, monkeypatch):
             validation=ValidationConfig(eval_tokens=1024),
         )
         cfg = TrainConfig(model_tag="tuned", machine=DistConfig("cpu", "float32"))
-        mix, canaries = (
-            MixConfig("world_facts=300,world_chat=100"),
-            CanaryConfig(on_broken=on_broken),
-        )
-        chat_sft.main(ChatSft("base:one", mix, tuning, canaries=canaries, train=cfg))
+        mix = MixConfig("world_facts=300,world_chat=100")
+        checks = CanaryConfig(canaries)
+        chat_sft.main(ChatSft("base:one", mix, tuning, canaries=checks, train=cfg))
 
     return run_tuning
 
@@ -63,7 +61,7 @@ def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, ca
     def unreachable(*args, **kwargs):
         raise UsageError("the hub is unreachable", "check the network")
 
-    monkeypatch.setattr(canary_suite, "open_texts", unreachable)
+    monkeypatch.setattr(canary_module, "open_texts", unreachable)
     tune()
     assert (
         "canaries without pretraining text, which cannot be opened: the hub is"
@@ -75,7 +73,7 @@ def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, ca
 @pytest.mark.parametrize("plant", ["mask", "template"])
 def test_a_slip_in_the_rows_stops_the_first_step(tune, capsys, plant):
     PLANTS[plant]()
-    with pytest.raises(Broken, match="the run is broken: (.|\n)*--on_broken=warn continues"):
+    with pytest.raises(Broken, match="the run is broken: (.|\n)*--canaries=warn continues"):
         tune()
     assert "canary broken at step 1:" in capsys.readouterr().out
     assert not list((stage_folder("sft") / "tuned").glob("step_*"))
@@ -89,6 +87,6 @@ def test_thirty_times_the_rate_is_stopped_before_a_tenth_of_the_run(tune, capsys
 
 def test_a_broken_run_goes_on_where_that_is_asked_for(tune, base):
     PLANTS["mask"]()
-    tune(on_broken="warn")
+    tune(canaries="warn")
     values = read_json(base / "report" / "chat-sft.json")["values"]
     assert values["Canaries"] == "broken" and values["Number of iterations"] == STEPS

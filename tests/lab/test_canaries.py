@@ -13,7 +13,7 @@ from nanochat.common import BROKEN
 from nanochat.config import parse
 from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig
-from nanochat.lab import canary_suite
+from nanochat.lab import canaries
 from nanochat.lab.canaries import (
     CANARIES,
     RETIRED_FLAGS,
@@ -21,9 +21,11 @@ from nanochat.lab.canaries import (
     CanaryConfig,
     CanaryMonitor,
     Finding,
+    Suite,
+    due,
+    pretraining_text,
     stop_if_broken,
 )
-from nanochat.lab.canary_suite import Suite, pretraining_text
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL
@@ -93,7 +95,7 @@ def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, ac
         opened.extend(active_work)
         raise FileNotFoundError("no text")
 
-    monkeypatch.setattr(canary_suite, "open_texts", open_texts)
+    monkeypatch.setattr(canaries, "open_texts", open_texts)
     parent = SimpleNamespace(state={"source": {"dataset": "embedded"}})
     assert pretraining_text(parent, TOKENIZER, 64, machine) == []
     assert opened == ["opening the pretraining text"]
@@ -207,25 +209,19 @@ def test_a_long_conversation_is_not_asked():
 def test_a_broken_run_stops_unless_it_is_only_to_be_told():
     findings = [Finding(5, "forgotten", 0.9, "broken")]
     with pytest.raises(Broken, match="the run is broken: pretraining is forgotten") as error:
-        stop_if_broken(findings, CanaryConfig(on_broken="stop"))
+        stop_if_broken(findings, CanaryConfig("stop"))
     assert error.value.status == BROKEN
-    stop_if_broken(findings, CanaryConfig(on_broken="warn"))
-    stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig(on_broken="stop"))
+    stop_if_broken(findings, CanaryConfig("warn"))
+    stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig("stop"))
 
 
 def test_the_suite_is_asked_before_a_tenth_of_the_run_is_over():
-    cfg = CanaryConfig()
-    assert [step for step in range(1, 201) if cfg.due(step, 200)][:4] == [4, 10, 20, 40]
-    assert cfg.due(1, 5) and cfg.due(5, 5)
-    assert [step for step in range(1, 20) if CanaryConfig(canary_every=7).due(step, 50)] == [
-        7,
-        14,
-    ]
-    assert not any(CanaryConfig(canary_every=0).due(step, 50) for step in range(51))
+    assert [step for step in range(1, 201) if due(step, 200)][:4] == [4, 10, 20, 40]
+    assert due(1, 5) and due(5, 5)
 
 
-@pytest.mark.parametrize("flag", ["--sentinel_every=5", "--sentinel-answers=0"])
+@pytest.mark.parametrize("flag", ["--canary_every=5", "--on-broken=warn", "--sentinel-answers=0"])
 def test_old_names_of_canary_flags_are_rejected_with_the_new(flag, capsys):
     with pytest.raises(SystemExit):
         parse(ChatRL(), None, [flag], retired=RETIRED_FLAGS)
-    assert ("--canary_every" in capsys.readouterr().err) == ("every" in flag)
+    assert ("--canaries=" in capsys.readouterr().err) == ("answers" not in flag)

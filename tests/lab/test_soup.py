@@ -8,8 +8,7 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import UsageError, read_json
-from nanochat.lab.merge import MergeConfig, greedy, paths, rise, warnings
-from nanochat.lab.row_bpb import ByRow
+from nanochat.lab.merge import ByRow, MergeConfig, greedy, paths, rise, warnings
 from scripts.lab import merge as merge_script
 from scripts.lab.merge import MergeScript
 

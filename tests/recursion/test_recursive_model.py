@@ -363,7 +363,7 @@ def test_figures_of_loops():
 def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: DistContext):
     model = model_of(recursive(supervise="full"))
     table = rules(OptimConfig(weight_decay=0.1), 32)
-    optimizer = MuonAdamW(dict(model.named_parameters()), model.param_roles(), table, machine)
+    optimizer = MuonAdamW(model, table, machine)
     tokens, targets = rows()
     model.begin_step(0, 0)
     model.loss(tokens, targets).backward()
