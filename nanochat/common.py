@@ -1,12 +1,11 @@
 """
-Files, locks, stop signals, and the source of our own modules.
+Files, locks and stop signals.
 
     base directory, atomic writes | locks, free space | SIGTERM -> flag
 
 Imports no other module of the project.
 """
 
-import ast
 import fcntl
 import hashlib
 import json
@@ -244,27 +243,23 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
         while True:
+            file.seek(0)
+            owner, _, launch_of_owner = file.read().partition("\n")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                owner, launch_of_owner = read_owner(file)
                 if not launch or launch_of_owner != launch or time.monotonic() > deadline:
-                    file.close()
                     raise UsageError(
                         f"another run writes there: {owner} holds {self.path}",
                         f"wait for it or stop it, or give this run another {self.own}",
                     ) from None
                 time.sleep(1.0)
-            except OSError as error:  # a file system without locks
-                print(f"{self.path}: no lock here ({error}); start no second run in this folder")
-                break
-        if file.seek(0, os.SEEK_END):
-            print(f"the lock of an earlier run is stale, taken over: {read_owner(file)[0]}")
+        if owner and file.seek(0, os.SEEK_END):
+            print(f"the lock of an earlier run is stale, taken over: {owner}")
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-        file.write(json.dumps({**me, "launch": launch}) + "\n")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{launch}")
         file.flush()
         self.file = file
 
@@ -274,16 +269,6 @@ class RunLock:
             self.file.truncate(0)
             self.file.close()
             self.file = None
-
-
-def read_owner(file: TextIO) -> tuple[str, str | None]:
-    """Who a lock file says holds it, and the launch that they belong to."""
-    file.seek(0)
-    try:
-        who = json.loads(file.read())
-        return f"process {who['process']} on {who['host']}, since {who['since']}", who["launch"]
-    except (ValueError, KeyError, TypeError):
-        return "an unknown process", None
 
 
 def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
@@ -342,31 +327,3 @@ class StopRequest:
         if self.asked and number == signal.SIGINT:
             os._exit(128 + number)
         self.asked = True
-
-
-# ---- Source of our own modules -------------------------------------------------------------------
-# For an export or an artifact, which carry the code they need.
-
-
-def source_of(module: str) -> str:
-    """The text of one of our modules, named as in "hf.export"."""
-    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    return path.read_text(encoding="utf-8")
-
-
-def code_of(module: str) -> list[str]:
-    """A module and all of ours that it imports, directly or not."""
-    found, waiting = [], [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += own_imports(source_of(name))
-    return found
-
-
-def own_imports(text: str) -> list[str]:
-    """Which of our modules a module imports."""
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
-    modules = [node.module or "" for node in nodes]
-    return [n.removeprefix("nanochat.") for n in modules if n.startswith("nanochat.")]

@@ -16,14 +16,13 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat import stats
 from nanochat.common import (
     REPOSITORY,
     base_dir,
@@ -94,15 +93,9 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
 NOT_IN_KEY = frozenset(
-    "run log_every skip_if_done once resume keep report_dir allow_data_change device_batch_size "
-    "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
-    "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken buckets "
+    "run skip_if_done once resume keep report_dir allow_data_change device_batch_size "
+    "collective_timeout_minutes on_save_error save_every canary_every on_broken buckets "
     "compile_engine".split()
-)
-
-PARTS = frozenset(
-    "section timestamp key settings values items tables series metrics files "
-    "provenance cost".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
 
@@ -146,11 +139,11 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = 
 
     `inputs` is the stage's own, the closest parent first (a checkpoint before its tokenizer).
     """
-    history = read_history(report_dir)
+    history = [record["provenance"] for record in read_history(report_dir)]
     for name, print_ in inputs.items():
-        for record in reversed(history):
-            if record["provenance"]["outputs"].get(name) == print_:
-                return record["provenance"]["run_id"]
+        for made in reversed(history):
+            if made["outputs"].get(name) == print_:
+                return made["run_id"]
     return new_run_id()
 
 
@@ -161,11 +154,6 @@ def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[st
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
-
-
-def over_seeds(values: Sequence[float]) -> Any:
-    """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
-    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
@@ -306,18 +294,11 @@ def read_records(
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file. Raises ValueError unless it is what was written, and a record."""
+    """The record in a file. Raises ValueError unless it is what was written."""
     try:
-        return check_record(unseal(path.read_bytes().decode(), indented))
+        return unseal(path.read_bytes().decode(), indented)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
-
-
-def check_record(content: dict[str, Any]) -> dict[str, Any]:
-    """`content`, which has a seal, if it has every part of a record. Raises ValueError."""
-    if missing := PARTS - content.keys():
-        raise ValueError(f"it is no record, it has no {', '.join(sorted(missing))}")
-    return content
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
@@ -336,8 +317,7 @@ def read_history(
     Every record ever written to the folder, in the order of writing, but for damaged ones. What is
     wrong with those is appended to `damaged`.
     """
-    path = report_folder(report_dir) / "records.jsonl"
-    return read_sealed_lines(path, damaged, check_record)
+    return read_sealed_lines(report_folder(report_dir) / "records.jsonl", damaged)
 
 
 def report_folder(report_dir: Path | str | None = None) -> Path:
@@ -428,20 +408,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield value
 
 
-def read_sealed_lines(
-    path: Path,
-    damaged: list[str] | None = None,
-    check: Callable[[dict[str, Any]], dict[str, Any]] = lambda value: value,
-) -> list[dict[str, Any]]:
+def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
     """
     The JSON objects of a file of sealed lines; none where there is no file. Lines that are not what
-    was written, or that `check` rejects with a ValueError, are left out and named in `damaged`.
+    was written are left out and named in `damaged`.
     """
     found = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(check(unseal(line.decode(), one_line)))
+            found.append(unseal(line.decode(), one_line))
         except (ValueError, RecursionError) as error:
             if damaged is not None:
                 damaged.append(f"{path}, line {number} is damaged: {error}; delete that line")
@@ -466,27 +442,22 @@ DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, 
 OTHER_PER_HOUR = 2.00
 
 
-def git(*words: str, repository: Path = REPOSITORY) -> str | None:
-    """The output of a git command in the repository, or None where git has no answer."""
+def git(repository: Path, *words: str) -> str:
+    """The output of a git command in a repository; empty where git has no answer."""
     command = ["git", "-C", str(repository), *words]
-    try:
-        output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.rstrip("\n")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
+    return ""
 
 
 def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
     """Branch, short commit, whether files differ from it, and the first line of its message."""
-    commit = git("rev-parse", "--short=7", "HEAD", repository=repository)
-    if commit is None:
-        return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
     others = [f":(exclude){path}" for path in GENERATED]
     return {
-        "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
-        "commit": commit,
-        "dirty": bool(git("status", "--porcelain", "--", ".", *others, repository=repository)),
-        "message": git("log", "-1", "--format=%s", repository=repository) or "",
+        "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
+        "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",
+        "dirty": bool(git(repository, "status", "--porcelain", "--", ".", *others)),
+        "message": git(repository, "log", "-1", "--format=%s").strip(),
     }
 
 

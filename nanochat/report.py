@@ -156,7 +156,6 @@ def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None
 
 GIB = 1024**3
 CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
-NOT_CODE = {"out", "target", "build", "dist", "node_modules", "__pycache__"}
 
 
 def read_header(
@@ -210,11 +209,10 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     The size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
-    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; where
-    git tracks none, those outside hidden and build folders. `lock_lines` is 0 without uv.lock.
+    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; none
+    without git. `lock_lines` is 0 without uv.lock.
     """
-    tracked = git("ls-files", "-z", repository=repository)
-    names = tracked.split("\0") if tracked else list_files(repository)
+    names = git(repository, "ls-files", "-z").split("\0")
     code = [name for name in names if name.endswith(CODE_SUFFIXES)]
     paths = [repository / name for name in code if not name.startswith(GENERATED)]
     texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
@@ -227,12 +225,6 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
         "tokens": characters // 4,
         "lock_lines": len(lock.read_text().splitlines()) if lock.exists() else 0,
     }
-
-
-def list_files(repository: Path) -> list[str]:
-    """Relative names of all files outside hidden and build folders."""
-    paths = [path.relative_to(repository) for path in repository.rglob("*")]
-    return [str(p) for p in paths if not NOT_CODE & {*p.parts} and "/." not in f"/{p}"]
 
 
 # ------------------------------------------------------------------------------------------------
