@@ -27,6 +27,7 @@ import psutil
 from nanochat import stats
 from nanochat.common import (
     REPOSITORY,
+    MissingInput,
     base_dir,
     cpu_info,
     printable,
@@ -76,11 +77,6 @@ LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 Table = Mapping[str, Any]
 Figure = tuple[str, str]  # title, and file relative to the report
-# All records and those that they replaced, the hourly rate of a device, a list to which damaged
-# files are added -> tables by the name of their section
-MoreSections = Callable[
-    [Sequence[Record], Sequence[Record], float, list[str]], Mapping[str, Sequence[Table]]
-]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -90,45 +86,48 @@ MoreSections = Callable[
 def update(
     report_dir: Path | str | None = None,
     hourly_rate: float | None = None,
-    redraw: bool = False,
-    more: MoreSections = lambda *about: {},
+    more: Callable[..., Mapping[str, Sequence[Table]]] = lambda *about: {},
     out: Path | None = None,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records; with `out` a copy there, its figures in
-    dev/report/. Figures that it no longer shows are removed.
+    directory for the main report, else beside the records; with `out` a copy there too, its figures
+    in dev/report/. Figures that it no longer shows are removed. Damaged records are reported.
 
-    hourly_rate: dollars per hour of the whole machine, kept for later calls. redraw: all figures,
-    not only those of records that are newer. more: makes further sections of all records.
+    hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
+    those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
+    tables of further sections by name. Raises MissingInput where there is no record.
     """
     from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
 
     folder, damaged = report_folder(report_dir), []
-    report = (out or (folder if report_dir else base_dir())) / "report.md"
-    figure_folder = out / "dev" / "report" if out else folder / "figures"
     records = read_records(folder, damaged)
     header = read_header(folder, records, hourly_rate)
-    figures: dict[str, list[Figure]] = {}
-    stale = set(figure_folder.glob("*.svg"))
-    for record in records:
-        name = slug(record["section"])
-        written = (folder / f"{name}.json").stat().st_mtime
-        for kind, (title, draw) in drawings(record).items():
-            path = figure_folder / f"{name}-{kind}.svg"
-            if redraw or not path.exists() or path.stat().st_mtime < written:
-                write_atomic(path, draw())
-            stale.discard(path)
-            link = path.relative_to(report.parent).as_posix()
-            figures.setdefault(record["section"], []).append((title, link))
-    for path in stale:
-        path.unlink()
     history = read_history(folder, damaged)
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
     tables = more(records, history, device_rate, damaged)
-    now = time.strftime(TIME_FORMAT)
-    write_atomic(report, render(records, header, now, figures, tables, damaged))
-    return report
+    for each in damaged:
+        print(f"left out: {printable(each)}")
+    if not records:
+        raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
+    drawn = {record["section"]: drawings(record) for record in records}
+    home, now = folder if report_dir else base_dir(), time.strftime(TIME_FORMAT)
+    places = {home: folder / "figures"} | ({out: out / "dev" / "report"} if out else {})
+    for place, figure_folder in places.items():
+        stale = set(figure_folder.glob("*.svg"))
+        figures: dict[str, list[Figure]] = {}
+        for section, named in drawn.items():
+            for kind, (title, svg) in named.items():
+                path = figure_folder / f"{slug(section)}-{kind}.svg"
+                write_atomic(path, svg)
+                stale.discard(path)
+                link = path.relative_to(place).as_posix()
+                figures.setdefault(section, []).append((title, link))
+        for path in stale:
+            path.unlink()
+        text = render(records, header, now, figures, tables, damaged)
+        write_atomic(place / "report.md", text)
+    return home / "report.md"
 
 
 def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path | None:
@@ -246,9 +245,8 @@ def render(
     sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
     records that were left out.
     """
-    fixed = {name: i for i, name in enumerate(SECTIONS)}
-    places = [(fixed.get(r["section"], len(fixed)), r["timestamp"]) for r in records]
-    ordered = [records[i] for i in sorted(range(len(records)), key=places.__getitem__)]
+    places = {name: i for i, name in enumerate(SECTIONS)}
+    ordered = sorted(records, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
     sections += [
         "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
@@ -307,10 +305,11 @@ def render_bloat(bloat: Mapping[str, int]) -> str:
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
-    fixed = SECTIONS[record["section"]].split(", ") if record["section"] in SECTIONS else None
     entries = {**record["settings"], **record["values"]}
-    own = [bullet(key, entries[key]) for key in fixed or entries if key in entries]
-    ours = [bullet(key, entries[key]) for key in entries if fixed and key not in fixed]
+    keys = SECTIONS.get(record["section"])
+    fixed = list(entries) if keys is None else keys.split(", ")
+    own = [bullet(key, entries[key]) for key in fixed if key in entries]
+    ours = [bullet(key, entries[key]) for key in entries if key not in fixed]
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
     ours += [bullet("provenance", show_provenance(record)), bullet("cost", spent)]
@@ -383,40 +382,39 @@ def render_table(table: Record) -> str:
 # ------------------------------------------------------------------------------------------------
 # Summaries over records: metrics by stage, costs, warnings
 
-# Column of the summary -> the sections whose metrics it shows.
-COLUMNS = {
-    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
-    "MID": ("Chat evaluation mid",),
-    "SFT": ("Chat evaluation sft",),
-    "RL": ("Chat evaluation rl",),
+# Section -> the column of the summary that shows its metrics.
+COLUMN_OF = {
+    "Base model loss": "BASE",
+    "Base model evaluation": "BASE",
+    "Chat evaluation base": "BASE",
+    "Chat evaluation mid": "MID",
+    "Chat evaluation sft": "SFT",
+    "Chat evaluation rl": "RL",
 }
+COLUMNS = ("BASE", "MID", "SFT", "RL")
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
 LOWER_IS_BETTER = frozenset({"val bpb"})
 RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
 GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
 
 
-def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
+def metrics(
+    records: Sequence[Record],
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """
+    Metric -> column -> value: CORE first, ChatCORE last, the rest by name; and column -> metric ->
+    what its items scored, as the records have it.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for column, record in in_columns(records):
-        for key, value in record["values"].items():
-            if is_metric(record["section"], key, value):
-                found.setdefault(metric_name(key), {})[column] = value
-    return dict(sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0])))
-
-
-def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Column -> metric -> what its items scored, as the records have it."""
-    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
-    for column, record in in_columns(records):
-        found[column] |= {metric_name(key): scores for key, scores in record["items"].items()}
-    return found
-
-
-def in_columns(records: Sequence[Record]) -> list[tuple[str, Record]]:
-    """The records that the summary's columns show, each with its column."""
-    return [(c, r) for r in records for c, names in COLUMNS.items() if r["section"] in names]
+    items: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for record in records:
+        if column := COLUMN_OF.get(record["section"]):
+            items[column] |= {metric_name(key): each for key, each in record["items"].items()}
+            for key, value in record["values"].items():
+                if is_metric(record["section"], key, value):
+                    found.setdefault(metric_name(key), {})[column] = value
+    ordered = sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0]))
+    return dict(ordered), items
 
 
 def metric_name(key: str) -> str:
@@ -434,12 +432,12 @@ def is_metric(section: str, key: str, value: Any) -> bool:
 def differences(
     found: Mapping[str, Mapping[str, Any]],
     items: Mapping[str, Mapping[str, Any]] = {},
-    order: Sequence[str] = tuple(COLUMNS),
+    order: Sequence[str] = COLUMNS,
 ) -> dict[str, Any]:
     """
     Table of what each column changed: per metric, against the one before it that has one.
 
-    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
+    Where both stages were asked the same items (`metrics`), these are compared one by one;
     elsewhere the standard error is that of a difference of independent measurements.
     """
     rows = []
@@ -533,11 +531,11 @@ def find_faults(records: Sequence[Record]) -> list[str]:
 
 def render_summary(records: Sequence[Record], header: Record) -> str:
     """Size of the code, metrics by stage, wall clock; then differences and costs."""
-    found = metrics(records)
+    found, items = metrics(records)
     blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
     for label, minutes in wall_clock(records, header["run_started"]).items():
         blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, scores_by_item(records)), ledger(records, header["hourly_rate"])]
+    tables = [differences(found, items), ledger(records, header["hourly_rate"])]
     return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
 
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report
-from nanochat.common import MissingInput, printable
 from nanochat.config import start
 from nanochat.lab.reliability import sections
-from nanochat.records import read_records, report_folder
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,8 @@ def main(cfg: Report) -> None:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    damaged: list[str] = []
-    records = read_records(cfg.report_dir, damaged)
-    for each in damaged:
-        print(f"left out: {printable(each)}")
-    if not records:
-        where = report_folder(cfg.report_dir)
-        raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
-    print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True, more=sections))
-    if cfg.out:
-        print(report.update(cfg.report_dir, redraw=True, more=sections, out=Path(cfg.out)))
+    out = Path(cfg.out) if cfg.out else None
+    print(report.update(cfg.report_dir, cfg.hourly_rate, sections, out))
 
 
 if __name__ == "__main__":
