@@ -57,6 +57,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "async_save": "checkpoints are saved asynchronously on GPUs",
     "max_bad_steps": "five non-finite steps in a row stop a run",
     "on_spike": "a loss spike is reported",
+    "log_every": "where the console is no terminal, each step has a line",
     "check_ranks_every": "ranks compare their weights every 100 steps",
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }

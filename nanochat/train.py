@@ -48,7 +48,7 @@ from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes, utilization
-from nanochat.logger import METRICS_FILE, RunLog, RunLogConfig
+from nanochat.logger import METRICS_FILE, RunLog
 from nanochat.loss import Trainable
 from nanochat.optim import (
     MuonAdamW,
@@ -85,7 +85,8 @@ class TrainConfig:
     saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     machine: DistConfig = field(default_factory=DistConfig)
-    log: RunLogConfig = field(default_factory=RunLogConfig)
+    run: str = "dummy"
+    """Name of the run at Weights & Biases, which reads WANDB_MODE. dummy: no tracker."""
 
     def __post_init__(self) -> None:
         require_name("model_tag", self.model_tag)
@@ -703,16 +704,12 @@ def train(run: TrainingRun) -> TrainingResult:
             "provenance": run.provenance,
             **run.state,
         }
-        log = RunLog(
-            cfg.log,
-            checkpoints.folder,
-            is_main=machine.is_main,
-            first_step=progress.step,
-            total_steps=run.num_steps if run.max_seconds is None else None,
-            run_id=run.provenance["run_id"],
-            settings=run.settings,
-        )
-        run.log = log.log
+        log: AbstractContextManager = nullcontext()
+        if machine.is_main:
+            total = run.num_steps if run.max_seconds is None else None
+            names = cfg.run, run.provenance["run_id"]
+            log = RunLog(checkpoints.folder, *names, run.settings, progress.step, total)
+            run.log = log.log
         run.save = lambda progress, final=False: checkpoints.save(
             model, run.optimizer, tokenizer, state, progress, final
         )

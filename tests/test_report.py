@@ -4,7 +4,6 @@ The report card: the fixed sections byte for byte, what we add after them, and h
 The expected text is that of a report of October 2025, whose names, order and formats are fixed.
 """
 
-import os
 import random
 import re
 import shutil
@@ -16,7 +15,7 @@ from markdown_it import MarkdownIt
 from nanochat import records as records_module
 from nanochat import report
 from nanochat.common import MissingInput
-from nanochat.logger import RunLog, RunLogConfig
+from nanochat.logger import RunLog
 from nanochat.records import (
     Cost,
     Provenance,
@@ -706,7 +705,7 @@ def known_machine(monkeypatch):
 def finish_base_stage(base, report_dir=None):
     """A short training run, recorded and reported as a script does it."""
     folder = base / "base_checkpoints" / "d4"
-    with RunLog(RunLogConfig(log_every=0), folder, out=open(os.devnull, "w")) as log:
+    with RunLog(folder) as log:
         for step in range(20):
             log.log(step, {"loss": 5 - step / 10, "lr": 1.0, "tokens_per_second": 1e6 + step})
         log.log(20, {"val_bpb": 1.5})
@@ -774,7 +773,7 @@ def test_every_kind_of_figure_reaches_the_report(base):
     origin = Provenance("run-1", 0)
     scores = {"CORE metric": 0.1, "copa": 0.2, "Our suite": estimate(0.3, 10, 0.1), "seconds": 9.0}
     write_record("Base model evaluation", {}, scores, origin, Cost(1.0))
-    with RunLog(RunLogConfig(log_every=0), base / "rl", out=open(os.devnull, "w")) as log:
+    with RunLog(base / "rl") as log:
         for step in range(5):
             log.log(step, {"reward": 0.1 * step, "pass_at_1": 0.2})
     write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
