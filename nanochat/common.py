@@ -6,7 +6,6 @@ Files, locks and stop signals.
 Imports no other module of the project.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -221,7 +220,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 class RunLock:
     """
-    One run at a time: a lock file that says who holds it, since when.
+    One run at a time: a lock file, and beside it one that says who holds it, since when.
 
     The process holds the lock, not the file: what a killed run left behind is stale, recognized as
     such, and taken over.
@@ -230,7 +229,7 @@ class RunLock:
     def __init__(self, path: Path, own: str = "--model_tag"):
         """own: the flag by which another run gets a folder of its own."""
         self.path, self.own = path, own
-        self.file: TextIO | None = None
+        self.lock, self.owner = FileLock(path), path.with_name(f"{path.name}.owner")
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
         """
@@ -239,36 +238,27 @@ class RunLock:
         One that another attempt of the same `launch` holds is waited for: on a shared disk the
         lock of a host that died lives on for a while.
         """
-        deadline = time.monotonic() + patience_seconds
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+", encoding="utf-8")
-        while True:
-            file.seek(0)
-            owner, _, launch_of_owner = file.read().partition("\n")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not launch or launch_of_owner != launch or time.monotonic() > deadline:
-                    raise UsageError(
-                        f"another run writes there: {owner} holds {self.path}",
-                        f"wait for it or stop it, or give this run another {self.own}",
-                    ) from None
-                time.sleep(1.0)
-        if owner and file.seek(0, os.SEEK_END):
+        text = self.owner.read_text() if self.owner.exists() else ""
+        owner, _, launch_of_owner = text.partition("\n")
+        try:
+            self.lock.acquire(patience_seconds if launch and launch == launch_of_owner else 0)
+        except Timeout:
+            raise UsageError(
+                f"another run writes there: {owner} holds {self.path}",
+                f"wait for it or stop it, or give this run another {self.own}",
+            ) from None
+        if self.owner.exists():
             print(f"the lock of an earlier run is stale, taken over: {owner}")
-        file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n{launch}")
-        file.flush()
-        self.file = file
+        me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        self.owner.write_text(f"{me}\n{launch}")
 
     def release(self) -> None:
-        """Let go; the file stays, empty, so that no two processes lock different ones."""
-        if self.file:
-            self.file.truncate(0)
-            self.file.close()
-            self.file = None
+        """Let go, where this run has the lock."""
+        if self.lock.is_locked:
+            self.owner.unlink(missing_ok=True)
+            self.lock.release()
 
 
 def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
@@ -307,16 +297,12 @@ class StopRequest:
     A second SIGINT ends the process at once; under nohup SIGHUP goes on meaning nothing.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.previous: dict[int, Any] = {}
+    asked = False
 
     def __enter__(self) -> "StopRequest":
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            self.previous[number] = signal.signal(number, self.handle)
+        ignored = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[: 2 if ignored else 3]
+        self.previous = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:

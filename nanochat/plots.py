@@ -73,8 +73,8 @@ class Panel(NamedTuple):
     """Drawn faintly behind the curves."""
     dots: Points = ()
     """Drawn as points without a line, named "spikes"."""
-    x_label: str = "step"
     y_from_zero: bool = False
+    x_label: str = "step"
     log_x: bool = False
 
 
@@ -115,8 +115,8 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
     """SVG of horizontal bars, largest first, with their values and +- one error; finite ones."""
-    names = sorted(values, key=lambda name: (-values[name], name))
-    names = [name for name in names if math.isfinite(values[name])]
+    finite = [name for name in values if math.isfinite(values[name])]
+    names = sorted(finite, key=lambda name: (-values[name], name))
     with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(7.4, 0.7 + 0.24 * len(names)))
         axes = figure.subplots()
@@ -192,11 +192,10 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
 
     loops = {f"loop {n.removeprefix('bpb_loop_')}": n for n in curves if n.startswith("bpb_loop_")}
     by_loop = {label: curves[loops[label]] for label in sorted(loops)}
-    epochs = loss_by_epoch(entries)
     figures = {
         # the loss of a policy says nothing by itself
         "loss": [] if curves["reward"] else panels("loss", "val_bpb"),
-        "gradient": panels("grad_norm") + [Panel("Loss by epoch", epochs)] * bool(epochs),
+        "gradient": panels("grad_norm"),
         "loops": [Panel("Validation loss by loop (bits per byte)", by_loop)] * bool(loops),
         "core": panels("core_metric"),
         "reward": panels("reward", "pass_at_1"),
@@ -215,18 +214,6 @@ def metric_panel(name: str, curves: Mapping[str, Points]) -> Panel:
     return Panel(title, {title: points}, dots=dots, y_from_zero=name in FROM_ZERO)
 
 
-def loss_by_epoch(entries: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Running means of the loss of rows by how often they came before; nothing if none did."""
-    curves: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for entry in entries:
-        seen = {name: entry[name] for name in entry if name.startswith("loss_seen_")}
-        if not seen and "loss" in entry:
-            seen = {"loss_seen_0": entry["loss"]}
-        for name, loss in seen.items():
-            curves[int(name.removeprefix("loss_seen_"))].append((entry["step"], loss))
-    return {f"epoch {n + 1}": ema(curves[n]) for n in sorted(curves)} if any(curves) else {}
-
-
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
     fixed = SECTIONS[record["section"]].split(", ")[2:]  # without model and average
@@ -242,17 +229,17 @@ def task_bars(record: Record) -> dict[str, Drawing]:
 
 
 def draw_series(record: Record) -> bytes:
-    """SVG of the curves that a record holds itself; bars for a sweep over arms."""
+    """
+    SVG of the curves that a record holds itself: over the values of its setting `search`, where it
+    has one. Where each has a single point, these are values and their noise, drawn as bars.
+    """
     curves = {
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
     }
-    section, settings = record["section"], record["settings"]
-    metric, searched = settings.get("metric"), settings.get("search")
-    if section.startswith("Sweep") and metric and not searched:
-        title = f"{metric}: difference from the control, and what is noise"
-        return bar_figure(title, *({n: curves[n][0][i] for n in curves} for i in (0, 1)))
-    if section.startswith("Sweep") and searched:
-        return line_figure([Panel(metric, curves, x_label=searched, log_x=True)])
-    if section == "Recursion":
-        return line_figure([Panel("validation bits per byte", curves, x_label="loops")])
-    return line_figure([Panel(section, curves)])
+    title = record["settings"].get("metric", record["section"])
+    if searched := record["settings"].get("search"):
+        return line_figure([Panel(title, curves, x_label=searched, log_x=True)])
+    if all(len(points) == 1 for points in curves.values()):
+        values, noise = ({name: curves[name][0][i] for name in curves} for i in (0, 1))
+        return bar_figure(title, values, noise)
+    return line_figure([Panel(title, curves, x_label="")])

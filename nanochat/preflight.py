@@ -1,5 +1,5 @@
 """
-Before a run: which kernels work here, what fits, how long it takes, what it costs.
+Before a run: which kernels work here, what fits, how long it takes.
 
     model shapes, device -> probe forward and backward -> the fastest kernel that agrees
     model, machine -> rows per device, seconds, bytes on device and disk -> screen, or UsageError
@@ -25,10 +25,8 @@ from nanochat.attention import Backend, attend, attend_plain, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.logger import duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
-from nanochat.records import default_rate
 
 # ---- Choosing kernels: each is probed once, for real ---------------------------------------------
 # A kernel that imports may still fail on this device, or compute something else: then it is left
@@ -178,7 +176,7 @@ def set_kernels(
     return compiled
 
 
-# ---- What fits, how long it takes, what it costs -------------------------------------------------
+# ---- What fits, how long it takes ----------------------------------------------------------------
 
 
 CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
@@ -417,14 +415,6 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
         "checking the disk", lambda: require_free(folder, needed, listed, "a smaller --keep")
     )
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
-
-
-def cost(seconds: float, machine: DistContext) -> str:
-    """A training time and its price, at what such GPUs are rented for."""
-    gpus = [machine.device_name] * machine.world_size if machine.device.type == "cuda" else []
-    rate = default_rate(gpus)
-    price = f"${seconds / 3600 * rate:.2f} at ${rate:.2f} an hour"
-    return f"about {duration(seconds)} of training, {price}"
 
 
 def screen(lines: Mapping[str, str], machine: DistContext) -> None:

@@ -89,6 +89,7 @@ SECTIONS: dict[str, str] = {
 
 
 Record = Mapping[str, Any]
+Folder = Path | str | None  # None: report/ under the base directory
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
@@ -133,7 +134,7 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
 
 
-def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = None) -> str:
+def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> str:
     """
     The run a stage belongs to: that of the first input some recorded stage made, else a new one.
 
@@ -188,7 +189,7 @@ def write_record(
     values: Mapping[str, Any],
     provenance: Provenance,
     cost: Cost,
-    report_dir: Path | str | None = None,
+    report_dir: Folder = None,
     *,
     items: Mapping[str, Mapping[str, Any]] | None = None,
     tables: Sequence[Mapping[str, Any]] = (),
@@ -240,7 +241,7 @@ def write_record(
     return path
 
 
-def finished(section: str, key: str, report_dir: Path | str | None = None) -> dict[str, Any] | None:
+def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
     The section's record, if a stage with this `stage_key` ended and what it made is still there.
 
@@ -267,25 +268,20 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
     return record if same else None
 
 
-def read_records(
-    report_dir: Path | str | None = None, damaged: list[str] | None = None
-) -> list[dict[str, Any]]:
+def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
     The present record of every section, oldest first.
 
     Raises ValueError naming a damaged one, unless `damaged` is given: then such records are left
     out, and what is wrong with them is appended there.
     """
-    records = []
+    records: list[Record] = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
             content = read_json(path)
             if isinstance(content, dict) and not {"section", "provenance"} & content.keys():
                 continue  # the header of the report
-            record = read_record(path)
-            if path.stem != slug(record["section"]):
-                raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
-            records.append(record)
+            records.append(read_record(path))
         except ValueError as error:
             if damaged is None:
                 raise
@@ -310,9 +306,7 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_history(
-    report_dir: Path | str | None = None, damaged: list[str] | None = None
-) -> list[dict[str, Any]]:
+def read_history(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
     Every record ever written to the folder, in the order of writing, but for damaged ones. What is
     wrong with those is appended to `damaged`.
@@ -320,7 +314,7 @@ def read_history(
     return read_sealed_lines(report_folder(report_dir) / "records.jsonl", damaged)
 
 
-def report_folder(report_dir: Path | str | None = None) -> Path:
+def report_folder(report_dir: Folder = None) -> Path:
     """Where records live: report/ under the base directory, or the folder given. Made if absent."""
     folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
     folder.mkdir(parents=True, exist_ok=True)
@@ -408,12 +402,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield value
 
 
-def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
+def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Record]:
     """
     The JSON objects of a file of sealed lines; none where there is no file. Lines that are not what
     was written are left out and named in `damaged`.
     """
-    found = []
+    found: list[Record] = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:

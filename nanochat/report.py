@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import quote
 
@@ -45,6 +44,7 @@ from nanochat.records import (
     default_rate,
     git,
     git_state,
+    new_run_id,
     plain_value,
     read_history,
     read_records,
@@ -75,7 +75,6 @@ BLOCK_START = re.compile(  # of a heading, a list, a rule, a quote, a numbered l
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
-Table = Mapping[str, Any]
 Figure = tuple[str, str]  # title, and file relative to the report
 
 
@@ -86,7 +85,7 @@ Figure = tuple[str, str]  # title, and file relative to the report
 def update(
     report_dir: Path | str | None = None,
     hourly_rate: float | None = None,
-    more: Callable[..., Mapping[str, Sequence[Table]]] = lambda *about: {},
+    more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
     out: Path | None = None,
 ) -> Path:
     """
@@ -137,16 +136,13 @@ def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None
     """
     folder = report_folder(report_dir)
     old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
-    report = (folder if report_dir else base_dir()) / "report.md"
-    old |= {report} if report.exists() else set()
-    archive = None
-    if old:
-        archive = Path(mkdtemp(prefix=time.strftime("archive-%Y%m%d-%H%M%S-"), dir=folder))
-        archive.chmod(0o755)  # mkdtemp makes it private
-        for path in old:
-            shutil.move(path, archive / path.name)
+    old |= set((folder if report_dir else base_dir()).glob("report.md"))
+    archive = folder / f"archive-{new_run_id()}"
+    for path in old:
+        archive.mkdir(exist_ok=True)
+        shutil.move(path, archive / path.name)
     read_header(folder, [], hourly_rate)
-    return archive
+    return archive if old else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,8 +162,9 @@ def read_header(
     and whenever the report is rendered again.
     """
     path = folder / "header.json"
-    header = read_json(path) if path.exists() else {}
-    if not header:
+    if path.exists():
+        header = read_json(path)
+    else:
         starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
         started = time.localtime(min(starts, default=time.time()))
         machine = hardware()
@@ -179,8 +176,6 @@ def read_header(
             "bloat": bloat(),
             "hourly_rate": default_rate(machine["gpus"]),
         }
-    elif hourly_rate is None:
-        return header
     if hourly_rate is not None:
         header["hourly_rate"] = hourly_rate
     write_json(path, header)
@@ -235,7 +230,7 @@ def render(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
-    more: Mapping[str, Sequence[Table]] = {},
+    more: Mapping[str, Sequence[Record]] = {},
     damaged: Sequence[str] = (),
 ) -> str:
     """
@@ -312,7 +307,7 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     ours = [bullet(key, entries[key]) for key in entries if key not in fixed]
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    ours += [bullet("provenance", show_provenance(record)), bullet("cost", spent)]
+    ours += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
     tables = [render_table(t) for t in record["tables"]]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
     links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
@@ -358,16 +353,15 @@ def show(value: Any) -> str:
     return one_line(str(value))
 
 
-def show_provenance(record: Record) -> str:
+def show_provenance(origin: Record) -> str:
     """Run, commit, seed, and what went in and came out, on one line."""
-    origin = record["provenance"]
-    dirty = " (dirty)" if origin["dirty"] else ""
     read, made = (
         ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
         for side in ("inputs", "outputs")
     )
+    commit = origin["commit"] + " (dirty)" * origin["dirty"]
     flow = (read and f"; {read}") + (made and f" -> {made}")
-    return f"run {origin['run_id']}, commit {origin['commit']}{dirty}, seed {origin['seed']}{flow}"
+    return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
 
 
 def render_table(table: Record) -> str:
@@ -382,25 +376,19 @@ def render_table(table: Record) -> str:
 # ------------------------------------------------------------------------------------------------
 # Summaries over records: metrics by stage, costs, warnings
 
-# Section -> the column of the summary that shows its metrics.
-COLUMN_OF = {
-    "Base model loss": "BASE",
-    "Base model evaluation": "BASE",
-    "Chat evaluation base": "BASE",
-    "Chat evaluation mid": "MID",
-    "Chat evaluation sft": "SFT",
-    "Chat evaluation rl": "RL",
-}
 COLUMNS = ("BASE", "MID", "SFT", "RL")
+COLUMN_OF = {  # section -> the column of the summary that shows its metrics
+    **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
+    **{f"Chat evaluation {column.lower()}": column for column in COLUMNS},
+}
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
 LOWER_IS_BETTER = frozenset({"val bpb"})
 RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
 GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
+Nested = Mapping[str, Mapping[str, Any]]
 
 
-def metrics(
-    records: Sequence[Record],
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+def metrics(records: Sequence[Record]) -> tuple[Nested, Nested]:
     """
     Metric -> column -> value: CORE first, ChatCORE last, the rest by name; and column -> metric ->
     what its items scored, as the records have it.
@@ -413,8 +401,8 @@ def metrics(
             for key, value in record["values"].items():
                 if is_metric(record["section"], key, value):
                     found.setdefault(metric_name(key), {})[column] = value
-    ordered = sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0]))
-    return dict(ordered), items
+    order = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
+    return {name: found[name] for name in order}, items
 
 
 def metric_name(key: str) -> str:
@@ -429,11 +417,7 @@ def is_metric(section: str, key: str, value: Any) -> bool:
     return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
 
 
-def differences(
-    found: Mapping[str, Mapping[str, Any]],
-    items: Mapping[str, Mapping[str, Any]] = {},
-    order: Sequence[str] = COLUMNS,
-) -> dict[str, Any]:
+def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
     """
     Table of what each column changed: per metric, against the one before it that has one.
 
@@ -442,14 +426,11 @@ def differences(
     """
     rows = []
     for name, by in found.items():
-        columns = [column for column in order if column in by]
-        for before, after in pairwise(columns):
-            pairs, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
-            if pairs:
-                change, error = pairs.difference, pairs.se
-                counts = (
-                    f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
-                )
+        for before, after in pairwise(column for column in order if column in by):
+            same, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
+            if same:
+                change, error = same.difference, same.se
+                counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} (p = {same.p:.2g})"
             else:
                 change = float(plain_value(by[after])) - float(plain_value(by[before]))
                 error = math.hypot(standard_error(by[before]), standard_error(by[after]))
@@ -476,28 +457,15 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
 def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     """Table of what each stage took, in time and in money at the machine's hourly rate."""
     costs = [(r["section"], r["cost"]) for r in records]
-    if costs:
-        total = {n: sum(cost[n] for _, cost in costs) for n in ADDED_COSTS}
-        costs.append(("Total", total))
+    total = {name: sum(cost[name] for _, cost in costs) for name in ADDED_COSTS}
     rows = []
-    for name, cost in costs:
+    for name, cost in [*costs, ("Total", total)] if costs else []:
         wall, busy = cost["wall_seconds"], cost["device_seconds"]
         devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
         price = f"${wall / 3600 * hourly_rate:.2f}"
         rows.append([name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", devices, price])
     columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
     return {"title": "Cost", "columns": columns, "rows": rows}
-
-
-def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
-    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
-    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
-    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
-    spans = {"Total wall clock time": before_rl}
-    if len(before_rl) < len(ends):
-        spans["Total wall clock time with RL"] = ends
-    started = seconds(run_started)
-    return {label: int(max(s.values()) - started) // 60 for label, s in spans.items() if s}
 
 
 def find_faults(records: Sequence[Record]) -> list[str]:
@@ -525,28 +493,27 @@ def find_faults(records: Sequence[Record]) -> list[str]:
     return faults
 
 
-# ------------------------------------------------------------------------------------------------
-# The summary
-
-
 def render_summary(records: Sequence[Record], header: Record) -> str:
-    """Size of the code, metrics by stage, wall clock; then differences and costs."""
+    """
+    Size of the code, metrics by stage; whole minutes from the start to the last fixed section
+    before RL, and with RL, if it ran; then differences and costs.
+    """
     found, items = metrics(records)
-    blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
-    for label, minutes in wall_clock(records, header["run_started"]).items():
-        blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, items), ledger(records, header["hourly_rate"])]
-    return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
-
-
-def render_metrics(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of the summary, one column per stage."""
     rows = [
         [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
         for name, by in found.items()
     ]
     head, *body = [
-        [line[0].ljust(15), *(text.ljust(8) for text in line[1:])]
-        for line in [["Metric", *COLUMNS], *rows]
+        [f"{name:<15}", *(f"{text:<8}" for text in texts)]
+        for name, *texts in [["Metric", *COLUMNS], *rows]
     ]
-    return render_table({"columns": head, "rows": body})
+    table = render_table({"columns": head, "rows": body})
+    blocks = ["## Summary", render_bloat(header["bloat"]), table]
+    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
+    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
+    for label, each in ("", before_rl), (" with RL", ends if ends != before_rl else {}):
+        if each:
+            minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
+            blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
+    tables = [differences(found, items), ledger(records, header["hourly_rate"])]
+    return "\n\n".join([*blocks, *(render_table(each) for each in tables if each["rows"])])

@@ -48,7 +48,7 @@ from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes, utilization
-from nanochat.logger import METRICS_FILE, RunLog
+from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import Trainable
 from nanochat.optim import (
     MuonAdamW,
@@ -771,7 +771,7 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
             "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
             **run.loader.describe(run),
             "training": f"{most}{run.num_steps:,} steps; from step {progress.step:,}",
-            "estimate": preflight.cost(seconds, machine),
+            "estimate": f"about {duration(seconds)} of training",
         },
         machine,
     )

@@ -80,17 +80,3 @@ def test_gaps_and_single_points_are_drawn_without_complaint(losses):
 def test_the_largest_figures_stay_small_enough_for_a_repository():
     long = [{"step": x, "loss": 3 + math.sin(x), "val_bpb": math.sin(x)} for x in range(50_000)]
     assert len(plots.run_figures(long)["loss"][1]) < 120_000
-
-
-def test_the_loss_of_rows_that_came_before_is_a_curve_of_its_own():
-    lines = [{"step": s, "loss": 3.0, "grad_norm": 1.0} for s in range(5)]
-    lines.append({"step": 5, "loss": 2.0, "loss_seen_0": 3.0, "loss_seen_1": 1.0, "grad_norm": 1.0})
-    lines += [{"step": s, "loss": 1.0, "loss_seen_1": 1.0, "grad_norm": 1.0} for s in range(6, 9)]
-    curves = plots.loss_by_epoch(lines)
-    assert {name: [step for step, _ in points] for name, points in curves.items()} == {
-        "epoch 1": [0, 1, 2, 3, 4, 5],
-        "epoch 2": [5, 6, 7, 8],
-    }
-    assert [y for _, y in curves["epoch 1"]] == pytest.approx([3.0] * 6)
-    assert [y for _, y in curves["epoch 2"]] == pytest.approx([1.0] * 4)
-    assert b"Loss by epoch" in plots.run_figures(lines)["gradient"][1]

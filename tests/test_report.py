@@ -540,14 +540,14 @@ def test_a_difference_is_told_with_its_noise():
 
 def test_a_difference_without_errors_claims_nothing():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert report.differences(found)["rows"] == [
+    assert report.differences(found, {})["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
 def test_fewer_bits_are_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    assert report.differences(found)["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+    assert report.differences(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
 def test_every_metric_of_two_stages_in_succession_has_its_difference():
