@@ -36,7 +36,6 @@ from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
 ACCESS = "give this user access to it, or name another path (generated files: NANOCHAT_BASE_DIR)"
-CHECK = "check the path"
 FOLDER = "a folder is needed there, but a file has that name: name another path"
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
@@ -96,7 +95,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, MissingInput | UsageError):
         return str(error)
     if isinstance(error, OSError):
-        fix = OS_FIXES.get(error.errno or 0, CHECK if error.filename else "")
+        fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  way out:  {fix}")
     if not isinstance(error, ValueError | RuntimeError):

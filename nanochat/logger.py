@@ -114,8 +114,7 @@ class RunLog:
         """Close everything; waits at most `seconds` for the tracker and says what it missed."""
         self.file.close()
         self.bar.stop()
-        missed = self.tracker.finish(seconds) if self.tracker else ""
-        if missed:
+        if self.tracker and (missed := self.tracker.finish(seconds)):
             print(printable(f"{missed}; everything is in {self.path}"), flush=True)
 
     def __enter__(self) -> Self:
@@ -199,8 +198,8 @@ class Tracker:
             run.finish()
         except Exception as error:  # whatever a tracker does, the run goes on
             self.error = f"{type(error).__name__}: {error}"
-            error = printable(self.error)
-            print(f"tracker: stopped, the run goes on ({error})", file=sys.stderr, flush=True)
+            message = printable(f"tracker: stopped, the run goes on ({self.error})")
+            print(message, file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> str:
         """Wait at most `seconds` for the thread. Returns what went wrong, or nothing."""
@@ -209,13 +208,11 @@ class Tracker:
             with contextlib.suppress(queue.Full):
                 self.entries.put(None, timeout=seconds)
         self.thread.join(max(0.0, deadline - time.monotonic()))
-        missed = self.offered - self.sent
-        if self.thread.is_alive():
-            self.error = f"no answer within {seconds:g} s"
-        if missed or self.error:
-            why = f" ({self.error})" if self.error else ""
-            return f"tracker: {missed} of {self.offered} entries were dropped{why}"
-        return ""
+        error = f"no answer within {seconds:g} s" if self.thread.is_alive() else self.error
+        missed, why = self.offered - self.sent, f" ({error})" if error else ""
+        if not missed and not error:
+            return ""
+        return f"tracker: {missed} of {self.offered} entries were dropped{why}"
 
 
 def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]) -> Any:
@@ -229,6 +226,8 @@ def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
     online = wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
+    # without its timeouts its hook at exit could wait for long
+    limits = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
     return wandb.init(
         project="nanochat",
         name=name,
@@ -236,10 +235,5 @@ def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
         resume="allow",
         dir=folder,
         config=dict(settings),
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=FINISH_SECONDS,  # else its hook at exit could wait for long
-            finish_timeout=FINISH_SECONDS,
-        ),
+        settings=wandb.Settings(silent=True, console="off", **limits),
     )

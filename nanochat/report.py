@@ -40,6 +40,7 @@ from nanochat.records import (
     GENERATED,
     SECTIONS,
     TIME_FORMAT,
+    Folder,
     Record,
     default_rate,
     git,
@@ -83,15 +84,14 @@ Figure = tuple[str, str]  # title, and file relative to the report
 
 
 def update(
-    report_dir: Path | str | None = None,
+    report_dir: Folder = None,
     hourly_rate: float | None = None,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
-    out: Path | None = None,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records; with `out` a copy there too, its figures
-    in dev/report/. Figures that it no longer shows are removed. Damaged records are reported.
+    directory for the main report, else beside the records; its figures are in `figures` below
+    these. Figures that it no longer shows are removed. Damaged records are reported.
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
     those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
@@ -100,36 +100,32 @@ def update(
     from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
 
     folder, damaged = report_folder(report_dir), []
+    home = folder if report_dir else base_dir()
     records = read_records(folder, damaged)
     header = read_header(folder, records, hourly_rate)
-    history = read_history(folder, damaged)
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
-    tables = more(records, history, device_rate, damaged)
+    tables = more(records, read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
         print(f"left out: {printable(each)}")
     if not records:
         raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
-    drawn = {record["section"]: drawings(record) for record in records}
-    home, now = folder if report_dir else base_dir(), time.strftime(TIME_FORMAT)
-    places = {home: folder / "figures"} | ({out: out / "dev" / "report"} if out else {})
-    for place, figure_folder in places.items():
-        stale = set(figure_folder.glob("*.svg"))
-        figures: dict[str, list[Figure]] = {}
-        for section, named in drawn.items():
-            for kind, (title, svg) in named.items():
-                path = figure_folder / f"{slug(section)}-{kind}.svg"
-                write_atomic(path, svg)
-                stale.discard(path)
-                link = path.relative_to(place).as_posix()
-                figures.setdefault(section, []).append((title, link))
-        for path in stale:
-            path.unlink()
-        text = render(records, header, now, figures, tables, damaged)
-        write_atomic(place / "report.md", text)
+    stale = set(folder.glob("figures/*.svg"))
+    figures: dict[str, list[Figure]] = {}
+    for record in records:
+        for kind, (title, svg) in drawings(record).items():
+            path = folder / "figures" / f"{slug(record['section'])}-{kind}.svg"
+            write_atomic(path, svg)
+            stale.discard(path)
+            link = path.relative_to(home).as_posix()
+            figures.setdefault(record["section"], []).append((title, link))
+    for path in stale:
+        path.unlink(missing_ok=True)
+    now = time.strftime(TIME_FORMAT)
+    write_atomic(home / "report.md", render(records, header, now, figures, tables, damaged))
     return home / "report.md"
 
 
-def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path | None:
+def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path | None:
     """
     Start a new report: its header is made now. What the old one had moves to a folder
     archive-<time> beside it, whose path is returned; nothing is deleted.

@@ -8,12 +8,15 @@ Reads   report/ under the base directory
 Writes  report.md there; with --out also <out>/report.md and <out>/dev/report/
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report
+from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.reliability import sections
+from nanochat.records import report_folder
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,20 @@ def main(cfg: Report) -> None:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    out = Path(cfg.out) if cfg.out else None
-    print(report.update(cfg.report_dir, cfg.hourly_rate, sections, out))
+    path = report.update(cfg.report_dir, cfg.hourly_rate, sections)
+    print(path)
+    if cfg.out:
+        print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
+
+
+def copy(report: Path, figures: Path, out: Path) -> Path:
+    """A copy of the report in the folder `out`, with its figures in dev/report/ there."""
+    shutil.rmtree(out / "dev" / "report", ignore_errors=True)
+    figures.mkdir(exist_ok=True)  # a report may have none
+    shutil.copytree(figures, out / "dev" / "report")
+    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # no other text has a bare ]
+    write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
+    return out / "report.md"
 
 
 if __name__ == "__main__":
