@@ -60,7 +60,7 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "check_ranks_every": "ranks compare their weights every 100 steps",
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
-BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 
 
 def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mapping[str, str] = {}):
@@ -248,9 +248,7 @@ def normalize(
                 value += f",{rest.pop(0)}"
             lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))
         elif bool in kinds and value:
-            if value.lower() not in BOOLEAN_WORDS:
-                refuse(f"{flag} is yes or no (1 or 0), not {value!r}")
-            result += [flag, str(BOOLEAN_WORDS[value.lower()])]
+            result += [flag, BOOLEANS.get(value.lower(), value)]
         else:
             result.append(flag + equals + value)
     for name, values in lists.items():

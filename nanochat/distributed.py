@@ -89,13 +89,16 @@ class Activity(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The last heartbeat of a rank."""
+    """
+    The last heartbeat of a rank. Times are seconds after the common start: clocks of several
+    machines differ, these do not.
+    """
 
     at: float = 0.0
-    """Seconds after the common start; clocks of several machines differ, this does not."""
-    kind: str = "unnamed"
-    seconds: float = 0.0
-    """How long it has done this."""
+    named: float = 0.0
+    """When it last waited, or did work that it named."""
+    worked: float = 0.0
+    """When it last did work that it named."""
     text: str = "nothing heard of it"
 
 
@@ -110,9 +113,8 @@ class RankHeartbeat:
         self.store, self.rank, self.timeout_seconds = store, rank, timeout_seconds
         self.silent_seconds = min(SILENT_SECONDS, timeout_seconds / 2)
         self.others = {r: Beat() for r in range(world_size) if r != rank}
-        self.started = time.monotonic()
+        self.started, self.worked = time.monotonic(), 0.0
         self.activity = Activity("unnamed", "at work by itself", self.started)
-        self.last_work = 0.0  # the latest beat of a rank that named its work
         self.closed = threading.Event()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -142,42 +144,35 @@ class RankHeartbeat:
 
     def beat(self) -> None:
         """Tell the others what this rank does; read what they do when it waits for long."""
-        (kind, what, _), seconds = self.activity, self.seconds()
+        (kind, what, since), now = self.activity, time.monotonic()
         doing = f"in {what}" if kind == "waiting" else what
-        text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {seconds:.0f} s"
-        beat = Beat(time.monotonic() - self.started, kind, seconds, text)
-        self.store.set(f"beat/{self.rank}", json.dumps(beat))
-        if kind == "waiting" and seconds > self.silent_seconds:
+        text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {now - since:.0f} s"
+        at = now - self.started
+        named = since - self.started if kind == "unnamed" else at
+        self.worked = at if kind == "working" else self.worked
+        self.store.set(f"beat/{self.rank}", json.dumps(Beat(at, named, self.worked, text)))
+        if kind == "waiting" and now - since > self.silent_seconds:
             beats = self.store.multi_get([f"beat/{rank}" for rank in self.others])
             self.others = dict(zip(self.others, (Beat(*json.loads(b)) for b in beats), strict=True))
-            worked = [beat.at for beat in self.others.values() if beat.kind == "working"]
-            self.last_work = max([self.last_work, *worked])
-
-    def seconds(self) -> float:
-        """How long this rank has done what it does."""
-        return time.monotonic() - self.activity.since
 
     def check(self) -> None:
         """
         End this process when waiting can no longer succeed: for the timeout a rank sent no beat or
         named no work, or none named work.
         """
-        activity, waited, timeout = self.activity, self.seconds(), self.timeout_seconds
-        silence = {r: time.monotonic() - self.started - b.at for r, b in self.others.items()}
-        lost = any(
-            silence[rank] > timeout or (beat.kind == "unnamed" and beat.seconds > timeout)
-            for rank, beat in self.others.items()
-        )
-        idle = time.monotonic() - self.started - self.last_work > timeout
-        if activity.kind != "waiting" or waited <= timeout or not (lost or idle):
+        (kind, what, since), now = self.activity, time.monotonic()
+        oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
+        stuck = min(b.named for b in beats) < oldest or max(b.worked for b in beats) < oldest
+        if kind != "waiting" or now - since <= self.timeout_seconds or not stuck:
             return
+        silence = {rank: now - self.started - beat.at for rank, beat in self.others.items()}
         states = []
         for rank in sorted(silence, key=silence.__getitem__, reverse=True):
             quiet = silence[rank] > self.silent_seconds
             state = f"no sign of life for {silence[rank]:.0f} s" if quiet else "alive"
             states.append(f"rank {rank}: {state} ({self.others[rank].text})")
         message = (
-            f"rank {self.rank} has waited {waited:.0f} s in {activity.what}, longer than "
+            f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
             f"--collective_timeout_minutes allows: {'; '.join(states)}. "
             "Stopping; --resume=auto goes on from the last checkpoint"
         )

@@ -18,7 +18,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from nanochat.common import base_dir, printable
 from nanochat.logger import read_metrics
-from nanochat.records import SECTIONS, Record, plain_value, standard_error
+from nanochat.records import Record, plain_value, standard_error
 
 # ---- Drawing -------------------------------------------------------------------------------------
 
@@ -216,14 +216,10 @@ def metric_panel(name: str, curves: Mapping[str, Points]) -> Panel:
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
-    fixed = SECTIONS[record["section"]].split(", ")[2:]  # without model and average
-    tasks = {
-        key: value
-        for key, value in record["values"].items()
-        if key != "CORE metric" and (isinstance(value, Mapping) or key in fixed)
-    }
-    scores = {key: float(plain_value(value)) for key, value in tasks.items()}
-    errors = {key: standard_error(value) for key, value in tasks.items()}
+    tasks = {name: value for name, value in record["values"].items() if isinstance(value, Mapping)}
+    tasks.pop("CORE metric", None)
+    scores = {name: plain_value(value) for name, value in tasks.items()}
+    errors = {name: standard_error(value) for name, value in tasks.items()}
     title = "Centered score per task (0 = chance)"
     return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}
 

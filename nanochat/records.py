@@ -256,16 +256,11 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
     if record is None or record["key"] != key:
         return None
-    files = {base_dir() / name: was for name, was in record["files"].items()}
+    files = [base_dir() / name for name in record["files"]]
     if record["provenance"]["outputs"] and not files:
         return None
-    same = all(
-        path.is_file()
-        and path.stat().st_size == was["bytes"]
-        and sha256_file(path) == was["sha256"]
-        for path, was in files.items()
-    )
-    return record if same else None
+    intact = all(map(Path.is_file, files)) and content(files) == record["files"]
+    return record if intact else None
 
 
 def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
@@ -372,14 +367,12 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, str | bool | int | None):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, Path):
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
+    if isinstance(value, str | bool | int | float | None):
+        return value
     if hasattr(value, "item"):  # a scalar of numpy or torch
         return plain(value.item())
     raise TypeError(f"a record holds numbers, text, lists and dicts, not {type(value).__name__}")
