@@ -31,10 +31,6 @@ class Report:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
-    def __post_init__(self) -> None:
-        if self.hourly_rate is not None and self.hourly_rate < 0:
-            raise ValueError(f"--hourly_rate is in dollars, 0 or more, not {self.hourly_rate}")
-
 
 def main(cfg: Report) -> None:
     if cfg.reset:

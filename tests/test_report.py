@@ -822,8 +822,3 @@ def test_the_hourly_rate_is_kept_for_later_stages(base):
 def test_a_report_of_nothing_names_the_command_that_makes_records(base):
     with pytest.raises(MissingInput, match="no stage has left a record.*\n.*speedrun"):
         script.main(script.Report())
-
-
-def test_a_negative_rate_is_refused():
-    with pytest.raises(ValueError, match="-3"):
-        script.Report(hourly_rate=-3.0)
