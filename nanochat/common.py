@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,32 +190,26 @@ SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; when another process has it, say `what` is waited for."""
+def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
+    """True while holding a lock file; False when another process keeps it for longer than that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
+    with suppress(Timeout):
+        lock.acquire(patience_seconds)
     try:
-        lock.acquire(timeout=2)
-    except Timeout:
-        print(f"waiting for another process: {printable(what)}", flush=True)
-        lock.acquire()
-    try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """True while holding a lock file; False, at once, when another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    with suppress(Timeout):
-        lock.acquire(blocking=False)
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock file; when another process has it, say `what` is waited for."""
+    with claimed(path, patience_seconds=2.0) as mine:
+        if not mine:
+            print(f"waiting for another process: {printable(what)}", flush=True)
+        with nullcontext() if mine else FileLock(path):
+            yield
 
 
 class RunLock:
@@ -300,8 +294,8 @@ class StopRequest:
     asked = False
 
     def __enter__(self) -> "StopRequest":
-        ignored = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[: 2 if ignored else 3]
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        numbers += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)
         self.previous = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 

@@ -186,6 +186,7 @@ GPU_RESERVE = 2 << 30  # bytes left to NCCL and cuBLAS, which allocate in the fi
 COMPILED_SHARE = 0.7  # of what eager rows hold; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
 RATE_SECONDS = 0.2  # for which the matrix rate is measured
 SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
+LET_CHOOSE = "leave out --device_batch_size, and the largest that fits is found"
 
 
 def matrix_rate(machine: DistContext, width: int) -> float:
@@ -311,10 +312,8 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
     most = max(1, limit) if asked is None else asked
     best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
     if asked is not None and best < min(asked, rows):
-        raise ValueError(
-            f"device_batch_size {asked} does not divide the {rows} rows of one device and "
-            f"step; use {best}"
-        )
+        share = f"{rows} rows of one device and step"
+        raise ValueError(f"device_batch_size {asked} does not divide the {share}; use {best}")
     return best
 
 
@@ -346,7 +345,8 @@ def prepare(
     `trainable` gives the loss: the model, or what stands around it. Raises UsageError where not
     even one row fits.
     """
-    T, used = model.cfg.max_seq_len, hardware.used_memory_bytes(machine.device)
+    T, device = model.cfg.max_seq_len, machine.device
+    used = hardware.used_memory_bytes(device)
     rows = batch_tokens // T // machine.world_size
     limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
     device_rows = choose_device_rows(device_batch_size, rows, limit)
@@ -355,24 +355,20 @@ def prepare(
     mode = "compiles first" if compiled else "eager"
     machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
     # tokens and targets of a whole step, twice: a step may reorder its rows
-    ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
+    ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
     # on a CPU the update is not measured: what undoes it takes more memory than it does
-    update = machine.device.type == "cuda" or timed
+    update = device.type == "cuda" or timed
     # the same limit on all ranks: one that alone ran out of memory would miss a collective
-    available = hardware.free_memory_bytes(machine.device) + hardware.used_memory_bytes(
-        machine.device
-    )
+    available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
     reserve = GPU_RESERVE if device_batch_size is None else 0
-    with hardware.limit_memory(machine.device, min(machine.gather(available)) - reserve):
+    with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
         while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_rows == 1 or device_batch_size is not None:
-                raise UsageError(
-                    f"{device_rows} rows at a time take more memory than {machine.device_name} has",
-                    SMALLER
-                    if device_rows == 1
-                    else "leave out --device_batch_size, and the largest that fits is found",
+                why = (
+                    f"{device_rows} rows at a time take more memory than {machine.device_name} has"
                 )
+                raise UsageError(why, SMALLER if device_rows == 1 else LET_CHOOSE)
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     peak_bytes, seconds = measured
@@ -411,9 +407,8 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())
-    machine.on_main(
-        "checking the disk", lambda: require_free(folder, needed, listed, "a smaller --keep")
-    )
+    check = partial(require_free, folder, needed, listed, "a smaller --keep")
+    machine.on_main("checking the disk", check)
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 

@@ -149,13 +149,11 @@ GIB = 1024**3
 CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
 
 
-def read_header(
-    folder: Path, records: Sequence[Record], hourly_rate: float | None
-) -> dict[str, Any]:
+def read_header(folder: Path, records: Sequence[Record], rate: float | None) -> dict[str, Any]:
     """
     The report's header, made when the first stage ends or by `reset`: facts about this machine and
     this code, and when the first of the records' stages started. It stays as it was made, wherever
-    and whenever the report is rendered again.
+    and whenever the report is rendered again; but for the hourly rate, where one is given.
     """
     path = folder / "header.json"
     if path.exists():
@@ -172,8 +170,8 @@ def read_header(
             "bloat": bloat(),
             "hourly_rate": default_rate(machine["gpus"]),
         }
-    if hourly_rate is not None:
-        header["hourly_rate"] = hourly_rate
+    if rate is not None:
+        header["hourly_rate"] = rate
     write_json(path, header)
     return header
 
