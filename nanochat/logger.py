@@ -227,7 +227,7 @@ def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
     if online and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
     # without its timeouts its hook at exit could wait for long
-    limits = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
+    limits: Any = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
     return wandb.init(
         project="nanochat",
         name=name,

@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from nanochat.common import base_dir, printable
 from nanochat.logger import read_metrics
@@ -89,7 +89,7 @@ def line_figure(panels: Sequence[Panel]) -> bytes:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw one panel; a legend where it has several curves, else the value at the curve's end."""
+    """Draw one panel; a legend where it has several curves."""
     axes.plot(*thin(panel.raw), color=SKY, alpha=0.45, linewidth=0.9, linestyle="-")
     for name, points in panel.curves.items():
         axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
@@ -98,19 +98,12 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_title(printable(panel.title))
     axes.set_xlabel(printable(panel.x_label))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for axis in (axes.xaxis, axes.yaxis):
-        if max(map(abs, axis.get_view_interval())) >= 10_000:
-            axis.set_major_formatter(EngFormatter(sep=""))
     if panel.log_x:
         axes.set_xscale("log")
     if panel.y_from_zero:
         axes.set_ylim(bottom=0)
-    ends = [points[-1] for points in panel.curves.values() if points]
     if len(panel.curves) > 1 or panel.dots:
         axes.legend()
-    elif not panel.y_from_zero and ends and math.isfinite(ends[0][1]):
-        label, place = f"{ends[0][1]:.4g}", (0, 7)
-        axes.annotate(label, ends[0], place, textcoords="offset points", ha="right", fontsize=8)
 
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:

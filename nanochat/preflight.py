@@ -365,9 +365,7 @@ def prepare(
         while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
             if device_rows == 1 or device_batch_size is not None:
-                why = (
-                    f"{device_rows} rows at a time take more memory than {machine.device_name} has"
-                )
+                why = f"{device_rows} rows at a time do not fit on {machine.device_name}"
                 raise UsageError(why, SMALLER if device_rows == 1 else LET_CHOOSE)
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
