@@ -285,20 +285,6 @@ def fits(work: Callable[[], None], machine: DistContext) -> bool:
     return not machine.any(short)
 
 
-class Memory(NamedTuple):
-    """Bytes a training process needs on its device, by what they are for."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    """All else that a step takes. On a CPU what kernels, compiler and allocator hold too."""
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
 def weight_bytes(model: GPT) -> int:
     """Bytes of all parameters, and of their gradients."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
@@ -322,7 +308,8 @@ class Prepared(NamedTuple):
 
     device_rows: int
     compiled: bool
-    memory: Memory
+    memory_bytes: int
+    """On each device: weights, gradients, optimizer, and all else that a step takes."""
     train_seconds: float
     """From before the first step: micro-batches as they were measured."""
 
@@ -372,9 +359,16 @@ def prepare(
     peak_bytes, seconds = measured
     weights = weight_bytes(model)
     state = sum(4 * x.numel() for x in optimizer.local_state().values())
-    memory = Memory(weights, weights, state, max(0, peak_bytes - used - weights))
+    memory = {"weights": weights, "gradients": weights, "optimizer": state}
+    memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold
+    total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
+    parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
+    machine.print0(
+        f"memory     {total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: {parts}; "
+        f"{free / 2**20:,.0f} available"
+    )
     passes = tokens_left / (device_rows * T * machine.world_size)
-    return Prepared(device_rows, compiled, memory, passes * seconds)
+    return Prepared(device_rows, compiled, total, passes * seconds)
 
 
 def require_memory(model: GPT, machine: DistContext) -> None:
@@ -428,13 +422,3 @@ def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]
         "model": f"{total:,} parameters ({split} and head): {cfg.n_layer} layers, "
         f"width {cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
     }
-
-
-def describe_memory(memory: Memory, device_rows: int, machine: DistContext) -> str:
-    """What a run takes on each device, and what there is for it: weights and state included."""
-    parts = [f"{name} {n / 2**20:,.0f}" for name, n in memory._asdict().items()]
-    available = memory.weights + memory.optimizer + hardware.free_memory_bytes(machine.device)
-    return (
-        f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
-        f"{', '.join(parts)}; {available / 2**20:,.0f} available"
-    )

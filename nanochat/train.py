@@ -637,7 +637,7 @@ class TrainingResult:
             "Rows per device pass": self.prepared.device_rows,
             "Compute dtype": str(self.run.machine.dtype).removeprefix("torch."),
             "Compiled": self.prepared.compiled,
-            "Stated memory": f"{self.prepared.memory.total / 2**20:.2f}MiB",
+            "Stated memory": f"{self.prepared.memory_bytes / 2**20:.2f}MiB",
             "Memory after imports": f"{memory_at_start / 2**20:.2f}MiB",
             "Skipped steps": health.bad_steps,
             "Loss spikes": health.spikes,
@@ -740,7 +740,7 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
         checkpoints=checkpoints.disk_bytes(model, saves),
         rows=run.bytes_to_pack,
     )
-    memory, most = {}, ""
+    most = ""
     if run.prepared is not None:
         prepared, seconds = run.prepared, run.prepared.train_seconds * left / run.num_steps
     else:
@@ -756,8 +756,6 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
             timed=run.max_seconds is not None,
         )
         seconds = prepared.train_seconds
-        stated = preflight.describe_memory(prepared.memory, prepared.device_rows, machine)
-        memory = {"memory": stated}
     run.device_rows = prepared.device_rows
     if run.max_seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - progress.clock_seconds))
@@ -766,7 +764,6 @@ def prepare(run: TrainingRun, progress: Progress, checkpoints: Checkpoints) -> P
     preflight.screen(
         {
             **preflight.describe(model, machine, prepared.compiled),
-            **memory,
             "disk": disk,
             "inputs": ", ".join(f"{name} {print_}" for name, print_ in inputs.items()),
             **run.loader.describe(run),

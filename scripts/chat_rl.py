@@ -22,7 +22,7 @@ from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
 from nanochat.lab.held_out import require_access, require_other_families
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.preflight import Memory, Prepared, choose_fused_engine
+from nanochat.preflight import Prepared, choose_fused_engine
 from nanochat.rl import HeldOut, RLConfig, RolloutLoader, summarize
 from nanochat.tokenizer import Tokenizer
 from nanochat.tools import Tools
@@ -155,7 +155,7 @@ def main(cfg: ChatRL) -> None:
         batch_tokens=rollouts.max_tokens,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         momentum=lambda step, horizon: 0.95,
-        prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
+        prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         finds_spikes=False,
         tokenizer=rollouts.tokenizer,

@@ -46,13 +46,15 @@ def test_the_micro_batch_is_bounded_and_divides():
     assert choose_device_rows(None, 7, limit=0) == 1
 
 
-def test_stated_memory_counts_every_tensor(machine, tiny_gpt, optimizer):
+def test_stated_memory_counts_every_tensor(machine, tiny_gpt, optimizer, capsys):
     named = dict(tiny_gpt.named_parameters())
     ready = prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
     weights = 4 * tiny_gpt.num_params()
     matrices = 4 * sum(p.numel() for n, p in named.items() if tiny_gpt.param_roles()[n] == "matrix")
-    assert ready.memory.weights == ready.memory.gradients == weights
-    assert ready.memory.optimizer == 2 * weights - matrices
+    assert ready.memory_bytes >= 4 * weights - matrices
+    sizes = (f"{n / 2**20:,.0f}" for n in (weights, weights, 2 * weights - matrices))
+    listed = "weights {}, gradients {}, optimizer {}, activations ".format(*sizes)
+    assert listed in capsys.readouterr().out
 
 
 def test_R32_five_rehearsals_keep_no_activation(machine, tiny_gpt, optimizer):
