@@ -237,11 +237,9 @@ def render(
     places = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(records, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
-    sections += [
-        "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
-        for name, tables in more.items()
-        if tables
-    ]
+    for name, tables in more.items():
+        if tables:
+            sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
     top = [render_header(header, generated)]
     for warning, items in (
         ("Provenance: these sections do not belong together.", find_faults(ordered)),

@@ -10,8 +10,8 @@ is asked where nothing is picked. Ctrl-C or SIGTERM ends it.
 Reads   the checkpoints of all stages (base, mid, sft, rl)
 """
 
-import contextlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,8 +64,8 @@ def main(cfg: ChatWeb) -> None:
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
-    name = f"{source}:{checkpoint.folder.parent.name}"
-    name += f":{cfg.step}" if cfg.step is not None else ""
+    step = "" if cfg.step is None else f":{cfg.step}"
+    name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
     fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
@@ -80,7 +80,7 @@ def main(cfg: ChatWeb) -> None:
     about = f"context of {engine.cache.capacity} tokens, {engine.slots} answers at once"
     print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
     print(f"page   {url_of(bound)}\nAPI    {url_of(bound)}/v1", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         server.run([bound])
 
 

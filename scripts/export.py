@@ -86,8 +86,7 @@ def write_artifact(
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file")
     trained = checkpoint.state.get("settings", {})
-    names = [setting.name for setting in fields(QuantConfig)]
-    asked = {name: getattr(cfg, name) or trained.get(name) for name in names}
+    asked = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
     quant = QuantConfig(**{name: value for name, value in asked.items() if value is not None})
     provenance = checkpoint.state["provenance"]
     origin = {
