@@ -65,7 +65,7 @@ def job(base: str, name: str, source: str, flags: str, plant: str = "") -> Job:
     """One training, from a checkpoint of the stage `source`."""
     rate = "" if "init_lr_frac" in flags else f"--init_lr_frac={RATE[source]}"
     words = f"{SCRIPTS[source]} --source={source}:{base} {rate} {flags}"
-    common = "--log_every=20 --keep=1 --model_tag={tag} --canaries=stop"
+    common = "--keep=1 --model_tag={tag} --canaries=stop"
     common += f" --num_iterations={STEPS[source]}"
     before = ["dev.plant", plant] if plant else []
     start = {source: find_checkpoint(source, base).fingerprint}

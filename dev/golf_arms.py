@@ -29,7 +29,7 @@ from nanochat.stats import mean
 
 COMMON = (
     "--depth=4 --max_seq_len=512 --total_batch_size=4096 --compile=1 --eval_every=0 "
-    "--log_every=100 --eval_tokens=4096 --head_dim=32 --tie_embeddings=1 --n_kv_head=1 "
+    "--eval_tokens=4096 --head_dim=32 --tie_embeddings=1 --n_kv_head=1 "
     "--matrix_lr=0.03 --tied_lr=0.02 --bigram_rows=0"
 )
 GOLF = (

@@ -18,7 +18,7 @@ python -m scripts.data "${text[@]}" --max_seq_len=512
 # Two bases, a core each
 for depth in 2 4; do
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m scripts.base_train --depth=$depth "${text[@]}" \
-        --max_seq_len=512 --num_iterations=400 --total_batch_size=8192 --eval_every=200 --log_every=50 \
+        --max_seq_len=512 --num_iterations=400 --total_batch_size=8192 --eval_every=200 \
         --eval_tokens=131072 --save_every=100 --resume=auto --skip_if_done "${as_measured[@]}" \
         --report_dir="${NANOCHAT_BASE_DIR:-out}/bases/d$depth" &
 done

@@ -22,7 +22,7 @@ python -m scripts.data --max_seq_len=512
 for seed in ${SEEDS:-0 1 2}; do
     tag="$arm-d$depth-$steps-$seed" reports="$NANOCHAT_BASE_DIR/learning/$arm-d$depth-$steps-$seed"
     python -m scripts.base_train --depth="$depth" --max_seq_len=512 --num_iterations="$steps" \
-        --total_batch_size=4096 --eval_every=240 --eval_tokens=524288 --log_every=100 --seed="$seed" \
+        --total_batch_size=4096 --eval_every=240 --eval_tokens=524288 --seed="$seed" \
         --model_tag="$tag" --report_dir="$reports" --resume=auto --skip_if_done "$@"
     python -m scripts.base_loss --model_tag="$tag" --split_tokens=4096 \
         --report_dir="$reports" --skip_if_done

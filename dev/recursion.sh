@@ -24,7 +24,7 @@ cpu)
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     shape=(--depth="$depth" --max_seq_len=256 --d_model=128 --head_dim=32)
     run=(--total_batch_size=4096 --num_iterations="${ITERATIONS:-60}" --eval_every=30
-        --eval_tokens=32768 --grad_clip=1.0 --log_every=20)
+        --eval_tokens=32768 --grad_clip=1.0)
     judge=(--eval_tokens=65536)
     ;;
 smoke)

@@ -33,7 +33,7 @@ DEPTH = 4
 SHAPE = ShapeConfig(value_every=2, bigram_rows=0)
 WIDTH = WidthConfig(d_model=128, head_dim=32)
 COMMON = (
-    f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 --log_every=50 "
+    f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 "
     "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
     + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
 )

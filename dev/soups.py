@@ -45,7 +45,7 @@ def fine_tuning(cfg: Soups, seed: int) -> Job:
     """One ingredient."""
     words = (
         f"scripts.chat_sft --source=mid:{cfg.base} --num_iterations={cfg.num_iterations} "
-        f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 --log_every=20 "
+        f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 "
         "--eval_tokens=16384 --model_tag={tag}"
     )
     start = {"mid": find_checkpoint("mid", cfg.base).fingerprint}

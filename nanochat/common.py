@@ -1,13 +1,11 @@
 """
-Files, locks, stop signals, and the source of our own modules.
+Files, locks and stop signals.
 
     base directory, atomic writes | locks, free space | SIGTERM -> flag
 
 Imports no other module of the project.
 """
 
-import ast
-import fcntl
 import hashlib
 import json
 import os
@@ -18,9 +16,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -192,37 +190,31 @@ SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; when another process has it, say `what` is waited for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=2)
-    except Timeout:
-        print(f"waiting for another process: {printable(what)}", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """True while holding a lock file; False, at once, when another process has it."""
+def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
+    """True while holding a lock file; False when another process keeps it for longer than that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     with suppress(Timeout):
-        lock.acquire(blocking=False)
+        lock.acquire(patience_seconds)
     try:
         yield lock.is_locked
     finally:
         lock.release()
 
 
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock file; when another process has it, say `what` is waited for."""
+    with claimed(path, patience_seconds=2.0) as mine:
+        if not mine:
+            print(f"waiting for another process: {printable(what)}", flush=True)
+        with nullcontext() if mine else FileLock(path):
+            yield
+
+
 class RunLock:
     """
-    One run at a time: a lock file that says who holds it, since when.
+    One run at a time: a lock file, and beside it one that says who holds it, since when.
 
     The process holds the lock, not the file: what a killed run left behind is stale, recognized as
     such, and taken over.
@@ -231,7 +223,7 @@ class RunLock:
     def __init__(self, path: Path, own: str = "--model_tag"):
         """own: the flag by which another run gets a folder of its own."""
         self.path, self.own = path, own
-        self.file: TextIO | None = None
+        self.lock, self.owner = FileLock(path), path.with_name(f"{path.name}.owner")
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
         """
@@ -240,50 +232,27 @@ class RunLock:
         One that another attempt of the same `launch` holds is waited for: on a shared disk the
         lock of a host that died lives on for a while.
         """
-        deadline = time.monotonic() + patience_seconds
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+", encoding="utf-8")
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                owner, launch_of_owner = read_owner(file)
-                if not launch or launch_of_owner != launch or time.monotonic() > deadline:
-                    file.close()
-                    raise UsageError(
-                        f"another run writes there: {owner} holds {self.path}",
-                        f"wait for it or stop it, or give this run another {self.own}",
-                    ) from None
-                time.sleep(1.0)
-            except OSError as error:  # a file system without locks
-                print(f"{self.path}: no lock here ({error}); start no second run in this folder")
-                break
-        if file.seek(0, os.SEEK_END):
-            print(f"the lock of an earlier run is stale, taken over: {read_owner(file)[0]}")
-        file.truncate(0)
+        text = self.owner.read_text() if self.owner.exists() else ""
+        owner, _, launch_of_owner = text.partition("\n")
+        try:
+            self.lock.acquire(patience_seconds if launch and launch == launch_of_owner else 0)
+        except Timeout:
+            raise UsageError(
+                f"another run writes there: {owner} holds {self.path}",
+                f"wait for it or stop it, or give this run another {self.own}",
+            ) from None
+        if self.owner.exists():
+            print(f"the lock of an earlier run is stale, taken over: {owner}")
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-        file.write(json.dumps({**me, "launch": launch}) + "\n")
-        file.flush()
-        self.file = file
+        me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        self.owner.write_text(f"{me}\n{launch}")
 
     def release(self) -> None:
-        """Let go; the file stays, empty, so that no two processes lock different ones."""
-        if self.file:
-            self.file.truncate(0)
-            self.file.close()
-            self.file = None
-
-
-def read_owner(file: TextIO) -> tuple[str, str | None]:
-    """Who a lock file says holds it, and the launch that they belong to."""
-    file.seek(0)
-    try:
-        who = json.loads(file.read())
-        return f"process {who['process']} on {who['host']}, since {who['since']}", who["launch"]
-    except (ValueError, KeyError, TypeError):
-        return "an unknown process", None
+        """Let go, where this run has the lock."""
+        if self.lock.is_locked:
+            self.owner.unlink(missing_ok=True)
+            self.lock.release()
 
 
 def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
@@ -322,16 +291,12 @@ class StopRequest:
     A second SIGINT ends the process at once; under nohup SIGHUP goes on meaning nothing.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.previous: dict[int, Any] = {}
+    asked = False
 
     def __enter__(self) -> "StopRequest":
         numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            self.previous[number] = signal.signal(number, self.handle)
+        numbers += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)
+        self.previous = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -342,31 +307,3 @@ class StopRequest:
         if self.asked and number == signal.SIGINT:
             os._exit(128 + number)
         self.asked = True
-
-
-# ---- Source of our own modules -------------------------------------------------------------------
-# For an export or an artifact, which carry the code they need.
-
-
-def source_of(module: str) -> str:
-    """The text of one of our modules, named as in "hf.export"."""
-    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
-    return path.read_text(encoding="utf-8")
-
-
-def code_of(module: str) -> list[str]:
-    """A module and all of ours that it imports, directly or not."""
-    found, waiting = [], [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += own_imports(source_of(name))
-    return found
-
-
-def own_imports(text: str) -> list[str]:
-    """Which of our modules a module imports."""
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
-    modules = [node.module or "" for node in nodes]
-    return [n.removeprefix("nanochat.") for n in modules if n.startswith("nanochat.")]

@@ -36,7 +36,6 @@ from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
 C = TypeVar("C")
 ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
 ACCESS = "give this user access to it, or name another path (generated files: NANOCHAT_BASE_DIR)"
-CHECK = "check the path"
 FOLDER = "a folder is needed there, but a file has that name: name another path"
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
@@ -59,11 +58,12 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "async_save": "checkpoints are saved asynchronously on GPUs",
     "max_bad_steps": "five non-finite steps in a row stop a run",
     "on_spike": "a loss spike is reported",
+    "log_every": "where the console is no terminal, each step has a line",
     "check_ranks_every": "ranks compare their weights every 100 steps",
     **dict.fromkeys(("sliding_documents", "sliding_stride"), "only scripts.golf.evaluate has it"),
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
-BOOLEAN_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 
 
 def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mapping[str, str] = {}):
@@ -98,7 +98,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, MissingInput | UsageError):
         return str(error)
     if isinstance(error, OSError):
-        fix = OS_FIXES.get(error.errno or 0, CHECK if error.filename else "")
+        fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  way out:  {fix}")
     if not isinstance(error, ValueError | RuntimeError):
@@ -251,9 +251,7 @@ def normalize(
                 value += f",{rest.pop(0)}"
             lists.setdefault(name, []).extend(filter(None, map(str.strip, value.split(","))))
         elif bool in kinds and value:
-            if value.lower() not in BOOLEAN_WORDS:
-                refuse(f"{flag} is yes or no (1 or 0), not {value!r}")
-            result += [flag, str(BOOLEAN_WORDS[value.lower()])]
+            result += [flag, BOOLEANS.get(value.lower(), value)]
         else:
             result.append(flag + equals + value)
     for name, values in lists.items():

@@ -16,8 +16,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -43,48 +43,29 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
     """
     A name for this attempt, new and the same on every rank; returns when all ranks have it.
 
-    Raises TimeoutError naming the ranks that did not come.
+    Raises, on rank 0, TimeoutError naming the ranks that did not come; on others, what the store
+    raises when nobody answers in time.
     """
-    greeting, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
-    store.set(f"greeting/{rank}", greeting)
-    if rank == 0:
-        return receive(store, greeting, world_size, deadline)
-    while True:
-        answer = json.loads(read(store, "answer") or "{}")
-        if greeting in answer.get("greetings", ()):
-            store.set(f"{answer['name']}/heard/{rank}", "")
-            break
-        wait(deadline, "rank 0 did not come")
-    while not store.check([f"{answer['name']}/complete"]):
-        wait(deadline, "not all ranks came")
-    return answer["name"]
-
-
-def receive(store: Store, name: str, world_size: int, deadline: float) -> str:
-    """Rank 0: answer greetings, those of the dead too, until every living rank has heard it."""
-    answered: list[str] = []
-    while True:
-        greetings = [read(store, f"greeting/{rank}") for rank in range(1, world_size)]
-        if greetings != answered:
-            store.set("answer", json.dumps({"name": name, "greetings": greetings}))
-            answered = greetings
-        missing = [r for r in range(1, world_size) if not store.check([f"{name}/heard/{r}"])]
-        if not missing:
-            store.set(f"{name}/complete", "")
-            return name
-        wait(deadline, f"rank {', '.join(map(str, missing))} of {world_size} did not come")
-
-
-def read(store: Store, key: str) -> str:
-    """What is under a key; nothing where it does not exist."""
-    return store.get(key).decode() if store.check([key]) else ""
-
-
-def wait(deadline: float, complaint: str) -> None:
-    """Give the others a moment."""
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"the ranks did not find each other: {complaint}")
-    time.sleep(POLL_SECONDS)
+    word, patience = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
+    if rank:
+        store.set(f"greeting/{rank}", word)
+        store.wait([word], patience)
+        name = store.get(word).decode()
+        store.set(f"{name}/{rank}", "")
+        store.wait([f"{name}/complete"], patience)
+        return name
+    missing, deadline = list(range(1, world_size)), time.monotonic() + timeout_seconds
+    while missing:
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, missing))
+            raise TimeoutError(f"rank {ranks} of {world_size} did not join the process group")
+        for each in missing:  # answers the words of dead ranks too
+            if store.check([f"greeting/{each}"]):
+                store.set(store.get(f"greeting/{each}").decode(), word)
+        time.sleep(POLL_SECONDS)
+        missing = [each for each in missing if not store.check([f"{word}/{each}"])]
+    store.set(f"{word}/complete", "")
+    return word
 
 
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
@@ -97,7 +78,6 @@ def wait(deadline: float, complaint: str) -> None:
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without a beat: something is wrong with that process or its machine
-NOTICE_SECONDS = 30.0  # of waiting, until a silent rank is spoken of
 
 
 class Activity(NamedTuple):
@@ -109,13 +89,16 @@ class Activity(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The last heartbeat of a rank."""
+    """
+    The last heartbeat of a rank. Times are seconds after the common start: clocks of several
+    machines differ, these do not.
+    """
 
     at: float = 0.0
-    """Seconds after the common start; clocks of several machines differ, this does not."""
-    kind: str = "unnamed"
-    seconds: float = 0.0
-    """How long it has done this."""
+    named: float = 0.0
+    """When it last waited, or did work that it named."""
+    worked: float = 0.0
+    """When it last did work that it named."""
     text: str = "nothing heard of it"
 
 
@@ -123,18 +106,15 @@ class RankHeartbeat:
     """
     Heartbeats of one rank, made by all of them at the same moment. `doing` wraps whatever waits for
     other ranks, and long work that they wait for. When waiting exceeds `timeout_seconds` without a
-    reason, the process exits with status HUNG.
+    reason, the process exits with status HUNG. Setting `closed` ends the thread.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float):
         self.store, self.rank, self.timeout_seconds = store, rank, timeout_seconds
         self.silent_seconds = min(SILENT_SECONDS, timeout_seconds / 2)
-        self.notice_seconds = min(NOTICE_SECONDS, timeout_seconds / 2)
         self.others = {r: Beat() for r in range(world_size) if r != rank}
-        self.started = time.monotonic()
+        self.started, self.worked = time.monotonic(), 0.0
         self.activity = Activity("unnamed", "at work by itself", self.started)
-        self.last_work = 0.0  # the latest beat of a rank that named its work
-        self.reported: set[int] = set()
         self.closed = threading.Event()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -147,17 +127,11 @@ class RankHeartbeat:
         finally:
             self.activity = before._replace(since=time.monotonic())
 
-    def close(self) -> None:
-        """Stop the thread; the other ranks may go on."""
-        self.closed.set()
-
     def run(self) -> None:
         """The thread: send a beat, and check the others when they are waited for too long."""
         while not self.closed.is_set():
             try:
                 self.beat()
-                if self.waited() > self.notice_seconds / 2:
-                    self.listen()
             except Exception as error:  # the store is gone: the launcher, or its machine, died
                 lost = f"the launcher does not answer: {type(error).__name__}"
                 self.others = {r: beat._replace(text=lost) for r, beat in self.others.items()}
@@ -169,67 +143,41 @@ class RankHeartbeat:
                 self.activity = self.activity._replace(since=self.activity.since + suspended)
 
     def beat(self) -> None:
-        """Tell the others what this rank does."""
-        now, (kind, what, since) = time.monotonic(), self.activity
-        place = f"process {os.getpid()} on {socket.gethostname()}"
+        """Tell the others what this rank does; read what they do when it waits for long."""
+        (kind, what, since), now = self.activity, time.monotonic()
         doing = f"in {what}" if kind == "waiting" else what
-        text = f"{place}, {doing} for {now - since:.0f} s"
-        beat = Beat(now - self.started, kind, now - since, text)
-        self.store.set(f"beat/{self.rank}", json.dumps(beat))
-
-    def listen(self) -> None:
-        """Read the beats of the others."""
-        beats = self.store.multi_get([f"beat/{rank}" for rank in self.others])
-        self.others = dict(zip(self.others, (Beat(*json.loads(b)) for b in beats), strict=True))
-        worked = [beat.at for beat in self.others.values() if beat.kind == "working"]
-        self.last_work = max([self.last_work, *worked])
-
-    def waited(self) -> float:
-        """Seconds that this rank has waited for others by now."""
-        activity = self.activity
-        return time.monotonic() - activity.since if activity.kind == "waiting" else 0.0
+        text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {now - since:.0f} s"
+        at = now - self.started
+        named = since - self.started if kind == "unnamed" else at
+        self.worked = at if kind == "working" else self.worked
+        self.store.set(f"beat/{self.rank}", json.dumps(Beat(at, named, self.worked, text)))
+        if kind == "waiting" and now - since > self.silent_seconds:
+            beats = self.store.multi_get([f"beat/{rank}" for rank in self.others])
+            self.others = dict(zip(self.others, (Beat(*json.loads(b)) for b in beats), strict=True))
 
     def check(self) -> None:
-        """Report silent ranks; end this process when waiting can no longer succeed."""
-        what, waited = self.activity.what, self.waited()
-        silent = {r for r in self.others if self.silence(r) > self.silent_seconds}
-        if waited > self.notice_seconds and silent - self.reported:
-            self.reported |= silent
-            self.say(f"has waited {waited:.0f} s in {what}; {self.describe(silent)}")
-        if waited > self.timeout_seconds and self.is_stuck():
-            self.say(
-                f"has waited {waited:.0f} s in {what}, longer than "
-                f"--collective_timeout_minutes allows: {self.describe(self.others)}. "
-                "Stopping; --resume=auto goes on from the last checkpoint"
-            )
-            os._exit(HUNG)
-
-    def is_stuck(self) -> bool:
-        """Whether for the timeout a rank sent no beat or named no work, or none named work."""
-        timeout = self.timeout_seconds
-        lost = any(
-            self.silence(rank) > timeout or (beat.kind == "unnamed" and beat.seconds > timeout)
-            for rank, beat in self.others.items()
+        """
+        End this process when waiting can no longer succeed: for the timeout a rank sent no beat or
+        named no work, or none named work.
+        """
+        (kind, what, since), now = self.activity, time.monotonic()
+        oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
+        stuck = min(b.named for b in beats) < oldest or max(b.worked for b in beats) < oldest
+        if kind != "waiting" or now - since <= self.timeout_seconds or not stuck:
+            return
+        silence = {rank: now - self.started - beat.at for rank, beat in self.others.items()}
+        states = []
+        for rank in sorted(silence, key=silence.__getitem__, reverse=True):
+            quiet = silence[rank] > self.silent_seconds
+            state = f"no sign of life for {silence[rank]:.0f} s" if quiet else "alive"
+            states.append(f"rank {rank}: {state} ({self.others[rank].text})")
+        message = (
+            f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
+            f"--collective_timeout_minutes allows: {'; '.join(states)}. "
+            "Stopping; --resume=auto goes on from the last checkpoint"
         )
-        return lost or time.monotonic() - self.started - self.last_work > timeout
-
-    def silence(self, rank: int) -> float:
-        """Seconds without a beat of a rank."""
-        return time.monotonic() - self.started - self.others[rank].at
-
-    def describe(self, ranks: Iterable[int]) -> str:
-        """What is known of these ranks, the silent ones first."""
-        parts = []
-        for rank in sorted(ranks, key=self.silence, reverse=True):
-            silence = self.silence(rank)
-            quiet = silence > self.silent_seconds
-            state = f"no sign of life for {silence:.0f} s" if quiet else "alive"
-            parts.append(f"rank {rank}: {state} ({self.others[rank].text})")
-        return "; ".join(parts)
-
-    def say(self, text: str) -> None:
-        """Every rank prints its own messages: the main one may be the one that hangs."""
-        print(f"rank {self.rank} {printable(text)}", flush=True)
+        print(printable(message), flush=True)
+        os._exit(HUNG)
 
 
 # ---- Ranks, devices and dtypes -------------------------------------------------------------------
@@ -238,7 +186,6 @@ class RankHeartbeat:
 T = TypeVar("T")
 REPORT_SECONDS = 15.0  # between two lines on the progress of long work
 GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's own collectives: heartbeats end hangs
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -253,11 +200,6 @@ class DistConfig:
     collective_timeout_minutes: float = 10.0
     """How long ranks wait for one that sends no heartbeat, or does not say what it does, before the
     run stops and names it. A rank that reports its work is waited for without limit."""
-
-    def __post_init__(self) -> None:
-        if not self.collective_timeout_minutes > 0:
-            minutes = self.collective_timeout_minutes
-            raise ValueError(f"collective_timeout_minutes must be positive, got {minutes}")
 
 
 @dataclass(frozen=True)
@@ -356,27 +298,28 @@ class DistContext:
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the main rank, on every rank; what it raises, too."""
-        return unpack(self.broadcast(self.attempt(self.is_main, what, work)))
+        result, error = self.broadcast(self.attempt(what, work) if self.is_main else None)
+        if error:
+            raise error
+        return result
 
     def on_node(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank of this node, on all its ranks; what it raises,
         too, on the ranks of all nodes."""
-        mine = self.attempt(self.local_rank == 0, what, work)
+        mine = self.attempt(what, work) if self.local_rank == 0 else (None, None)
         every = self.gather(mine)
-        failed = next((each for each in (mine, *every) if each.error), None)
-        return unpack(failed or every[self.rank - self.local_rank])
+        for _, error in (mine, *every):  # this rank's own first: it has the traceback
+            if error:
+                raise error
+        return every[self.rank - self.local_rank][0]
 
-    def attempt(self, mine: bool, what: str, work: Callable[[], Any]) -> "Attempt":
-        """Do the work, where it is this rank's, and tell the others so as long as it takes."""
-        if not mine:
-            return Attempt()
+    def attempt(self, what: str, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """What `work` returned or raised; meanwhile the other ranks are told that it goes on."""
         with self.working(what):
             try:
-                return Attempt(work())
+                return work(), None
             except Exception as error:
-                if self.world_size == 1:
-                    raise
-                return Attempt(error=portable(error))
+                return None, portable(error)
 
     def synchronize(self) -> None:
         """Wait for the device's queue, so that a clock read next is true."""
@@ -391,32 +334,17 @@ class DistContext:
         if dist.is_initialized():
             self.barrier()
             if self.heartbeat:
-                self.heartbeat.close()
+                self.heartbeat.closed.set()
             dist.destroy_process_group()
-
-
-class Attempt(NamedTuple):
-    """What one rank did for others: its result, or why there is none."""
-
-    result: Any = None
-    error: Exception | None = None
 
 
 def portable(error: Exception) -> Exception:
     """An error that other ranks can receive: one that pickle cannot carry as a RuntimeError."""
-    with suppress(Exception):
-        copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is type(error) and str(copy) == str(error):
-            return error
-    text = f"{type(error).__name__}: {error}"
-    return RuntimeError(text).with_traceback(error.__traceback__)
-
-
-def unpack(attempt: Attempt) -> Any:
-    """The result of a rank that worked for all. Raises its error."""
-    if attempt.error:
-        raise attempt.error
-    return attempt.result
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def visible_gpus() -> list[str]:
@@ -458,7 +386,7 @@ def init_distributed(
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    dtype = DTYPES[cfg.dtype] if cfg.dtype else default_dtype(device)
+    dtype = getattr(torch, cfg.dtype) if cfg.dtype else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
     if launch == "none":  # torchrun has no name for it: that of the process that launched us
         launch = f"{socket.gethostname()}-{os.getppid()}"
@@ -474,11 +402,8 @@ def join(device: torch.device, rank: int, world_size: int, timeout_seconds: floa
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = datetime.timedelta(seconds=timeout_seconds)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    def connect(is_master: bool = False) -> Any:
-        return dist.TCPStore(address, port, is_master=is_master, timeout=patience)  # pyright: ignore
-
-    store = connect(is_master=rank == 0 and not hosted)
+    master = rank == 0 and not hosted
+    store = dist.TCPStore(address, port, is_master=master, timeout=patience)  # pyright: ignore
     attempt = name_attempt(store, rank, world_size, timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -489,7 +414,7 @@ def join(device: torch.device, rank: int, world_size: int, timeout_seconds: floa
         device_id=device if device.type == "cuda" else None,
     )
     dist.barrier()  # from here on the ranks' clocks run together
-    beats = dist.PrefixStore(f"{attempt}/beats", connect())  # pyright: ignore
+    beats = dist.PrefixStore(f"{attempt}/beats", store.clone())  # pyright: ignore
     return RankHeartbeat(beats, rank, world_size, timeout_seconds)
 
 

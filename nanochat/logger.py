@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
@@ -43,96 +42,86 @@ SHOWN = {  # what a line of the console shows of a step, in order
 }
 
 
-@dataclass(frozen=True)
-class RunLogConfig:
-    run: str = "dummy"
-    """Name of the run at Weights & Biases, which reads WANDB_MODE. dummy: no tracker."""
-    log_every: int = 1
-    """Steps between lines of the console where it is no terminal; 0 = only evaluations."""
-
-    def __post_init__(self) -> None:
-        if self.log_every < 0:
-            raise ValueError(f"--log_every counts steps, got {self.log_every}; 0 turns lines off")
-
-
 class RunLog:
     """
-    Log of one training run in `folder`; a context manager, or call `finish` at the end.
+    Log of one training run in `folder`, for the main rank; a context manager, or call `finish`.
 
-    A resumed run appends. It says at which step it takes over, and readers (`read_metrics`) then
-    forget what an earlier process had logged for later steps.
+    On a terminal a progress bar shows the steps; elsewhere each has a line. Evaluations always have
+    one. A resumed run appends. It says at which step it takes over, and readers (`read_metrics`)
+    then forget what an earlier process had logged for later steps.
     """
 
     def __init__(
         self,
-        cfg: RunLogConfig,
         folder: Path,
-        *,
-        is_main: bool = True,
+        run: str = "dummy",
+        run_id: str = "",
+        settings: Mapping[str, Any] = {},
         first_step: int = 0,
         total_steps: int | None = None,
-        run_id: str = "",
-        settings: Mapping[str, Any] | None = None,
-        out: TextIO | None = None,
     ):
         """
-        first_step   the step this process starts with (0, or where it resumes)
-        total_steps  the horizon, for progress and time left
+        run          its name at Weights & Biases; dummy: no tracker
         run_id       names the run at the tracker, together with the folder's name
         settings     the whole config, for the tracker
-        out          where the console's lines go, by default stdout
+        first_step   the step this process starts with (0, or where it resumes)
+        total_steps  the horizon, for progress and time left
         """
-        self.path = folder / METRICS_FILE
-        self.is_main = is_main
-        if not is_main:
-            return
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = open_metrics(self.path, first_step)
-        self.console = ConsoleLog(cfg.log_every, first_step, total_steps, out or sys.stdout)
+        self.path, self.total_steps = folder / METRICS_FILE, total_steps
+        if self.path.exists() and self.path.stat().st_size:
+            append_line(self.path, json.dumps({"resumed_at": first_step}))
+        self.file = self.path.open("a", encoding="utf-8")
+        self.warm_step, self.warm_time = first_step + WARMUP_STEPS, time.monotonic()
+        columns = ("step", MofNCompleteColumn(), BarColumn(20), "{task.fields[now]}")
+        self.bar = Progress(*columns, refresh_per_second=4, disable=not Console().is_terminal)
+        self.task = self.bar.add_task("", total=total_steps, completed=first_step, now="")
+        self.bar.start()
         self.tracker = None
-        if cfg.run != "dummy":
-            self.tracker = Tracker(lambda: open_wandb(cfg.run, folder, run_id, settings))
+        if run != "dummy":
+            self.tracker = Tracker(lambda: open_wandb(run, folder, run_id, settings))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
         Log what step `step` gave. Readers merge the entries of a step, the later value winning.
 
-        An entry with neither loss nor reward is an evaluation: the console always shows it, whole.
+        An entry with neither loss nor reward is an evaluation: its line shows all of it.
         """
-        if not self.is_main:
-            return
         self.file.write(json.dumps(plain({"step": step, **values}), allow_nan=False) + "\n")
         self.file.flush()
-        self.console.show(step, values)
         if self.tracker:
             self.tracker.put(step, values)
+        evaluation = "loss" not in values and "reward" not in values
+        shown, left = format_values(values, evaluation), self.time_left(step)
+        if not self.bar.disable and not evaluation:
+            self.bar.update(self.task, completed=step + 1, now=" | ".join([*shown, *left]))
+        elif shown:
+            total = f"/{self.total_steps}" if self.total_steps else ""
+            line = " | ".join([f"step {step:>5}{total}", *shown, *left])
+            print(printable(line), flush=True)  # above the bar where there is one
+
+    def time_left(self, step: int) -> list[str]:
+        """The time left, at the pace after the first steps, which compile; empty if unknown."""
+        now = time.monotonic()
+        if step <= self.warm_step:
+            self.warm_time = now
+        if step <= self.warm_step or self.total_steps is None:
+            return []
+        pace = (now - self.warm_time) / (step - self.warm_step)
+        return [f"{duration(max(0.0, pace * (self.total_steps - 1 - step)))} left"]
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Close everything; waits at most `seconds` for the tracker and says what it missed."""
-        if not self.is_main or self.file.closed:
-            return
         self.file.close()
-        self.console.close()
-        missed = self.tracker.finish(seconds) if self.tracker else ""
-        if missed:
-            self.console.print(f"{missed}; everything is in {self.path}")
+        self.bar.stop()
+        if self.tracker and (missed := self.tracker.finish(seconds)):
+            print(printable(f"{missed}; everything is in {self.path}"), flush=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.finish()
-
-
-# ------------------------------------------------------------------------------------------------
-# The file
-
-
-def open_metrics(path: Path, first_step: int) -> TextIO:
-    """Open for appending; in a file that has entries, mark the step from which they are void."""
-    if path.exists() and path.stat().st_size:
-        append_line(path, json.dumps({"resumed_at": first_step}))
-    return path.open("a", encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -154,84 +143,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-# ------------------------------------------------------------------------------------------------
-# The console
-
-
-class ConsoleLog:
-    """
-    A line for each step in files and pipes; on a terminal a progress bar, with evaluations above.
-
-    every: steps between lines, 0 = only evaluations. The time left follows from the pace after the
-    first WARMUP_STEPS steps, which compile.
-    """
-
-    def __init__(self, every: int, first_step: int, total_steps: int | None, out: TextIO):
-        self.every, self.total, self.out = every, total_steps, out
-        self.warm_step = first_step + WARMUP_STEPS
-        self.warm_time: float | None = None
-        console = Console(file=out)
-        self.bar = None
-        if console.is_terminal:
-            columns = ("step", MofNCompleteColumn(), BarColumn(20), "{task.fields[now]}")
-            self.bar = Progress(*columns, console=console, refresh_per_second=4)
-            self.task = self.bar.add_task("", total=total_steps, completed=first_step, now="")
-            self.bar.start()
-
-    def show(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show an entry: evaluations whole, of training steps those that are due."""
-        left, shown = self.time_left(step), format_values(values)
-        if not is_evaluation(values) and self.bar:
-            self.bar.update(self.task, completed=step + 1, now=" | ".join([*shown, *left]))
-            return
-        last = self.total is not None and step >= self.total - 1
-        due = self.every and (step % self.every == 0 or last)
-        if shown and (due or is_evaluation(values)):
-            total = f"/{self.total}" if self.total else ""
-            self.print(" | ".join([f"step {step:>5}{total}", *shown, *left]))
-
-    def time_left(self, step: int) -> list[str]:
-        """The time left as a part of a line; nothing while it is unknown."""
-        if step < self.warm_step or self.total is None:
-            return []
-        if self.warm_time is None:
-            self.warm_step, self.warm_time = step, time.monotonic()
-            return []
-        if step == self.warm_step:
-            return []
-        pace = (time.monotonic() - self.warm_time) / (step - self.warm_step)
-        return [f"{duration(max(0.0, pace * (self.total - 1 - step)))} left"]
-
-    def print(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one."""
-        if self.bar:
-            self.bar.console.print(printable(text), markup=False, highlight=False)
-        else:
-            print(printable(text), file=self.out, flush=True)
-
-    def close(self) -> None:
-        """Stop the progress bar."""
-        if self.bar:
-            self.bar.stop()
-
-
-def is_evaluation(values: Mapping[str, Any]) -> bool:
-    """Whether an entry is what an evaluation found, not what a step of training did."""
-    return "loss" not in values and "reward" not in values
-
-
-def format_values(values: Mapping[str, Any]) -> list[str]:
+def format_values(values: Mapping[str, Any], evaluation: bool) -> list[str]:
     """
     The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
     those of a recursive model's states and of the canaries.
     """
     shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    if is_evaluation(values):
-        for name, value in values.items():
-            if name not in SHOWN and not name.startswith(("state_", "canary_", "sentinel_")):
-                shown.append(
-                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                )
+    for name, value in values.items() if evaluation else ():
+        if name not in SHOWN and not name.startswith(("state_", "canary_")):
+            shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return shown
 
 
@@ -278,8 +198,8 @@ class Tracker:
             run.finish()
         except Exception as error:  # whatever a tracker does, the run goes on
             self.error = f"{type(error).__name__}: {error}"
-            error = printable(self.error)
-            print(f"tracker: stopped, the run goes on ({error})", file=sys.stderr, flush=True)
+            message = printable(f"tracker: stopped, the run goes on ({self.error})")
+            print(message, file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> str:
         """Wait at most `seconds` for the thread. Returns what went wrong, or nothing."""
@@ -288,16 +208,14 @@ class Tracker:
             with contextlib.suppress(queue.Full):
                 self.entries.put(None, timeout=seconds)
         self.thread.join(max(0.0, deadline - time.monotonic()))
-        missed = self.offered - self.sent
-        if self.thread.is_alive():
-            self.error = f"no answer within {seconds:g} s"
-        if missed or self.error:
-            why = f" ({self.error})" if self.error else ""
-            return f"tracker: {missed} of {self.offered} entries were dropped{why}"
-        return ""
+        error = f"no answer within {seconds:g} s" if self.thread.is_alive() else self.error
+        missed, why = self.offered - self.sent, f" ({error})" if error else ""
+        if not missed and not error:
+            return ""
+        return f"tracker: {missed} of {self.offered} entries were dropped{why}"
 
 
-def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any] | None) -> Any:
+def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]) -> Any:
     """
     A run at Weights & Biases, continued when the same run resumes in the same folder.
 
@@ -308,17 +226,14 @@ def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
     online = wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
+    # without its timeouts its hook at exit could wait for long
+    limits: Any = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
     return wandb.init(
         project="nanochat",
         name=name,
         id=fingerprint([name, run_id, folder.parent.name, folder.name]),
         resume="allow",
         dir=folder,
-        config=dict(settings or {}),
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=FINISH_SECONDS,  # else its hook at exit could wait for long
-            finish_timeout=FINISH_SECONDS,
-        ),
+        config=dict(settings),
+        settings=wandb.Settings(silent=True, console="off", **limits),
     )

@@ -1,31 +1,30 @@
 """
 Figures of the report, drawn as SVG with matplotlib.
 
-    record -> drawings -> {name: (title, what draws the SVG)}
+    record -> drawings -> {name: (title, SVG)}
 """
 
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from nanochat.common import base_dir, printable
 from nanochat.logger import read_metrics
-from nanochat.records import SECTIONS, Record, plain_value, standard_error
+from nanochat.records import Record, plain_value, standard_error
 
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
 Points = Sequence[tuple[float, float]]  # (x, y), in order of x
-Drawing = tuple[str, Callable[[], bytes]]  # title, and what makes the SVG
+Drawing = tuple[str, bytes]  # title, and SVG
 
 BLUE, ORANGE, GREEN, PINK, AMBER = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 SKY, INK, FAINT = "#56B4E9", "#222222", "#5f6b76"
@@ -74,8 +73,8 @@ class Panel(NamedTuple):
     """Drawn faintly behind the curves."""
     dots: Points = ()
     """Drawn as points without a line, named "spikes"."""
-    x_label: str = "step"
     y_from_zero: bool = False
+    x_label: str = "step"
     log_x: bool = False
 
 
@@ -90,7 +89,7 @@ def line_figure(panels: Sequence[Panel]) -> bytes:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw one panel; a legend where it has several curves, else the value at the curve's end."""
+    """Draw one panel; a legend where it has several curves."""
     axes.plot(*thin(panel.raw), color=SKY, alpha=0.45, linewidth=0.9, linestyle="-")
     for name, points in panel.curves.items():
         axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
@@ -99,41 +98,30 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_title(printable(panel.title))
     axes.set_xlabel(printable(panel.x_label))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for axis in (axes.xaxis, axes.yaxis):
-        if max(map(abs, axis.get_view_interval())) >= 10_000:
-            axis.set_major_formatter(EngFormatter(sep=""))
     if panel.log_x:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_from_zero:
         axes.set_ylim(bottom=0)
-    ends = [points[-1] for points in panel.curves.values() if points]
     if len(panel.curves) > 1 or panel.dots:
         axes.legend()
-    elif not panel.y_from_zero and ends and math.isfinite(ends[0][1]):
-        label, place = f"{ends[0][1]:.4g}", (0, 7)
-        axes.annotate(label, ends[0], place, textcoords="offset points", ha="right", fontsize=8)
 
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
-    """SVG of horizontal bars, largest first, with their values and +- one error if it is finite."""
-    names = sorted(values, key=lambda name: (not math.isfinite(values[name]), -values[name], name))
-    lengths = [values[name] if math.isfinite(values[name]) else 0.0 for name in names]
+    """SVG of horizontal bars, largest first, with their values and +- one error; finite ones."""
+    finite = [name for name in values if math.isfinite(values[name])]
+    names = sorted(finite, key=lambda name: (-values[name], name))
     with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(7.4, 0.7 + 0.24 * len(names)))
         axes = figure.subplots()
         bars = axes.barh(
-            range(len(names)),
-            lengths,
+            [printable(name) for name in names],
+            [values[name] for name in names],
             height=0.68,
-            color=[BLUE if length >= 0 else ORANGE for length in lengths],
+            color=[BLUE if values[name] >= 0 else ORANGE for name in names],
             xerr=[errors.get(name, math.nan) for name in names],
             error_kw={"ecolor": INK, "elinewidth": 1.0, "capsize": 2.0},
         )
-        axes.bar_label(bars, [f"{values[name]:.3f}" for name in names], padding=4, fontsize=8)
-        axes.set_yticks(range(len(names)), map(printable, names))
+        axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=8)
         axes.invert_yaxis()
         axes.axvline(0, color=FAINT, linewidth=0.8)
         axes.margins(x=0.1, y=0.01)
@@ -197,71 +185,50 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
 
     loops = {f"loop {n.removeprefix('bpb_loop_')}": n for n in curves if n.startswith("bpb_loop_")}
     by_loop = {label: curves[loops[label]] for label in sorted(loops)}
-    epochs = loss_by_epoch(entries)
     figures = {
         # the loss of a policy says nothing by itself
         "loss": [] if curves["reward"] else panels("loss", "val_bpb"),
-        "gradient": panels("grad_norm") + [Panel("Loss by epoch", epochs)] * bool(epochs),
+        "gradient": panels("grad_norm"),
         "loops": [Panel("Validation loss by loop (bits per byte)", by_loop)] * bool(loops),
         "core": panels("core_metric"),
         "reward": panels("reward", "pass_at_1"),
         "lr": panels("lr"),
         "throughput": panels("tokens_per_second"),
     }
-    return {n: (p[0].title, partial(line_figure, p)) for n, p in figures.items() if p}
+    return {name: (p[0].title, line_figure(p)) for name, p in figures.items() if p}
 
 
 def metric_panel(name: str, curves: Mapping[str, Points]) -> Panel:
     """The panel of one metric."""
-    title, from_zero = TITLES[name], name in FROM_ZERO
+    title, points = TITLES[name], curves[name]
     if name in SMOOTHED:
-        return Panel(title, {"running mean": ema(curves[name])}, raw=curves[name])
+        return Panel(title, {"running mean": ema(points)}, raw=points)
     dots = curves["norm_spike"] if name == "grad_norm" else ()
-    return Panel(title, {title: curves[name]}, dots=dots, y_from_zero=from_zero)
-
-
-def loss_by_epoch(entries: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Running means of the loss of rows by how often they came before; nothing if none did."""
-    curves: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for entry in entries:
-        seen = {name: entry[name] for name in entry if name.startswith("loss_seen_")}
-        if not seen and "loss" in entry:
-            seen = {"loss_seen_0": entry["loss"]}
-        for name, loss in seen.items():
-            curves[int(name.removeprefix("loss_seen_"))].append((entry["step"], loss))
-    if not any(curves):
-        return {}
-    return {f"epoch {seen + 1}": ema(curves[seen]) for seen in sorted(curves)}
+    return Panel(title, {title: points}, dots=dots, y_from_zero=name in FROM_ZERO)
 
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
-    fixed = SECTIONS[record["section"]].split(", ")[2:]  # without model and average
-    tasks = {
-        key: value
-        for key, value in record["values"].items()
-        if key != "CORE metric" and (isinstance(value, Mapping) or key in fixed)
-    }
-    scores = {key: float(plain_value(value)) for key, value in tasks.items()}
-    errors = {key: standard_error(value) for key, value in tasks.items()}
-    draw = partial(bar_figure, "Centered score per task (0 = chance)", scores, errors)
-    return {"core": ("CORE per task", draw)} if scores else {}
+    tasks = {name: value for name, value in record["values"].items() if isinstance(value, Mapping)}
+    tasks.pop("CORE metric", None)
+    scores = {name: plain_value(value) for name, value in tasks.items()}
+    errors = {name: standard_error(value) for name, value in tasks.items()}
+    title = "Centered score per task (0 = chance)"
+    return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}
 
 
-def draw_series(record: Record) -> Callable[[], bytes]:
-    """What draws the curves that a record holds itself; bars for a sweep over arms."""
+def draw_series(record: Record) -> bytes:
+    """
+    SVG of the curves that a record holds itself: over the values of its setting `search`, where it
+    has one. Where each has a single point, these are values and their noise, drawn as bars.
+    """
     curves = {
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
     }
-    section, settings = record["section"], record["settings"]
-    if section == "Recursion":
-        panel = Panel("validation bits per byte", curves, x_label="loops")
-    elif section.startswith("Sweep") and settings.get("search"):
-        panel = Panel(settings["metric"], curves, x_label=settings["search"], log_x=True)
-    elif section.startswith("Sweep") and "metric" in settings:
-        title = f"{settings['metric']}: difference from the control, and what is noise"
+    title = record["settings"].get("metric", record["section"])
+    if searched := record["settings"].get("search"):
+        return line_figure([Panel(title, curves, x_label=searched, log_x=True)])
+    if all(len(points) == 1 for points in curves.values()):
         values, noise = ({name: curves[name][0][i] for name in curves} for i in (0, 1))
-        return partial(bar_figure, title, values, noise)
-    else:
-        panel = Panel(section, curves)
-    return partial(line_figure, [panel])
+        return bar_figure(title, values, noise)
+    return line_figure([Panel(title, curves, x_label="")])

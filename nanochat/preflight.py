@@ -1,5 +1,5 @@
 """
-Before a run: which kernels work here, what fits, how long it takes, what it costs.
+Before a run: which kernels work here, what fits, how long it takes.
 
     model shapes, device -> probe forward and backward -> the fastest kernel that agrees
     model, machine -> rows per device, seconds, bytes on device and disk -> screen, or UsageError
@@ -11,7 +11,9 @@ is rejected with a fix; one that is merely long is not.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +25,8 @@ from nanochat.attention import Backend, attend, attend_plain, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.logger import duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
-from nanochat.records import default_rate
 
 # ---- Choosing kernels: each is probed once, for real ---------------------------------------------
 # A kernel that imports may still fail on this device, or compute something else: then it is left
@@ -49,44 +49,33 @@ class KernelConfig:
 def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> str | None:
     """
     Run a kernel forward and backward on this model's shapes: as pretraining calls it, with each
-    window, and as finetuning does, with a mask of segments. Returns why it failed, or None.
+    window, and as finetuning does, with a mask of segments. Returns how results or gradients differ
+    from the definition, or None. Raises whatever the kernel does.
     """
     B, T = 2, cfg.max_seq_len
     generator = torch.Generator().manual_seed(0)
-    qkv = [
-        torch.randn(B, T, heads, cfg.head_dim, generator=generator).to(
-            machine.device, machine.dtype
-        )
-        for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)
-    ]
+    shapes = [(B, T, heads, cfg.head_dim) for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)]
+    qkv = [torch.randn(shape, generator=generator) for shape in shapes]
     starts = torch.zeros(B, T, dtype=torch.int64)
     starts[0, T // 2] = starts[1, T // 3] = 1  # the rows of the mask differ
     segments = starts.cumsum(1).to(machine.device)
+    # The largest error that rounding explains, for inputs of unit variance: TF32 rounds to 2^-11 of
+    # their size, and the largest of many normal ones is near 5
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    tolerance = 0.05 if machine.dtype == torch.bfloat16 else 1e-2 if tf32 else 1e-3
     for window in dict.fromkeys(map(cfg.window, range(cfg.n_layer))):
         for mask in (None, segment_mask(segments, window)):
-            try:
-                why = probe_call(backend, qkv, window, mask)
-            except Exception as error:  # whatever a kernel raises, it does not work here
-                why = first_line(error)
-            if why:
-                return why + (" under a mask of segments" if mask is not None else "")
-    return None
-
-
-def probe_call(
-    backend: Backend, qkv: list[Tensor], window: int | None, mask: Tensor | None
-) -> str | None:
-    """Run a kernel. Returns how its result or gradients differ from the definition, or None."""
-    q, k, v = (x.clone().requires_grad_() for x in qkv)
-    y = attend(q, k, v, window=window, backend=backend, mask=mask)
-    if y.dtype != q.dtype:
-        return f"returns {y.dtype} for inputs of {q.dtype}"
-    y.float().square().sum().backward()
-    error = largest_error(y, q, k, v, window, mask)
-    if not error < tolerance(q.dtype):
-        return f"differs from the definition by {error:.3g}"
-    if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
-        return "has gradients that are missing or not finite"
+            where = "" if mask is None else " under a mask of segments"
+            q, k, v = (x.to(machine.device, machine.dtype, copy=True).requires_grad_() for x in qkv)
+            y = attend(q, k, v, window=window, backend=backend, mask=mask)
+            if y.dtype != q.dtype:
+                return f"returns {y.dtype} for inputs of {q.dtype}{where}"
+            y.float().square().sum().backward()
+            error = largest_error(y, q, k, v, window, mask)
+            if not error < tolerance:
+                return f"differs from the definition by {error:.3g}{where}"
+            if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
+                return f"has gradients that are missing or not finite{where}"
     return None
 
 
@@ -111,14 +100,6 @@ def largest_error(
     return max(errors)
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """The largest error that rounding alone explains, for inputs of unit variance."""
-    if dtype == torch.bfloat16:
-        return 0.05
-    # TF32 rounds inputs to 2^-11 of their size, and the largest of many normal ones is near 5
-    return 1e-3 if torch.get_float32_matmul_precision() == "highest" else 1e-2
-
-
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
     The first kernel that works on all ranks: on CUDA fa3, then flex with windows; on a CPU blocks
@@ -130,10 +111,9 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
     elif machine.device.type == "cpu" and compiled:
         wanted = ["blocks", "sdpa"]
     for backend in wanted:
-        why = fault(probe_attention(backend, cfg, machine), machine)
-        if why is None:
+        probe = partial(probe_attention, backend, cfg, machine)
+        if works(f"attention kernel {backend}", probe, machine):
             return backend
-        machine.print0(f"attention kernel {backend} left out: {why}")
     return "plain"
 
 
@@ -149,29 +129,24 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
         return False
     if machine.device.type == "cpu" and saved_seconds < COMPILE_SECONDS:
         return False
-    why = fault(probe_compiler(machine), machine)
-    if why is not None:
-        machine.print0(f"torch.compile left out: {why}")
-    return why is None
+    return works("torch.compile", partial(probe_compiler, machine.device), machine)
 
 
-def probe_compiler(machine: DistContext) -> str | None:
-    """Compile a trifle. Returns why that failed, or None."""
+def probe_compiler(device: torch.device) -> None:
+    """Compile a trifle. Raises whatever the compiler does."""
+    torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=device))
+
+
+def works(name: str, probe: Callable[[], str | None], machine: DistContext) -> bool:
+    """Whether a probe returns None on all ranks; else what it returned or raised is printed."""
     try:
-        torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=machine.device))
-    except Exception as error:
-        return first_line(error)
-    return None
-
-
-def first_line(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def fault(why: str | None, machine: DistContext) -> str | None:
-    """Why something does not work on some rank, None where it works on all: the same on all."""
-    return next((reason for reason in machine.gather(why) if reason is not None), None)
+        why = probe()
+    except Exception as error:  # whatever it raises, it does not work here
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    faults = [each for each in machine.gather(why) if each is not None]
+    if faults:
+        machine.print0(f"{name} left out: {faults[0]}")
+    return not faults
 
 
 def choose_fused_engine(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
@@ -201,7 +176,7 @@ def set_kernels(
     return compiled
 
 
-# ---- What fits, how long it takes, what it costs -------------------------------------------------
+# ---- What fits, how long it takes ----------------------------------------------------------------
 
 
 CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
@@ -211,6 +186,7 @@ GPU_RESERVE = 2 << 30  # bytes left to NCCL and cuBLAS, which allocate in the fi
 COMPILED_SHARE = 0.7  # of what eager rows hold; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
 RATE_SECONDS = 0.2  # for which the matrix rate is measured
 SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
+LET_CHOOSE = "leave out --device_batch_size, and the largest that fits is found"
 
 
 def matrix_rate(machine: DistContext, width: int) -> float:
@@ -240,35 +216,25 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def row_bytes(model: GPT, trainable: Trainable, machine: DistContext) -> int:
-    """
-    GPU memory that one more row of a micro-batch holds for the backward pass, while nothing is
-    compiled. Raises torch.OutOfMemoryError where two rows do not fit.
-    """
-    used = []
-    for rows in (1, 2):  # their difference leaves out what does not grow with the batch
-        ids = torch.zeros(rows, model.cfg.max_seq_len, dtype=torch.int64, device=machine.device)
-        loss = trainable.loss(ids, ids)
-        used.append(hardware.used_memory_bytes(machine.device))
-        del loss, ids
-    return max(1, used[1] - used[0])
-
-
 def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
     Rows per micro-batch to try first, the same on all ranks: on a CPU about CPU_TOKENS tokens; on a
     GPU, beside the weights' gradients, what fits if compiled blocks hold COMPILED_SHARE as much.
     """
-    if machine.device.type != "cuda":
-        return max(1, CPU_TOKENS // model.cfg.max_seq_len)
-    try:
-        each = row_bytes(model, trainable, machine)
-    except torch.OutOfMemoryError:
-        each = None
+    T, device = model.cfg.max_seq_len, machine.device
+    if device.type != "cuda":
+        return max(1, CPU_TOKENS // T)
+    used = []
+    with suppress(torch.OutOfMemoryError):
+        for rows in (1, 2):  # their difference is what a row holds for the backward pass
+            ids = torch.zeros(rows, T, dtype=torch.int64, device=device)
+            loss = trainable.loss(ids, ids)
+            used.append(hardware.used_memory_bytes(device))
+            del loss
     torch.cuda.empty_cache()
-    room = hardware.free_memory_bytes(machine.device) - GPU_RESERVE - weight_bytes(model)
-    limit = 2 if each is None else max(1, int(room / (each * COMPILED_SHARE)))
-    return int(min(machine.gather(limit)))
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - weight_bytes(model)
+    each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
+    return int(min(machine.gather(max(1, int(room / (each * COMPILED_SHARE))))))
 
 
 def rehearse(
@@ -288,10 +254,9 @@ def rehearse(
 
     The first micro-batch compiles, the last is timed. On a CPU the peak is that of the process.
     """
-    seconds = 0.0
+    seconds = []
 
     def accumulate() -> None:
-        nonlocal seconds
         for _ in range(3):
             if device_rows == ids.size(1):
                 optimizer.drop_gradients()  # a step of one micro-batch holds none before it
@@ -300,14 +265,14 @@ def rehearse(
             loss = trainable.loss(ids[0, :device_rows], ids[1, :device_rows])
             (loss / ids[0].numel()).backward()
             machine.synchronize()
-            seconds = time.perf_counter() - started
+            seconds.append(time.perf_counter() - started)
 
     hardware.reset_peak_memory(machine.device)
     done = fits(accumulate, machine) and (not update or fits(optimizer.rehearse, machine))
     peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
     hardware.reset_peak_memory(machine.device)
-    return (peak, seconds) if done else None
+    return (peak, seconds[-1]) if done else None
 
 
 def fits(work: Callable[[], None], machine: DistContext) -> bool:
@@ -320,33 +285,9 @@ def fits(work: Callable[[], None], machine: DistContext) -> bool:
     return not machine.any(short)
 
 
-class Memory(NamedTuple):
-    """Bytes a training process needs on its device, by what they are for."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    """All else that a step takes. On a CPU what kernels, compiler and allocator hold too."""
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
 def weight_bytes(model: GPT) -> int:
     """Bytes of all parameters, and of their gradients."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def plan_memory(model: GPT, optimizer: MuonAdamW, step_bytes: int) -> Memory:
-    """
-    The stated memory of a run; `step_bytes` is what a step takes, gradients included, beside
-    weights and optimizer state.
-    """
-    weights = weight_bytes(model)
-    state = sum(4 * x.numel() for x in optimizer.local_state().values())
-    return Memory(weights, weights, state, max(0, step_bytes - weights))
 
 
 def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
@@ -357,10 +298,8 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
     most = max(1, limit) if asked is None else asked
     best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
     if asked is not None and best < min(asked, rows):
-        raise ValueError(
-            f"device_batch_size {asked} does not divide the {rows} rows of one device and "
-            f"step; use {best}"
-        )
+        share = f"{rows} rows of one device and step"
+        raise ValueError(f"device_batch_size {asked} does not divide the {share}; use {best}")
     return best
 
 
@@ -369,7 +308,8 @@ class Prepared(NamedTuple):
 
     device_rows: int
     compiled: bool
-    memory: Memory
+    memory_bytes: int
+    """On each device: weights, gradients, optimizer, and all else that a step takes."""
     train_seconds: float
     """From before the first step: micro-batches as they were measured."""
 
@@ -392,7 +332,8 @@ def prepare(
     `trainable` gives the loss: the model, or what stands around it. Raises UsageError where not
     even one row fits.
     """
-    T, used = model.cfg.max_seq_len, hardware.used_memory_bytes(machine.device)
+    T, device = model.cfg.max_seq_len, machine.device
+    used = hardware.used_memory_bytes(device)
     rows = batch_tokens // T // machine.world_size
     limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
     device_rows = choose_device_rows(device_batch_size, rows, limit)
@@ -401,31 +342,33 @@ def prepare(
     mode = "compiles first" if compiled else "eager"
     machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
     # tokens and targets of a whole step, twice: a step may reorder its rows
-    ids = torch.arange(4 * rows * T, device=machine.device).view(4, rows, T) % model.cfg.vocab_size
+    ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
     # on a CPU the update is not measured: what undoes it takes more memory than it does
-    update = machine.device.type == "cuda" or timed
+    update = device.type == "cuda" or timed
     # the same limit on all ranks: one that alone ran out of memory would miss a collective
-    available = hardware.free_memory_bytes(machine.device) + hardware.used_memory_bytes(
-        machine.device
-    )
+    available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
     reserve = GPU_RESERVE if device_batch_size is None else 0
-    with hardware.limit_memory(machine.device, min(machine.gather(available)) - reserve):
+    with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
         while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
             torch.cuda.empty_cache()
-            if device_batch_size is not None and device_rows > 1:
-                raise UsageError(
-                    f"--device_batch_size={device_batch_size} takes more memory than "
-                    f"{machine.device_name} has",
-                    "leave it out, and the largest that fits is found",
-                )
-            if device_rows == 1:
-                raise UsageError(f"not even one row fits on {machine.device_name}", SMALLER)
+            if device_rows == 1 or device_batch_size is not None:
+                why = f"{device_rows} rows at a time do not fit on {machine.device_name}"
+                raise UsageError(why, SMALLER if device_rows == 1 else LET_CHOOSE)
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     peak_bytes, seconds = measured
-    memory = plan_memory(model, optimizer, peak_bytes - used)
+    weights = weight_bytes(model)
+    state = sum(4 * x.numel() for x in optimizer.local_state().values())
+    memory = {"weights": weights, "gradients": weights, "optimizer": state}
+    memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold
+    total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
+    parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
+    machine.print0(
+        f"memory     {total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: {parts}; "
+        f"{free / 2**20:,.0f} available"
+    )
     passes = tokens_left / (device_rows * T * machine.world_size)
-    return Prepared(device_rows, compiled, memory, passes * seconds)
+    return Prepared(device_rows, compiled, total, passes * seconds)
 
 
 def require_memory(model: GPT, machine: DistContext) -> None:
@@ -456,18 +399,9 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())
-    machine.on_main(
-        "checking the disk", lambda: require_free(folder, needed, listed, "a smaller --keep")
-    )
+    check = partial(require_free, folder, needed, listed, "a smaller --keep")
+    machine.on_main("checking the disk", check)
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
-
-
-def cost(seconds: float, machine: DistContext) -> str:
-    """A training time and its price, at what such GPUs are rented for."""
-    gpus = [machine.device_name] * machine.world_size if machine.device.type == "cuda" else []
-    rate = default_rate(gpus)
-    price = f"${seconds / 3600 * rate:.2f} at ${rate:.2f} an hour"
-    return f"about {duration(seconds)} of training, {price}"
 
 
 def screen(lines: Mapping[str, str], machine: DistContext) -> None:
@@ -477,9 +411,7 @@ def screen(lines: Mapping[str, str], machine: DistContext) -> None:
 
 def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
     """Where a run computes, and what."""
-    cfg, visits = model.cfg, len(model.cfg.order)
-    layers = f"{cfg.n_layer} layers" + (f" in {visits} visits" if visits > cfg.n_layer else "")
-    roles, total = model.param_roles(), model.num_params()
+    cfg, roles, total = model.cfg, model.param_roles(), model.num_params()
     matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
     split = f"{matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
     mode = "compiled" if compiled else "eager"
@@ -487,16 +419,6 @@ def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
         "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), {mode}",
-        "model": f"{total:,} parameters ({split} and head): {layers}, width {cfg.d_model}, "
-        f"{cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
+        "model": f"{total:,} parameters ({split} and head): {cfg.n_layer} layers, "
+        f"width {cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
     }
-
-
-def describe_memory(memory: Memory, device_rows: int, machine: DistContext) -> str:
-    """What a run takes on each device, and what there is for it: weights and state included."""
-    parts = [f"{name} {n / 2**20:,.0f}" for name, n in memory._asdict().items()]
-    available = memory.weights + memory.optimizer + hardware.free_memory_bytes(machine.device)
-    return (
-        f"{memory.total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: "
-        f"{', '.join(parts)}; {available / 2**20:,.0f} available"
-    )

@@ -16,14 +16,13 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat import stats
 from nanochat.common import (
     REPOSITORY,
     base_dir,
@@ -90,6 +89,7 @@ SECTIONS: dict[str, str] = {
 
 
 Record = Mapping[str, Any]
+Folder = Path | str | None  # None: report/ under the base directory
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
@@ -98,11 +98,6 @@ NOT_IN_KEY = frozenset(
     "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
     "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken canaries "
     "buckets compile_engine".split()
-)
-
-PARTS = frozenset(
-    "section timestamp key settings values items tables series metrics files "
-    "provenance cost".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
 
@@ -140,17 +135,17 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
 
 
-def inherited_run_id(inputs: Mapping[str, str], report_dir: Path | str | None = None) -> str:
+def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> str:
     """
     The run a stage belongs to: that of the first input some recorded stage made, else a new one.
 
     `inputs` is the stage's own, the closest parent first (a checkpoint before its tokenizer).
     """
-    history = read_history(report_dir)
+    history = [record["provenance"] for record in read_history(report_dir)]
     for name, print_ in inputs.items():
-        for record in reversed(history):
-            if record["provenance"]["outputs"].get(name) == print_:
-                return record["provenance"]["run_id"]
+        for made in reversed(history):
+            if made["outputs"].get(name) == print_:
+                return made["run_id"]
     return new_run_id()
 
 
@@ -161,11 +156,6 @@ def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[st
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
-
-
-def over_seeds(values: Sequence[float]) -> Any:
-    """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
-    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
@@ -200,7 +190,7 @@ def write_record(
     values: Mapping[str, Any],
     provenance: Provenance,
     cost: Cost,
-    report_dir: Path | str | None = None,
+    report_dir: Folder = None,
     *,
     items: Mapping[str, Mapping[str, Any]] | None = None,
     tables: Sequence[Mapping[str, Any]] = (),
@@ -252,7 +242,7 @@ def write_record(
     return path
 
 
-def finished(section: str, key: str, report_dir: Path | str | None = None) -> dict[str, Any] | None:
+def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
     The section's record, if a stage with this `stage_key` ended and what it made is still there.
 
@@ -267,37 +257,27 @@ def finished(section: str, key: str, report_dir: Path | str | None = None) -> di
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
     if record is None or record["key"] != key:
         return None
-    files = {base_dir() / name: was for name, was in record["files"].items()}
+    files = [base_dir() / name for name in record["files"]]
     if record["provenance"]["outputs"] and not files:
         return None
-    same = all(
-        path.is_file()
-        and path.stat().st_size == was["bytes"]
-        and sha256_file(path) == was["sha256"]
-        for path, was in files.items()
-    )
-    return record if same else None
+    intact = all(map(Path.is_file, files)) and content(files) == record["files"]
+    return record if intact else None
 
 
-def read_records(
-    report_dir: Path | str | None = None, damaged: list[str] | None = None
-) -> list[dict[str, Any]]:
+def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
     The present record of every section, oldest first.
 
     Raises ValueError naming a damaged one, unless `damaged` is given: then such records are left
     out, and what is wrong with them is appended there.
     """
-    records = []
+    records: list[Record] = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
             content = read_json(path)
             if isinstance(content, dict) and not {"section", "provenance"} & content.keys():
                 continue  # the header of the report
-            record = read_record(path)
-            if path.stem != slug(record["section"]):
-                raise ValueError(f"{path} is of another section, {record['section']!r}; delete it")
-            records.append(record)
+            records.append(read_record(path))
         except ValueError as error:
             if damaged is None:
                 raise
@@ -306,18 +286,11 @@ def read_records(
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file. Raises ValueError unless it is what was written, and a record."""
+    """The record in a file. Raises ValueError unless it is what was written."""
     try:
-        return check_record(unseal(path.read_bytes().decode(), indented))
+        return unseal(path.read_bytes().decode(), indented)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
-
-
-def check_record(content: dict[str, Any]) -> dict[str, Any]:
-    """`content`, which has a seal, if it has every part of a record. Raises ValueError."""
-    if missing := PARTS - content.keys():
-        raise ValueError(f"it is no record, it has no {', '.join(sorted(missing))}")
-    return content
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
@@ -329,18 +302,15 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_history(
-    report_dir: Path | str | None = None, damaged: list[str] | None = None
-) -> list[dict[str, Any]]:
+def read_history(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
     Every record ever written to the folder, in the order of writing, but for damaged ones. What is
     wrong with those is appended to `damaged`.
     """
-    path = report_folder(report_dir) / "records.jsonl"
-    return read_sealed_lines(path, damaged, check_record)
+    return read_sealed_lines(report_folder(report_dir) / "records.jsonl", damaged)
 
 
-def report_folder(report_dir: Path | str | None = None) -> Path:
+def report_folder(report_dir: Folder = None) -> Path:
     """Where records live: report/ under the base directory, or the folder given. Made if absent."""
     folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
     folder.mkdir(parents=True, exist_ok=True)
@@ -398,14 +368,12 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, str | bool | int | None):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, Path):
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
+    if isinstance(value, str | bool | int | float | None):
+        return value
     if hasattr(value, "item"):  # a scalar of numpy or torch
         return plain(value.item())
     raise TypeError(f"a record holds numbers, text, lists and dicts, not {type(value).__name__}")
@@ -428,20 +396,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield value
 
 
-def read_sealed_lines(
-    path: Path,
-    damaged: list[str] | None = None,
-    check: Callable[[dict[str, Any]], dict[str, Any]] = lambda value: value,
-) -> list[dict[str, Any]]:
+def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Record]:
     """
     The JSON objects of a file of sealed lines; none where there is no file. Lines that are not what
-    was written, or that `check` rejects with a ValueError, are left out and named in `damaged`.
+    was written are left out and named in `damaged`.
     """
-    found = []
+    found: list[Record] = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(check(unseal(line.decode(), one_line)))
+            found.append(unseal(line.decode(), one_line))
         except (ValueError, RecursionError) as error:
             if damaged is not None:
                 damaged.append(f"{path}, line {number} is damaged: {error}; delete that line")
@@ -466,27 +430,22 @@ DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, 
 OTHER_PER_HOUR = 2.00
 
 
-def git(*words: str, repository: Path = REPOSITORY) -> str | None:
-    """The output of a git command in the repository, or None where git has no answer."""
+def git(repository: Path, *words: str) -> str:
+    """The output of a git command in a repository; empty where git has no answer."""
     command = ["git", "-C", str(repository), *words]
-    try:
-        output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.rstrip("\n")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
+    return ""
 
 
 def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
     """Branch, short commit, whether files differ from it, and the first line of its message."""
-    commit = git("rev-parse", "--short=7", "HEAD", repository=repository)
-    if commit is None:
-        return {"branch": "unknown", "commit": "unknown", "dirty": False, "message": ""}
     others = [f":(exclude){path}" for path in GENERATED]
     return {
-        "branch": git("rev-parse", "--abbrev-ref", "HEAD", repository=repository) or "unknown",
-        "commit": commit,
-        "dirty": bool(git("status", "--porcelain", "--", ".", *others, repository=repository)),
-        "message": git("log", "-1", "--format=%s", repository=repository) or "",
+        "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
+        "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",
+        "dirty": bool(git(repository, "status", "--porcelain", "--", ".", *others)),
+        "message": git(repository, "log", "-1", "--format=%s").strip(),
     }
 
 

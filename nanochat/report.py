@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import quote
 
@@ -27,6 +26,7 @@ import psutil
 from nanochat import records, stats
 from nanochat.common import (
     REPOSITORY,
+    MissingInput,
     base_dir,
     cpu_info,
     printable,
@@ -41,10 +41,12 @@ from nanochat.records import (
     GENERATED,
     SECTIONS,
     TIME_FORMAT,
+    Folder,
     Record,
     default_rate,
     git,
     git_state,
+    new_run_id,
     plain_value,
     read_history,
     read_records,
@@ -75,13 +77,7 @@ BLOCK_START = re.compile(  # of a heading, a list, a rule, a quote, a numbered l
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
-Table = Mapping[str, Any]
 Figure = tuple[str, str]  # title, and file relative to the report
-# All records and those that they replaced, the hourly rate of a device, a list to which damaged
-# files are added -> tables by the name of their section
-MoreSections = Callable[
-    [Sequence[Record], Sequence[Record], float, list[str]], Mapping[str, Sequence[Table]]
-]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -99,66 +95,61 @@ def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **sh
 
 
 def update(
-    report_dir: Path | str | None = None,
+    report_dir: Folder = None,
     hourly_rate: float | None = None,
-    redraw: bool = False,
-    more: MoreSections = lambda *about: {},
-    out: Path | None = None,
+    more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records; with `out` a copy there, its figures in
-    dev/report/. Figures that it no longer shows are removed.
+    directory for the main report, else beside the records; its figures are in `figures` below
+    these. Figures that it no longer shows are removed. Damaged records are reported.
 
-    hourly_rate: dollars per hour of the whole machine, kept for later calls. redraw: all figures,
-    not only those of records that are newer. more: makes further sections of all records.
+    hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
+    those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
+    tables of further sections by name. Raises MissingInput where there is no record.
     """
     from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
 
     folder, damaged = report_folder(report_dir), []
-    report = (out or (folder if report_dir else base_dir())) / "report.md"
-    figure_folder = out / "dev" / "report" if out else folder / "figures"
+    home = folder if report_dir else base_dir()
     records = read_records(folder, damaged)
     header = read_header(folder, records, hourly_rate)
+    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
+    tables = more(records, read_history(folder, damaged), device_rate, damaged)
+    for each in damaged:
+        print(f"left out: {printable(each)}")
+    if not records:
+        raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
+    stale = set(folder.glob("figures/*.svg"))
     figures: dict[str, list[Figure]] = {}
-    stale = set(figure_folder.glob("*.svg"))
     for record in records:
-        name = slug(record["section"])
-        written = (folder / f"{name}.json").stat().st_mtime
-        for kind, (title, draw) in drawings(record).items():
-            path = figure_folder / f"{name}-{kind}.svg"
-            if redraw or not path.exists() or path.stat().st_mtime < written:
-                write_atomic(path, draw())
+        for kind, (title, svg) in drawings(record).items():
+            path = folder / "figures" / f"{slug(record['section'])}-{kind}.svg"
+            write_atomic(path, svg)
             stale.discard(path)
-            link = path.relative_to(report.parent).as_posix()
+            link = path.relative_to(home).as_posix()
             figures.setdefault(record["section"], []).append((title, link))
     for path in stale:
-        path.unlink()
-    history = read_history(folder, damaged)
-    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
-    tables = more(records, history, device_rate, damaged)
+        path.unlink(missing_ok=True)
     now = time.strftime(TIME_FORMAT)
-    write_atomic(report, render(records, header, now, figures, tables, damaged))
-    return report
+    write_atomic(home / "report.md", render(records, header, now, figures, tables, damaged))
+    return home / "report.md"
 
 
-def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None) -> Path | None:
+def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path | None:
     """
     Start a new report: its header is made now. What the old one had moves to a folder
     archive-<time> beside it, whose path is returned; nothing is deleted.
     """
     folder = report_folder(report_dir)
     old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
-    report = (folder if report_dir else base_dir()) / "report.md"
-    old |= {report} if report.exists() else set()
-    archive = None
-    if old:
-        archive = Path(mkdtemp(prefix=time.strftime("archive-%Y%m%d-%H%M%S-"), dir=folder))
-        archive.chmod(0o755)  # mkdtemp makes it private
-        for path in old:
-            shutil.move(path, archive / path.name)
+    old |= set((folder if report_dir else base_dir()).glob("report.md"))
+    archive = folder / f"archive-{new_run_id()}"
+    for path in old:
+        archive.mkdir(exist_ok=True)
+        shutil.move(path, archive / path.name)
     read_header(folder, [], hourly_rate)
-    return archive
+    return archive if old else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,20 +158,18 @@ def reset(report_dir: Path | str | None = None, hourly_rate: float | None = None
 
 GIB = 1024**3
 CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
-NOT_CODE = {"out", "target", "build", "dist", "node_modules", "__pycache__"}
 
 
-def read_header(
-    folder: Path, records: Sequence[Record], hourly_rate: float | None
-) -> dict[str, Any]:
+def read_header(folder: Path, records: Sequence[Record], rate: float | None) -> dict[str, Any]:
     """
     The report's header, made when the first stage ends or by `reset`: facts about this machine and
     this code, and when the first of the records' stages started. It stays as it was made, wherever
-    and whenever the report is rendered again.
+    and whenever the report is rendered again; but for the hourly rate, where one is given.
     """
     path = folder / "header.json"
-    header = read_json(path) if path.exists() else {}
-    if not header:
+    if path.exists():
+        header = read_json(path)
+    else:
         starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
         started = time.localtime(min(starts, default=time.time()))
         machine = hardware()
@@ -192,10 +181,8 @@ def read_header(
             "bloat": bloat(),
             "hourly_rate": default_rate(machine["gpus"]),
         }
-    elif hourly_rate is None:
-        return header
-    if hourly_rate is not None:
-        header["hourly_rate"] = hourly_rate
+    if rate is not None:
+        header["hourly_rate"] = rate
     write_json(path, header)
     return header
 
@@ -221,11 +208,10 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     The size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
-    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; where
-    git tracks none, those outside hidden and build folders. `lock_lines` is 0 without uv.lock.
+    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; none
+    without git. `lock_lines` is 0 without uv.lock.
     """
-    tracked = git("ls-files", "-z", repository=repository)
-    names = tracked.split("\0") if tracked else list_files(repository)
+    names = git(repository, "ls-files", "-z").split("\0")
     code = [name for name in names if name.endswith(CODE_SUFFIXES)]
     paths = [repository / name for name in code if not name.startswith(GENERATED)]
     texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
@@ -240,12 +226,6 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     }
 
 
-def list_files(repository: Path) -> list[str]:
-    """Relative names of all files outside hidden and build folders."""
-    paths = [path.relative_to(repository) for path in repository.rglob("*")]
-    return [str(p) for p in paths if not NOT_CODE & {*p.parts} and "/." not in f"/{p}"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Rendering
 
@@ -255,7 +235,7 @@ def render(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
-    more: Mapping[str, Sequence[Table]] = {},
+    more: Mapping[str, Sequence[Record]] = {},
     damaged: Sequence[str] = (),
 ) -> str:
     """
@@ -265,15 +245,12 @@ def render(
     sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
     records that were left out.
     """
-    fixed = {name: i for i, name in enumerate(SECTIONS)}
-    places = [(fixed.get(r["section"], len(fixed)), r["timestamp"]) for r in records]
-    ordered = [records[i] for i in sorted(range(len(records)), key=places.__getitem__)]
+    places = {name: i for i, name in enumerate(SECTIONS)}
+    ordered = sorted(records, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
     sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
-    sections += [
-        "\n\n".join([f"## {name}", *(render_table(table) for table in tables)])
-        for name, tables in more.items()
-        if tables
-    ]
+    for name, tables in more.items():
+        if tables:
+            sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
     top = [render_header(header, generated)]
     for warning, items in (
         ("Provenance: these sections do not belong together.", find_faults(ordered)),
@@ -326,13 +303,14 @@ def render_bloat(bloat: Mapping[str, int]) -> str:
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
-    fixed = SECTIONS[record["section"]].split(", ") if record["section"] in SECTIONS else None
     entries = {**record["settings"], **record["values"]}
-    own = [bullet(key, entries[key]) for key in fixed or entries if key in entries]
-    ours = [bullet(key, entries[key]) for key in entries if fixed and key not in fixed]
+    keys = SECTIONS.get(record["section"])
+    fixed = list(entries) if keys is None else keys.split(", ")
+    own = [bullet(key, entries[key]) for key in fixed if key in entries]
+    ours = [bullet(key, entries[key]) for key in entries if key not in fixed]
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    ours += [bullet("provenance", show_provenance(record)), bullet("cost", spent)]
+    ours += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
     tables = [render_table(t) for t in record["tables"]]
     lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
     links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
@@ -378,16 +356,15 @@ def show(value: Any) -> str:
     return one_line(str(value))
 
 
-def show_provenance(record: Record) -> str:
+def show_provenance(origin: Record) -> str:
     """Run, commit, seed, and what went in and came out, on one line."""
-    origin = record["provenance"]
-    dirty = " (dirty)" if origin["dirty"] else ""
     read, made = (
         ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
         for side in ("inputs", "outputs")
     )
+    commit = origin["commit"] + " (dirty)" * origin["dirty"]
     flow = (read and f"; {read}") + (made and f" -> {made}")
-    return f"run {origin['run_id']}, commit {origin['commit']}{dirty}, seed {origin['seed']}{flow}"
+    return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
 
 
 def render_table(table: Record) -> str:
@@ -402,40 +379,33 @@ def render_table(table: Record) -> str:
 # ------------------------------------------------------------------------------------------------
 # Summaries over records: metrics by stage, costs, warnings
 
-# Column of the summary -> the sections whose metrics it shows.
-COLUMNS = {
-    "BASE": ("Base model loss", "Base model evaluation", "Chat evaluation base"),
-    "MID": ("Chat evaluation mid",),
-    "SFT": ("Chat evaluation sft",),
-    "RL": ("Chat evaluation rl",),
+COLUMNS = ("BASE", "MID", "SFT", "RL")
+COLUMN_OF = {  # section -> the column of the summary that shows its metrics
+    **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
+    **{f"Chat evaluation {column.lower()}": column for column in COLUMNS},
 }
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
 LOWER_IS_BETTER = frozenset({"val bpb"})
 RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
 GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
+Nested = Mapping[str, Mapping[str, Any]]
 
 
-def metrics(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Metric -> column -> value: CORE first, ChatCORE last, the rest by name."""
+def metrics(records: Sequence[Record]) -> tuple[Nested, Nested]:
+    """
+    Metric -> column -> value: CORE first, ChatCORE last, the rest by name; and column -> metric ->
+    what its items scored, as the records have it.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for column, record in in_columns(records):
-        for key, value in record["values"].items():
-            if is_metric(record["section"], key, value):
-                found.setdefault(metric_name(key), {})[column] = value
-    return dict(sorted(found.items(), key=lambda m: (m[0] != "CORE", m[0] == "ChatCORE", m[0])))
-
-
-def scores_by_item(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Column -> metric -> what its items scored, as the records have it."""
-    found: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
-    for column, record in in_columns(records):
-        found[column] |= {metric_name(key): scores for key, scores in record["items"].items()}
-    return found
-
-
-def in_columns(records: Sequence[Record]) -> list[tuple[str, Record]]:
-    """The records that the summary's columns show, each with its column."""
-    return [(c, r) for r in records for c, names in COLUMNS.items() if r["section"] in names]
+    items: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    for record in records:
+        if column := COLUMN_OF.get(record["section"]):
+            items[column] |= {metric_name(key): each for key, each in record["items"].items()}
+            for key, value in record["values"].items():
+                if is_metric(record["section"], key, value):
+                    found.setdefault(metric_name(key), {})[column] = value
+    order = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
+    return {name: found[name] for name in order}, items
 
 
 def metric_name(key: str) -> str:
@@ -450,27 +420,20 @@ def is_metric(section: str, key: str, value: Any) -> bool:
     return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
 
 
-def differences(
-    found: Mapping[str, Mapping[str, Any]],
-    items: Mapping[str, Mapping[str, Any]] = {},
-    order: Sequence[str] = tuple(COLUMNS),
-) -> dict[str, Any]:
+def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
     """
     Table of what each column changed: per metric, against the one before it that has one.
 
-    Where both stages were asked the same items (`scores_by_item`), these are compared one by one;
+    Where both stages were asked the same items (`metrics`), these are compared one by one;
     elsewhere the standard error is that of a difference of independent measurements.
     """
     rows = []
     for name, by in found.items():
-        columns = [column for column in order if column in by]
-        for before, after in pairwise(columns):
-            pairs, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
-            if pairs:
-                change, error = pairs.difference, pairs.se
-                counts = (
-                    f"{pairs.won:,} won, {pairs.lost:,} lost of {pairs.n:,} (p = {pairs.p:.2g})"
-                )
+        for before, after in pairwise(column for column in order if column in by):
+            same, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
+            if same:
+                change, error = same.difference, same.se
+                counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} (p = {same.p:.2g})"
             else:
                 change = float(plain_value(by[after])) - float(plain_value(by[before]))
                 error = math.hypot(standard_error(by[before]), standard_error(by[after]))
@@ -497,28 +460,15 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
 def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     """Table of what each stage took, in time and in money at the machine's hourly rate."""
     costs = [(r["section"], r["cost"]) for r in records]
-    if costs:
-        total = {n: sum(cost[n] for _, cost in costs) for n in ADDED_COSTS}
-        costs.append(("Total", total))
+    total = {name: sum(cost[name] for _, cost in costs) for name in ADDED_COSTS}
     rows = []
-    for name, cost in costs:
+    for name, cost in [*costs, ("Total", total)] if costs else []:
         wall, busy = cost["wall_seconds"], cost["device_seconds"]
         devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
         price = f"${wall / 3600 * hourly_rate:.2f}"
         rows.append([name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", devices, price])
     columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
     return {"title": "Cost", "columns": columns, "rows": rows}
-
-
-def wall_clock(records: Sequence[Record], run_started: str) -> dict[str, int]:
-    """Whole minutes from the start to the last fixed section before RL; with RL, if it ran."""
-    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
-    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
-    spans = {"Total wall clock time": before_rl}
-    if len(before_rl) < len(ends):
-        spans["Total wall clock time with RL"] = ends
-    started = seconds(run_started)
-    return {label: int(max(s.values()) - started) // 60 for label, s in spans.items() if s}
 
 
 def find_faults(records: Sequence[Record]) -> list[str]:
@@ -546,28 +496,27 @@ def find_faults(records: Sequence[Record]) -> list[str]:
     return faults
 
 
-# ------------------------------------------------------------------------------------------------
-# The summary
-
-
 def render_summary(records: Sequence[Record], header: Record) -> str:
-    """Size of the code, metrics by stage, wall clock; then differences and costs."""
-    found = metrics(records)
-    blocks = ["## Summary", render_bloat(header["bloat"]), render_metrics(found)]
-    for label, minutes in wall_clock(records, header["run_started"]).items():
-        blocks.append(f"{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, scores_by_item(records)), ledger(records, header["hourly_rate"])]
-    return "\n\n".join([*blocks, *(render_table(table) for table in tables if table["rows"])])
-
-
-def render_metrics(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of the summary, one column per stage."""
+    """
+    Size of the code, metrics by stage; whole minutes from the start to the last fixed section
+    before RL, and with RL, if it ran; then differences and costs.
+    """
+    found, items = metrics(records)
     rows = [
         [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
         for name, by in found.items()
     ]
     head, *body = [
-        [line[0].ljust(15), *(text.ljust(8) for text in line[1:])]
-        for line in [["Metric", *COLUMNS], *rows]
+        [f"{name:<15}", *(f"{text:<8}" for text in texts)]
+        for name, *texts in [["Metric", *COLUMNS], *rows]
     ]
-    return render_table({"columns": head, "rows": body})
+    table = render_table({"columns": head, "rows": body})
+    blocks = ["## Summary", render_bloat(header["bloat"]), table]
+    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
+    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
+    for label, each in ("", before_rl), (" with RL", ends if ends != before_rl else {}):
+        if each:
+            minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
+            blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
+    tables = [differences(found, items), ledger(records, header["hourly_rate"])]
+    return "\n\n".join([*blocks, *(render_table(each) for each in tables if each["rows"])])

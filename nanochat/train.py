@@ -30,7 +30,7 @@ from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import used_memory_bytes, utilization
-from nanochat.logger import METRICS_FILE, RunLog, RunLogConfig
+from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, Prepared
@@ -62,7 +62,8 @@ class TrainConfig:
     saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     machine: DistConfig = field(default_factory=DistConfig)
-    log: RunLogConfig = field(default_factory=RunLogConfig)
+    run: str = "dummy"
+    """Name of the run at Weights & Biases, which reads WANDB_MODE. dummy: no tracker."""
 
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
@@ -515,16 +516,11 @@ def train(run: TrainingRun) -> None:
     with Checkpoints(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
         run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
         run.prepared = prepare(run, checkpoints)
-        log = RunLog(
-            cfg.log,
-            checkpoints.folder,
-            is_main=machine.is_main,
-            first_step=run.progress.step,
-            total_steps=run.num_steps if run.max_seconds is None else None,
-            run_id=run_id,
-            settings=run.settings,
-        )
-        run.log = log.log
+        log: AbstractContextManager = nullcontext()
+        if machine.is_main:
+            total = run.num_steps if run.max_seconds is None else None
+            log = RunLog(folder, cfg.run, run_id, run.settings, run.progress.step, total)
+            run.log = log.log
         run.save = partial(checkpoints.save, model, run.optimizer, run.tokenizer, state)
         if module := checkpoint.architecture_of(model.cfg):
             more = module.callbacks(model, run.optimizer, cfg.seed)
@@ -556,20 +552,18 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
         timed=run.max_seconds is not None,
     )
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
-    lines = preflight.describe(model, machine, prepared.compiled)
     if run.prepared:
         seconds *= left / run.num_steps
-    else:
-        lines["memory"] = preflight.describe_memory(prepared.memory, run.device_rows, machine)
     if run.max_seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of steps, at most "
-    lines |= {
+    lines = {
+        **preflight.describe(model, machine, prepared.compiled),
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
         "training": f"{most}{run.num_steps:,} steps; from step {run.progress.step:,}",
-        "estimate": preflight.cost(seconds, machine),
+        "estimate": f"about {duration(seconds)} of training",
     }
     preflight.screen(lines, machine)
     return prepared
@@ -594,7 +588,7 @@ def write_section(
                 "Rows per device pass": prepared.device_rows,
                 "Compute dtype": str(machine.dtype).removeprefix("torch."),
                 "Compiled": prepared.compiled,
-                "Stated memory": f"{prepared.memory.total / 2**20:.2f}MiB",
+                "Stated memory": f"{prepared.memory_bytes / 2**20:.2f}MiB",
                 "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",
                 "Skipped steps": health.bad_steps,
                 "Loss spikes": health.spikes,

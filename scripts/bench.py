@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,13 +83,6 @@ class Bench:
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("repeats", "rows", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is at least 1, not {getattr(self, name)}")
-        if self.vocab_sizes == () or not self.threads:
-            raise ValueError("give --vocab_sizes and --threads at least one number each")
 
 
 def main(cfg: Bench) -> None:
@@ -147,13 +141,12 @@ def tokenizer(cfg: Bench, found: Findings) -> None:
 def read_texts(source: Source, max_megabytes: float) -> list[str]:
     """The first `max_megabytes` of text, in whole batches of documents."""
     texts: list[str] = []
-    left = max_megabytes * 1e6
-    for shard in source.train_shards:
-        for batch in source.documents(shard):
-            texts += batch
-            left -= sum(len(text.encode()) for text in batch)
-            if left <= 0:
-                return texts
+    num_bytes = 0
+    for batch in chain.from_iterable(map(source.documents, source.train_shards)):
+        if num_bytes >= max_megabytes * 1e6:
+            break
+        texts += batch
+        num_bytes += sum(len(text.encode()) for text in batch)
     return texts
 
 

@@ -21,7 +21,7 @@ from nanochat.gpt import GPT, for_inference
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
 from nanochat.lab.held_out import require_access, require_other_families
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.preflight import Memory, Prepared, choose_fused_engine
+from nanochat.preflight import Prepared, choose_fused_engine
 from nanochat.rl import HeldOut, RLConfig, RolloutLoader
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ def main(cfg: ChatRL) -> None:
         tag=cfg.train.model_tag or parent.folder.parent.name,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        prepared=Prepared(cfg.train.device_batch_size or 8, False, Memory(0, 0, 0, 0), seconds),
+        prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
         callbacks=[rollouts, evaluator, *([watch] if watch else [])],
         inputs=inputs,
         identity={**identity, **inputs},

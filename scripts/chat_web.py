@@ -10,15 +10,15 @@ is asked where nothing is picked. Ctrl-C or SIGTERM ends it.
 Reads   the checkpoints of all stages (base, mid, sft, rl)
 """
 
-import contextlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
-from nanochat.config import refuse, short, start
+from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Sampling
 from nanochat.preflight import choose_fused_engine
@@ -56,10 +56,7 @@ class ChatWeb:
 
 
 def main(cfg: ChatWeb) -> None:
-    try:
-        key, bound = cfg.server.key(), listen(cfg.server)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
+    key, bound = cfg.server.key(), listen(cfg.server)
     machine = init_distributed(cfg.machine, steady=False)
     # Leave a core to the event loop. On 2 cores, served tokens/s with one core left against none:
     # of one user 1.6 times (depth 4) and 1.25 times (depth 10), of 64 users 0.97 and 0.84 times
@@ -67,8 +64,8 @@ def main(cfg: ChatWeb) -> None:
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
-    name = f"{source}:{checkpoint.folder.parent.name}"
-    name += f":{cfg.step}" if cfg.step is not None else ""
+    step = "" if cfg.step is None else f":{cfg.step}"
+    name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
     fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
@@ -80,14 +77,10 @@ def main(cfg: ChatWeb) -> None:
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
         print("note   whoever reaches this machine can use it; --api_key_file asks for a key")
-    print(
-        f"model  {name}, step {checkpoint.step}: context of {engine.cache.capacity} tokens, "
-        f"{engine.slots} answers at once, {machine.device_name}\n"
-        f"page   {url_of(bound)}\n"
-        f"API    {url_of(bound)}/v1",
-        flush=True,
-    )
-    with contextlib.suppress(KeyboardInterrupt):
+    about = f"context of {engine.cache.capacity} tokens, {engine.slots} answers at once"
+    print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
+    print(f"page   {url_of(bound)}\nAPI    {url_of(bound)}/v1", flush=True)
+    with suppress(KeyboardInterrupt):
         server.run([bound])
 
 

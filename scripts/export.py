@@ -11,14 +11,14 @@ Writes  export/<stage>-<tag>/, or the folder of --out: weights, configuration, t
         file export/<stage>-<tag>.golf, which scripts.golf.evaluate scores
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, lineage, load_model, newest_stage
 from nanochat.common import base_dir, write_atomic
-from nanochat.config import field_docs, short, start
-from nanochat.distributed import DistConfig, DistContext, init_distributed
+from nanochat.config import short, start
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.golf.artifact import Compressor, Container, store
 from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import describe, require_within, smallest
@@ -63,54 +63,44 @@ def main(cfg: Export) -> None:
     machine = init_distributed(cfg.machine, steady=False)
     stage = cfg.source or newest_stage()
     checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
-    tag = checkpoint.folder.parent.name
-    out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / f"{stage}-{tag}"
+    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
+    out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
     model = load_model(checkpoint, machine)
     if cfg.format == "artifact":
-        write_artifact(
-            cfg, model, checkpoint, stage, out if cfg.out else out.with_name(out.name + ".golf")
-        )
+        write_artifact(cfg, model, tokenizer, checkpoint, out)
+        what = f"an artifact, {out.stat().st_size:,} bytes"
     else:
-        write_folder(out, model, checkpoint, stage, machine)
+        origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
+        write_hf(out, model, tokenizer, machine.dtype, origin)
+        code = "" if is_native(model.cfg) else ", trust_remote_code=True"
+        what = f'{machine.dtype}\nAutoModelForCausalLM.from_pretrained("{out}"{code})'
+    print(f"{checkpoint.folder} -> {out}: {model.num_params():,} parameters in {what}")
     machine.close()
 
 
-def write_folder(
-    folder: Path, model: GPT, checkpoint: Checkpoint, stage: str, machine: DistContext
+def write_artifact(
+    cfg: Export, model: GPT, tokenizer: Tokenizer, checkpoint: Checkpoint, path: Path
 ) -> None:
-    """For Hugging Face."""
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
-    write_hf(folder, model, tokenizer, machine.dtype, origin)
-    code = "" if is_native(model.cfg) else ", trust_remote_code=True"
-    print(
-        f"{checkpoint.folder} -> {folder}: {model.num_params():,} parameters in {machine.dtype}\n"
-        f'AutoModelForCausalLM.from_pretrained("{folder}"{code})'
-    )
-
-
-def write_artifact(cfg: Export, model: GPT, checkpoint: Checkpoint, stage: str, path: Path) -> None:
     """One file, or UsageError; the table of what everything costs in any case."""
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file")
     trained = checkpoint.state.get("settings", {})
-    asked = {name: getattr(cfg, name) or trained.get(name) for name in field_docs(QuantConfig)}
+    asked = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
     quant = QuantConfig(**{name: value for name, value in asked.items() if value is not None})
+    provenance = checkpoint.state["provenance"]
     origin = {
-        "stage": stage,
+        "stage": checkpoint.state["stage"],
         "tag": checkpoint.folder.parent.name,
         "step": checkpoint.step,
         "checkpoint": checkpoint.fingerprint,
-        "run_id": checkpoint.state["provenance"]["run_id"],
-        "seed": checkpoint.state["provenance"]["seed"],
+        **{name: provenance[name] for name in ("run_id", "seed")},
     }
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     stored = store(model.state_dict(), quant)
     written = smallest(stored, model.cfg, tokenizer, origin, cfg.container, cfg.compressor)
     print(describe(written, cfg.limit_bytes, cfg.count_code), flush=True)
     require_within(written, cfg.limit_bytes, cfg.count_code)
     write_atomic(path, written.data)
-    print(f"{checkpoint.folder} -> {path}: {model.num_params():,} parameters as {quant.quantize}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ Reads   report/ under the base directory
 Writes  report.md there; with --out also <out>/report.md and <out>/dev/report/
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report
-from nanochat.common import MissingInput, printable
+from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.reliability import sections
-from nanochat.records import read_records, report_folder
+from nanochat.records import report_folder
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,26 @@ class Report:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
-    def __post_init__(self) -> None:
-        if self.hourly_rate is not None and self.hourly_rate < 0:
-            raise ValueError(f"--hourly_rate is in dollars, 0 or more, not {self.hourly_rate}")
-
 
 def main(cfg: Report) -> None:
     if cfg.reset:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    damaged: list[str] = []
-    records = read_records(cfg.report_dir, damaged)
-    for each in damaged:
-        print(f"left out: {printable(each)}")
-    if not records:
-        where = report_folder(cfg.report_dir)
-        raise MissingInput(f"no stage has left a record in {where}", "bash speedrun.sh")
-    print(report.update(cfg.report_dir, cfg.hourly_rate, redraw=True, more=sections))
+    path = report.update(cfg.report_dir, cfg.hourly_rate, sections)
+    print(path)
     if cfg.out:
-        print(report.update(cfg.report_dir, redraw=True, more=sections, out=Path(cfg.out)))
+        print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
+
+
+def copy(report: Path, figures: Path, out: Path) -> Path:
+    """A copy of the report in the folder `out`, with its figures in dev/report/ there."""
+    shutil.rmtree(out / "dev" / "report", ignore_errors=True)
+    figures.mkdir(exist_ok=True)  # a report may have none
+    shutil.copytree(figures, out / "dev" / "report")
+    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # no other text has a bare ]
+    write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
+    return out / "report.md"
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, o
 
 
 def test_a_value_of_the_wrong_type_is_named(capsys):
-    assert "yes or no" in refused(capsys, "--once=maybe")
+    message = refused(capsys, "--once=maybe")
+    assert "maybe" in message and "--once" in message
     assert "depth" in refused(capsys, "--depth=deep")
 
 

@@ -40,10 +40,10 @@ def quick(monkeypatch):
 def test_R16_a_rank_that_fell_silent_is_told_from_one_that_is_at_work(store, quick, capsys):
     watches = [RankHeartbeat(store, rank, 3, timeout_seconds=1.0) for rank in range(3)]
     time.sleep(0.1)
-    watches[1].close()  # its process is stopped
+    watches[1].closed.set()  # its process is stopped
     with watches[0].doing("waiting", "the sum of gradients"):
         assert quick.wait(5)
-    watches[2].close()
+    watches[2].closed.set()
     text = capsys.readouterr().out
     assert "rank 0 has waited 1 s in the sum of gradients" in text
     first, second = text.splitlines()[-1].split("rank 1: ")[1].split("; rank 2: ")
@@ -57,7 +57,7 @@ def test_R16_waiting_less_than_the_timeout_is_nothing(store, quick):
         with watches[0].doing("waiting", "a barrier"):
             time.sleep(0.3)
     for each in watches:
-        each.close()
+        each.closed.set()
     assert not quick.is_set()
 
 
@@ -76,7 +76,7 @@ def test_R16_time_in_which_a_process_was_itself_suspended_is_no_waiting(store, q
         assert stopped.wait(5)
         time.sleep(1.3)
     for each in watches:
-        each.close()
+        each.closed.set()
     assert not quick.is_set()
 
 
@@ -87,7 +87,7 @@ def test_R31_named_work_is_waited_for_until_it_ends(store, quick):
             assert not quick.wait(2)
         assert quick.wait(5)  # it went on with what it does not name
     for each in watches:
-        each.close()
+        each.closed.set()
 
 
 def test_R31_of_two_ranks_that_are_waited_for_both_must_name_work(store, quick, capsys):
@@ -95,7 +95,7 @@ def test_R31_of_two_ranks_that_are_waited_for_both_must_name_work(store, quick, 
     with watches[0].doing("waiting", "a barrier"), watches[2].doing("working", "packing rows"):
         assert quick.wait(5)
     for each in watches:
-        each.close()
+        each.closed.set()
     text = capsys.readouterr().out
     assert "rank 1: alive" in text and "at work by itself" in text and "packing rows for" in text
 
@@ -108,9 +108,9 @@ def test_R31_a_rank_whose_beats_stop_in_named_work_is_not_waited_for(store, quic
         watches[2].doing("working", "b"),
     ):
         time.sleep(0.1)
-        watches[2].close()  # its process is stopped
+        watches[2].closed.set()  # its process is stopped
         assert quick.wait(5)
-    watches[1].close()
+    watches[1].closed.set()
     assert "no sign of life for" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_R31_ranks_that_all_wait_for_each_other_end(store, quick):
     with watches[0].doing("waiting", "a barrier"), watches[1].doing("waiting", "a sum"):
         assert quick.wait(5)
     for each in watches:
-        each.close()
+        each.closed.set()
 
 
 def test_R16_a_launcher_that_is_gone_is_said(quick, capsys):
@@ -133,14 +133,14 @@ def test_R16_a_launcher_that_is_gone_is_said(quick, capsys):
 
 
 def meet(store, ranks, world_size=3, seconds=5.0):
-    """What each rank gets that comes: a name, or its complaint."""
+    """What each rank gets that comes: a name, or its error."""
     found = {}
 
     def come(rank):
         try:
             found[rank] = name_attempt(store, rank, world_size, seconds)
-        except TimeoutError as error:
-            found[rank] = str(error)
+        except (TimeoutError, dist.DistStoreError) as error:
+            found[rank] = error
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -163,5 +163,5 @@ def test_ranks_agree_on_a_new_name_whatever_earlier_attempts_left_behind(store):
 def test_ranks_that_do_not_come_are_named(store):
     meet(store, [0, 1, 2])
     found = meet(store, [0, 2], seconds=0.3)
-    assert found[0].endswith("rank 1 of 3 did not come")
-    assert found[2].endswith("not all ranks came")
+    assert str(found[0]) == "rank 1 of 3 did not join the process group"
+    assert isinstance(found[2], dist.DistStoreError)

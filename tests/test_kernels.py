@@ -43,9 +43,9 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_B13_a_kernel_that_imports_but_does_not_work_fails_its_probe(kind, machine, monkeypatch):
     cfg = replace(TINY, max_seq_len=300)
-    assert probe_attention("sdpa", cfg, machine) is None
+    assert choose_attention(cfg, machine) == "sdpa"
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN[kind])
-    assert probe_attention("sdpa", cfg, machine)
+    assert choose_attention(cfg, machine) == "plain"
 
 
 def beyond(y, T):
@@ -85,12 +85,13 @@ def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
     assert seen == {(torch.float64, 1)}  # one head at a time
 
 
-def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch):
+def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch, capsys):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(preflight, "attend_plain", out_of_memory)
-    assert "OutOfMemoryError: CUDA out of memory" in (probe_attention("sdpa", TINY, machine) or "")
+    assert choose_attention(TINY, machine) == "plain"
+    assert "OutOfMemoryError: CUDA out of memory" in capsys.readouterr().out
 
 
 def test_where_masked_attention_fails_no_mode_of_the_kernel_is_used(machine, monkeypatch, capsys):
@@ -163,7 +164,7 @@ def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, caps
 
 
 def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypatch):
-    monkeypatch.setattr(preflight, "probe_compiler", lambda machine: None)
+    monkeypatch.setattr(preflight, "probe_compiler", lambda device: None)
     gpu = replace(machine, device=torch.device("cuda"))
     for flags in (ChatWeb(), ChatCli()):
         assert choose_fused_engine(flags.compile_engine, gpu, most_tokens=0)

@@ -1,5 +1,6 @@
 """The run log: a complete file, a readable console, and a tracker that can never hurt."""
 
+import contextlib
 import io
 import json
 import math
@@ -12,12 +13,7 @@ import time
 import pytest
 
 from nanochat import logger
-from nanochat.logger import (
-    RunLog,
-    RunLogConfig,
-    Tracker,
-    read_metrics,
-)
+from nanochat.logger import RunLog, Tracker, read_metrics
 
 
 class FakeRun:
@@ -38,26 +34,24 @@ def fail():
     raise ConnectionError("the network is gone")
 
 
-def log_steps(folder, steps, cfg=None, out=None, **more):
+def log_steps(folder, steps, out=None, **more):
     """Log these steps. Returns what the console showed."""
     out = out or io.StringIO()
-    with RunLog(cfg or RunLogConfig(), folder, out=out, **more) as log:
+    with contextlib.redirect_stdout(out), RunLog(folder, **more) as log:
         for step in steps:
             log.log(step, {"loss": 5.0 - step / 100, "lr": 0.5})
     return out.getvalue()
 
 
 def test_every_step_is_in_the_file_while_the_run_goes_on(tmp_path):
-    log = RunLog(RunLogConfig(log_every=0), tmp_path, out=io.StringIO())
-    for step in range(3):
-        log.log(step, {"loss": 1.0})
-        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step + 1
-    log.finish()
-    log.finish()  # twice does no harm
+    with RunLog(tmp_path) as log:
+        for step in range(3):
+            log.log(step, {"loss": 1.0})
+            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step + 1
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_come_back(tmp_path):
-    with RunLog(RunLogConfig(), tmp_path, out=io.StringIO()) as log:
+    with RunLog(tmp_path) as log:
         log.log(0, {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf})
 
     def refuse(word):
@@ -72,7 +66,7 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_come_back(tmp_path):
 
 def test_a_resumed_run_supersedes_the_steps_after_the_one_it_resumes_at(tmp_path):
     log_steps(tmp_path, range(10))
-    with RunLog(RunLogConfig(), tmp_path, first_step=4, out=io.StringIO()) as log:
+    with RunLog(tmp_path, first_step=4) as log:
         log.log(4, {"loss": 40.0})
         log.log(5, {"loss": 50.0})
     entries = read_metrics(tmp_path / "metrics.jsonl")
@@ -81,7 +75,7 @@ def test_a_resumed_run_supersedes_the_steps_after_the_one_it_resumes_at(tmp_path
 
 
 def test_what_was_measured_just_before_the_save_survives_the_resume(tmp_path):
-    with RunLog(RunLogConfig(), tmp_path, out=io.StringIO()) as log:
+    with RunLog(tmp_path) as log:
         log.log(3, {"loss": 3.0})
         log.log(4, {"val_bpb": 1.5})
     log_steps(tmp_path, [4, 5], first_step=4)
@@ -104,27 +98,20 @@ def test_a_line_torn_by_a_kill_loses_only_itself(tmp_path):
     assert steps == [0, 1, 2, 3, 4]
 
 
-def test_only_the_main_rank_logs(tmp_path):
-    assert log_steps(tmp_path / "rank1", range(3), is_main=False) == ""
-    assert not (tmp_path / "rank1").exists()
-
-
-def test_a_pipe_gets_one_plain_line_per_step_or_as_many_as_asked_for(tmp_path):
+def test_a_pipe_gets_one_plain_line_per_step(tmp_path):
     lines = log_steps(tmp_path, range(11), total_steps=11).splitlines()
     assert len(lines) == 11
     assert lines[7].startswith("step     7/11 | loss 4.9300 | lr x0.500 | ")
     assert lines[7].endswith(" left")
     assert all(line.isascii() and "\x1b" not in line for line in lines)
-    thinned = log_steps(tmp_path, range(11), RunLogConfig(log_every=4), total_steps=11)
-    assert [line.split()[1] for line in thinned.splitlines()] == ["0/11", "4/11", "8/11", "10/11"]
 
 
-def test_an_evaluation_is_always_shown_whole(tmp_path):
-    out = io.StringIO()
-    with RunLog(RunLogConfig(log_every=0), tmp_path, out=out) as log:
+def test_an_evaluation_is_shown_whole(tmp_path, capsys):
+    with RunLog(tmp_path) as log:
         log.log(7, {"loss": 1.0, "core": 0.5})
         log.log(7, {"val_bpb": 1.23456, "core": 0.012345678})
-    assert out.getvalue() == "step     7 | val bpb 1.2346 | core 0.01235\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["step     7 | loss 1.0000", "step     7 | val bpb 1.2346 | core 0.01235"]
 
 
 def test_a_terminal_gets_a_live_line_and_evaluations_above_it(tmp_path):
@@ -132,13 +119,14 @@ def test_a_terminal_gets_a_live_line_and_evaluations_above_it(tmp_path):
         def isatty(self):
             return True
 
-    shown = log_steps(tmp_path, range(5), out=Terminal(), total_steps=5)
+    out = Terminal()
+    with contextlib.redirect_stdout(out), RunLog(tmp_path, total_steps=5) as log:
+        for step in range(5):
+            log.log(step, {"loss": 5.0 - step / 100})
+        log.log(5, {"val_bpb": 1.5})
+    shown = out.getvalue()
     assert "\x1b" in shown and "5/5" in shown and "loss 4.9600" in shown
-
-
-def test_cadence_below_zero_is_refused():
-    with pytest.raises(ValueError, match="log_every counts steps, got -2"):
-        RunLogConfig(log_every=-2)
+    assert shown.count("step     5/5 | val bpb 1.5000") == 1 and "step     4/5" not in shown
 
 
 @pytest.mark.parametrize(
@@ -156,14 +144,15 @@ def tracked(monkeypatch, tmp_path, open_run, steps, finish_seconds=0.5):
     """Log with this tracker. Returns the seconds of the loop and of the end, and the text."""
     monkeypatch.setattr(logger, "open_wandb", lambda *args: open_run())
     out = io.StringIO()
-    log = RunLog(RunLogConfig(run="named", log_every=0), tmp_path, out=out)
-    begun = time.monotonic()
-    for step in range(steps):
-        log.log(step, {"loss": 1.0})
-    looped = time.monotonic()
-    log.finish(finish_seconds)
+    with contextlib.redirect_stdout(out):
+        log = RunLog(tmp_path, run="named")
+        begun = time.monotonic()
+        for step in range(steps):
+            log.log(step, {"loss": 1.0})
+        looped = time.monotonic()
+        log.finish(finish_seconds)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == steps
-    return looped - begun, time.monotonic() - looped, out.getvalue()
+    return looped - begun, time.monotonic() - looped, out.getvalue().partition("tracker: ")[2]
 
 
 def test_a_tracker_that_works_gets_every_entry_in_order(monkeypatch, tmp_path):
@@ -183,7 +172,7 @@ def test_R21_a_tracker_that_raises_never_stops_the_loop(monkeypatch, tmp_path, c
     *_, text = tracked(monkeypatch, tmp_path, open_run, 100, finish_seconds=10)
     assert "the network is gone" in capsys.readouterr().err
     lost = 0 if broken == "finish" else 100
-    assert text.startswith(f"tracker: {lost} of 100 entries were dropped (ConnectionError")
+    assert text.startswith(f"{lost} of 100 entries were dropped (ConnectionError")
     assert str(tmp_path / "metrics.jsonl") in text
 
 
@@ -229,8 +218,8 @@ def test_a_dummy_run_never_imports_wandb(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from nanochat.logger import RunLog, RunLogConfig
-with RunLog(RunLogConfig(), Path({str(tmp_path)!r})) as log:
+from nanochat.logger import RunLog
+with RunLog(Path({str(tmp_path)!r})) as log:
     log.log(0, {{"loss": 1.0}})
 assert "wandb" not in sys.modules and "torch" not in sys.modules
 """
@@ -240,9 +229,8 @@ assert "wandb" not in sys.modules and "torch" not in sys.modules
 def test_wandb_offline_works_end_to_end_without_a_network(tmp_path):
     code = f"""
 from pathlib import Path
-from nanochat.logger import RunLog, RunLogConfig
-cfg = RunLogConfig(run="named")
-with RunLog(cfg, Path({str(tmp_path)!r}), run_id="r1", settings={{"depth": 4}}) as log:
+from nanochat.logger import RunLog
+with RunLog(Path({str(tmp_path)!r}), "named", "r1", {{"depth": 4}}) as log:
     for step in range(5):
         log.log(step, {{"loss": 5.0 - step, "bad": float("nan")}})
 """

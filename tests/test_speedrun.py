@@ -137,10 +137,10 @@ def test_torchrun_takes_no_flag_of_a_script_for_its_own(launcher):
     text = (REPOSITORY / launcher).read_text()
     launched = re.search(r"-m (\S+) (-- .*\$@.*)", text)
     assert launched, "-- stands between the module and its flags"
-    words = ["-m", "scripts.base_train", *launched[2].split()[:1], "--run=dummy", "--log_every=9"]
+    words = ["-m", "scripts.base_train", *launched[2].split()[:1], "--run=dummy", "--seed=9"]
     parsed = get_args_parser().parse_args(words)
     assert parsed.training_script == "scripts.base_train"
-    assert parsed.training_script_args[-2:] == ["--run=dummy", "--log_every=9"]
+    assert parsed.training_script_args[-2:] == ["--run=dummy", "--seed=9"]
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):

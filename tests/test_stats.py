@@ -13,8 +13,6 @@ from nanochat import stats
 def test_a_proportion_has_the_binomial_standard_error():
     value, n, se = stats.proportion(70, 254)
     assert (round(value, 4), n, round(se, 4)) == (0.2756, 254, 0.0280)
-    with pytest.raises(ValueError, match="5 of 4"):
-        stats.proportion(5, 4)
 
 
 def test_the_error_of_a_mean_is_that_seen_when_drawing_again_and_again():
@@ -135,12 +133,6 @@ def test_pass_at_k_keeps_its_digits_for_many_samples():
     assert stats.pass_at_k(100_000, 1, 7) == 7 / 100_000
     assert stats.pass_at_k(100_000, 50_000, 99) == 1.0
     assert stats.pass_at_k(10**6, 1, 1) == 1e-6
-
-
-@pytest.mark.parametrize(("n", "right", "k"), [(4, 2, 5), (4, 5, 1), (4, 2, 0), (4, -1, 1)])
-def test_a_pass_that_is_not_defined_is_refused(n, right, k):
-    with pytest.raises(ValueError, match=f"pass@{k}"):
-        stats.pass_at_k(n, right, k)
 
 
 def test_mean_pass_at_k_has_the_error_of_its_items():

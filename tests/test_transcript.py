@@ -14,7 +14,7 @@ from rich.console import Console
 from nanochat.chat_format import render
 from nanochat.common import REPOSITORY, printable
 from nanochat.distributed import DistContext
-from nanochat.logger import RunLog, RunLogConfig
+from nanochat.logger import RunLog
 from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_cli import Chat, ChatCli
@@ -117,9 +117,9 @@ def test_S13_errors_and_tracebacks_print_names_as_text(tmp_path):
 
 
 def test_S13_logs_print_values_and_names_as_text(tmp_path, capsys):
-    out = io.StringIO()
-    with RunLog(RunLogConfig(), tmp_path, out=out) as log:
+    with RunLog(tmp_path) as log:
         log.log(0, {"note": HOSTILE})
-    assert SHOWN in out.getvalue() and "\x1b" not in out.getvalue()
+    out = capsys.readouterr().out
+    assert SHOWN in out and "\x1b" not in out
     DistContext(0, 0, 1, torch.device("cpu"), torch.float32).print0("resumed", HOSTILE)
     assert capsys.readouterr().out == f"resumed {SHOWN}\n"

@@ -17,7 +17,7 @@ from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.preflight import KernelConfig, prepare
+from nanochat.preflight import KernelConfig, prepare, weight_bytes
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.train import TrainConfig, TrainingRun, train_step
 from tests.conftest import TINY
@@ -68,14 +68,14 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
         kept.append(torch.cuda.memory_allocated())
     weights = tiny.state_dict()
     return {
-        "weights": ready.memory.weights,
+        "weights": weight_bytes(model),
         "host_growth": host,
         "weights_of_a_cpu": all(
             torch.equal(weights[n].cpu(), w) for n, w in same.named_parameters()
         ),
         "leaked": max(kept) - kept[0],
         "device_rows": ready.device_rows,
-        "stated": ready.memory.total,
+        "stated": ready.memory_bytes,
         "peak": train(model, optimizer, machine, ready.device_rows),
     }
 

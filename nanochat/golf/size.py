@@ -7,11 +7,12 @@ The code that is charged is what it takes to read a file and score it: `artifact
 and all of ours that they import. Packages are not: torch, numpy, pyarrow, tiktoken, rustbpe.
 """
 
+import ast
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanochat.common import UsageError, code_of, source_of
+from nanochat.common import REPOSITORY, UsageError
 from nanochat.golf.artifact import (
     COMPRESSORS,
     CONTAINERS,
@@ -89,6 +90,25 @@ def code_bytes() -> dict[str, int]:
     """The modules that are charged, with their bytes."""
     names = {name for module in EVALUATORS for name in code_of(module)}
     return {name: len(source_of(name).encode()) for name in sorted(names)}
+
+
+def source_of(module: str) -> str:
+    """The text of one of our modules, named as in "hf.export"."""
+    path = REPOSITORY.joinpath("nanochat", *module.split(".")).with_suffix(".py")
+    return path.read_text(encoding="utf-8")
+
+
+def code_of(module: str) -> list[str]:
+    """A module and all of ours that it imports, directly or not."""
+    found, waiting = [], [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            nodes = ast.walk(ast.parse(source_of(name)))
+            imported = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+            waiting += [n.removeprefix("nanochat.") for n in imported if n.startswith("nanochat.")]
+    return found
 
 
 def describe(written: Written, limit: int, count_code: bool) -> str:

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import code_of, source_of, write_atomic, write_json
+from nanochat.common import write_atomic, write_json
 from nanochat.golf.model import read_config
+from nanochat.golf.size import code_of, source_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP

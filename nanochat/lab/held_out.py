@@ -96,7 +96,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
             append_line(folder / LEDGER, one_line(sealed(plain_json(entry))))
 
 
-def accesses(damaged: list[str] | None = None) -> list[dict[str, Any]]:
+def accesses(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
     """Every access to a final benchmark, in order; damaged lines are listed in `damaged`."""
     return read_sealed_lines(base_dir() / LEDGER, damaged)
 

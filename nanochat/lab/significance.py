@@ -17,10 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat import stats
+from nanochat.records import estimate
 from nanochat.stats import Verdict
 
 LEVEL = 0.05
 LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # in the name of a metric
+
+
+def over_seeds(values: Sequence[float]) -> Any:
+    """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
+    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 class Scores(NamedTuple):

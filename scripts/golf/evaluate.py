@@ -26,6 +26,7 @@ from nanochat.eval_bpb import Bpb
 from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
+from nanochat.lab.significance import over_seeds
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from tasks.builtin import ensure_written
 
@@ -162,7 +163,7 @@ def write_section(
     total = largest + (code if cfg.count_code else 0)
     values: dict[str, Any] = {
         "Seeds": len(scored),
-        **{name: records.over_seeds(found.tolist()) for name, found in figures.items()},
+        **{name: over_seeds(found.tolist()) for name, found in figures.items()},
         **({"Spread over seeds (std)": float(plain.std(ddof=1))} if len(scored) > 1 else {}),
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,

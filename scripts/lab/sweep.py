@@ -28,7 +28,7 @@ from nanochat.config import start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
 from nanochat.lab.search import SearchConfig
-from nanochat.lab.significance import lower_is_better
+from nanochat.lab.significance import lower_is_better, over_seeds
 from nanochat.lab.study import (
     CONTROL,
     FIRST_HALF,
@@ -43,7 +43,6 @@ from nanochat.lab.study import (
 )
 from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_mixture
-from nanochat.records import over_seeds
 from scripts import chat_sft, mid_train
 from tasks.buckets import buckets
 

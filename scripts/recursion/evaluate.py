@@ -25,6 +25,7 @@ from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT
+from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.packing import open_rows
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
@@ -244,7 +245,7 @@ def write_section(
     states = {name: mean_of([s.states for s in recursive], name) for name in recursive[0].states}
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
-        "Final bpb": records.over_seeds(arm.bpb),
+        "Final bpb": over_seeds(arm.bpb),
         **({"Spread over seeds (std)": arm.sd} if arm.sd is not None else {}),
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),

@@ -209,6 +209,7 @@ def save(tokenizer, tag="golf", seed=0, **settings):
         build_model(replace(GOLF, vocab_size=tokenizer.vocab_size), CPU, torch.float32, seed)
     )
     state = {
+        "stage": "base",
         "settings": settings,
         "source": {"dataset": "embedded", "num_shards": 1, "fingerprint": "-"},
         "provenance": {"run_id": "r", "seed": seed, "inputs": {}},
