@@ -131,7 +131,7 @@ def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     return TrainingRun(
         kind="rl",
         model=model,
-        tokenizer=loader.tokenizer,
+        tokenizer=loader.engine.tokenizer,
         optimizer=optimizer,
         loader=loader,
         machine=machine,
