@@ -40,9 +40,10 @@ train() { # train <module> <flags...>: one process, or one per GPU
 # of base_eval (suite) and those of base_train (estimate).
 fetch_suite() {
     few_shot=1 estimate=()
-    suite=(--suite=dclm ${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
+    local bundle=(${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
+    suite=(--suite=dclm ${bundle[@]+"${bundle[@]}"})
     if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
-        estimate=("${suite[@]}" --core_metric_every=2000) # and at the end
+        estimate=(${bundle[@]+"${bundle[@]}"} --core_metric_every=2000) # and at the end
     else
         few_shot=0
         echo "the tasks of CORE cannot be downloaded; going on without them" >&2

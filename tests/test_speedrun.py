@@ -16,6 +16,8 @@ from torch.distributed.run import get_args_parser
 import dev.plan
 from dev.plan import Plan
 from nanochat.common import REPOSITORY, read_json
+from nanochat.config import parse
+from scripts.base_train import BaseTrain
 from tests.hub_server import hub_served, small_hub
 from tests.training_runs import SMALL
 
@@ -141,6 +143,16 @@ def test_torchrun_takes_no_flag_of_a_script_for_its_own(launcher):
     parsed = get_args_parser().parse_args(words)
     assert parsed.training_script == "scripts.base_train"
     assert parsed.training_script_args[-2:] == ["--run=dummy", "--seed=9"]
+
+
+def test_base_training_knows_the_flags_of_the_few_shot_estimate():
+    script = "python() { :; }; source dev/stages.sh; fetch_suite; echo ${estimate[@]}"
+    env = {**os.environ, "processes": "1", "gpus": "0", "EVAL_BUNDLE": "bundle.zip"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True
+    )
+    cfg = parse(BaseTrain(), None, done.stdout.split())
+    assert cfg.evaluation.eval_bundle == "bundle.zip" and cfg.evaluation.core_metric_every == 2000
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):
