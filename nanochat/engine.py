@@ -17,47 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nanochat.attention import BLOCK, CacheView, KVCache
+from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import printable
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
-
-# ---- Batches of sequences of different lengths ---------------------------------------------------
-
-Item = TypeVar("Item")
-
-
-def fill_batches(
-    items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
-) -> Iterator[list[Item]]:
-    """
-    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
-
-    shape: the rows of an item, and the tokens of the longest of them.
-    """
-    batch: list[Item] = []
-    rows = longest = 0
-    for item in items:
-        more, length = shape(item)
-        if batch and (rows + more) * max(longest, length) > max_tokens:
-            yield batch
-            batch, rows, longest = [], 0, 0
-        batch.append(item)
-        rows, longest = rows + more, max(longest, length)
-    if batch:
-        yield batch
-
-
-def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
-    T = max(map(len, sequences))
-    return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
-
 
 # ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
 # Each sequence draws from its own generator, so it does not depend on the rest of the batch.

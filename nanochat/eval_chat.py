@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_prompt
 from nanochat.distributed import DistContext
-from nanochat.engine import Engine, Sampling, fill_batches, pad_right
+from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 

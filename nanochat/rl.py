@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat import records, stats
+from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import stage_folder
 from nanochat.common import StoppedWaiting
 from nanochat.distributed import DistContext
-from nanochat.engine import Completion, Engine, Sampling, pad_right
+from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
 from nanochat.gpt import GPT, refresh
 from nanochat.logger import METRICS_FILE, read_metrics
