@@ -25,6 +25,7 @@ from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import stage_folder
 from nanochat.common import StoppedWaiting
+from nanochat.config import require_at_least
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
@@ -58,10 +59,8 @@ class RLConfig:
     costs two more forward passes."""
 
     def __post_init__(self) -> None:
-        at_least = {"examples_per_step": 1, "num_samples": 2, "max_new_tokens": 1}
-        for name, least in {**at_least, "resample_zero_signal": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        require_at_least(self, examples_per_step=1, num_samples=2)
+        require_at_least(self, max_new_tokens=1, resample_zero_signal=0)
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
@@ -135,10 +134,10 @@ def shuffled(n: int, seed: str) -> list[int]:
 
 
 @dataclass(eq=False)
-class RolloutLoader(Callback):
+class RolloutLoader:
     """
     The batches of RL: answers of the current model to the questions of a step, with advantages as
-    weights. Also a callback that logs the rewards of the step.
+    weights. Its metrics are the rewards of the step.
 
     Raises ValueError where there are no questions, or those of a step do not divide among ranks.
     """
@@ -188,9 +187,6 @@ class RolloutLoader(Callback):
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
-
-    def after_backward(self, scale: float) -> dict[str, float]:
-        return self.metrics
 
     def row_names(self, step: int) -> str:
         return f"of step {step}"

@@ -139,7 +139,7 @@ def main(cfg: ChatRL) -> None:
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
-        callbacks=[rollouts, evaluator, *([watch] if watch else [])],
+        callbacks=[evaluator, *([watch] if watch else [])],
         inputs=inputs,
         identity={**identity, **inputs},
         state={"source": parent.state["source"]},

@@ -131,7 +131,7 @@ def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
     return TrainingRun(
         kind="rl",
         model=model,
-        tokenizer=loader.tokenizer,
+        tokenizer=loader.engine.tokenizer,
         optimizer=optimizer,
         loader=loader,
         machine=machine,
@@ -139,7 +139,6 @@ def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
         tag="tiny",
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        callbacks=[loader],
         device_rows=8,
         log=log,
     )
