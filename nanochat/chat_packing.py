@@ -218,8 +218,7 @@ def open_chat_rows(
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
-    vocab_size = tokenizer.vocab_size
-    return Rows(folder, ["train"], "val", "int32", vocab_size, made_of, verifies=verifies)
+    return Rows(folder, ["train"], "val", "int32", tokenizer.vocab_size, made_of, verifies=verifies)
 
 
 def pack_encoded(

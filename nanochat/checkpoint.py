@@ -634,11 +634,9 @@ class Checkpoints:
         those to keep and the one being written, at most.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
-        full = checkpoint_bytes(model)
-        last = checkpoint_bytes(model, optimizer=self.keep_optimizer)
-        largest = full if saves > 1 else last
-        total = (saves - 1) * full + last
-        return min(total, max(largest, (self.cfg.keep + 1) * largest - there))
+        sizes = [checkpoint_bytes(model)] * (saves - 1)
+        sizes.append(checkpoint_bytes(model, optimizer=self.keep_optimizer))
+        return min(sum(sizes), max(max(sizes), (self.cfg.keep + 1) * max(sizes) - there))
 
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:

@@ -485,9 +485,8 @@ class Engine:
     def inject_tool_result(self, c: Completion, answer: str | None) -> None:
         """Inject the result of a tool behind its call."""
         if answer is not None:
-            c.injected_ids.append(self.tokenizer.special("<|output_start|>"))
-            c.injected_ids.extend(self.tokenizer.encode(answer))
-            c.injected_ids.append(self.tokenizer.special("<|output_end|>"))
+            first, last = map(self.tokenizer.special, ("<|output_start|>", "<|output_end|>"))
+            c.injected_ids += [first, *self.tokenizer.encode(answer), last]
 
     def collect_tool_results(self, patience_seconds: float) -> None:
         """Queue the completions whose tool has answered first; if all wait for one, wait too."""

@@ -13,7 +13,7 @@ softmax: they ignore top_k and temperature.
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -153,7 +153,6 @@ class RolloutLoader:
     """With a copy of the model, which is refreshed before each use."""
     reference: GPT | None = None
     """The model from which the KL divergence is logged, if any."""
-    should_stop: Callable[[], bool] = lambda: False
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the latest step."""
 

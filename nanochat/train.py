@@ -170,7 +170,7 @@ class RowLoader:
             mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.row_ids(*share)[:, 0]
         same = 0 < seen.min() == seen.max()  # how often every row of the step came before
-        self.metrics = {"times_seen": int(seen[0])} if same else {}
+        self.metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
         return split_micro_batches(*self.split(mine), device_rows, self.machine.device)
 
     def row_names(self, step: int) -> str:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
-from nanochat.config import settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
@@ -91,9 +91,7 @@ class ChatRL:
     )
 
     def __post_init__(self) -> None:
-        for name in ("eval_examples", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, eval_examples=1, eval_samples=1)
 
 
 def main(cfg: ChatRL) -> None:
