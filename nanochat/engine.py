@@ -15,7 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -356,10 +356,15 @@ class Engine:
             )
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], settings: Sampling, n: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sampling,
+        n: int = 1,
+        seeds: Iterable[int] | None = None,
     ) -> list[list[Completion]]:
-        """`n` whole completions of every prompt."""
-        groups = [self.submit(prompt, settings, n) for prompt in prompts]
+        """`n` whole completions of each prompt. seeds: of each, by default that of `settings`."""
+        each = [replace(settings, seed=seed) for seed in seeds or [settings.seed] * len(prompts)]
+        groups = [self.submit(prompt, s, n) for prompt, s in zip(prompts, each, strict=True)]
         while self.busy:
             self.step()
         return groups

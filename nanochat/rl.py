@@ -247,19 +247,17 @@ class RolloutLoader:
         A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
         question and its draw, not on ranks or on other prompts in the batch.
         """
-        cfg, engine, waiting = self.cfg, self.engine, []
+        cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
         with self.machine.working(f"generating answers to {len(draws)} questions"):
-            for draw, i in zip(draws, questions, strict=True):
-                seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
-                prompt = fit(render_prompt(engine.tokenizer, self.task[i]), most)
-                waiting.append(engine.submit(prompt, cfg.sampling(seed), cfg.num_samples))
-            while engine.busy:
-                engine.step()
+            prompts = [fit(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
+            first = self.seed * 1_000_003 + attempt * 1_000_000_007
+            seeds = [first + draw for draw in draws]
+            groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
             return [
                 Group(group, [self.reward(i, answer) for answer in group])
-                for i, group in zip(questions, waiting, strict=True)
+                for i, group in zip(questions, groups, strict=True)
             ]
 
     def reward(self, i: int, answer: Completion) -> float:
