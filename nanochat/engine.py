@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import printable
+from nanochat.config import require_at_least
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -50,14 +51,11 @@ class Sampling:
     """Sample i of a prompt draws from (seed, i)."""
 
     def __post_init__(self) -> None:
-        for name, valid, range_ in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "zero or positive"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-        ):
-            if not valid:
-                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
+        require_at_least(self, max_new_tokens=1, temperature=0, top_k=1)
+        if not self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
