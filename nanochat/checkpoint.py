@@ -240,8 +240,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
         except (OSError, ValueError) as error:
             print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
     if folders:
-        message = f"no good checkpoint is left in {folder}; --resume=never starts anew and moves"
-        raise CorruptCheckpoint(f"{message} them aside")
+        raise CorruptCheckpoint(f"no good checkpoint left in {folder}; --resume=never starts anew")
     return None
 
 

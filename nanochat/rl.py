@@ -168,10 +168,6 @@ class RolloutLoader:
         self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
         self.identity = {"rl": asdict(cfg)}
 
-    def num_steps(self, epochs: float) -> int:
-        """Steps in `epochs` passes over the questions."""
-        return max(1, round(epochs * len(self.questions) / self.cfg.examples_per_step))
-
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         if self.machine.any(stopping()):
             raise StoppedWaiting(f"asked to stop before step {step}")

@@ -113,7 +113,8 @@ def main(cfg: ChatRL) -> None:
     # Model, rollouts with it as batches, optimizer
     model = load_model(parent, machine)
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
-    num_steps = cfg.num_iterations or rollouts.num_steps(cfg.num_epochs)
+    steps = cfg.num_epochs * len(rollouts.questions) / cfg.rl.examples_per_step
+    num_steps = cfg.num_iterations or max(1, round(steps))
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
 
