@@ -154,7 +154,8 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
         for name, n in zip(STAGES, cfg.minutes.split(), strict=True)
     }
     rate, assumed = flops_per_second(cfg, model)
-    total_flops = model.flops_per_token() * horizon.tokens
+    tokens = horizon.num_steps * horizon.batch_tokens
+    total_flops = model.flops_per_token() * tokens
     base_minutes = total_flops / (rate * cfg.processes) / 60 if rate else None
     everything = sum(minutes.values()) + (base_minutes or 0)
     dollars_per_hour = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
@@ -166,7 +167,7 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
             print(f"  {'base model':<21} {shown}: {assumed}")
             print(
                 f"    {model.num_params():,} parameters, {horizon.num_steps:,} steps of "
-                f"{horizon.batch_tokens:,} tokens = {horizon.tokens:.3g}, {total_flops:.3g} FLOPs"
+                f"{horizon.batch_tokens:,} tokens = {tokens:.3g}, {total_flops:.3g} FLOPs"
             )
         print(f"  {name:<21} about {minutes[name]:.0f} min")
     least = "at least" if base_minutes is None else "about"
@@ -209,8 +210,9 @@ def disk_uses(
     tag = base.train.model_tag or f"d{base.depth}"
     data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
     hub = not (embedded or is_folder(base.data.dataset or tokenizer.data.dataset or ""))
-    text = max(horizon.tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
-    rows = horizon.tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
+    tokens = horizon.num_steps * horizon.batch_tokens
+    text = max(tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
+    rows = tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
     mid = parse(mid_train.DEFAULTS, args=shlex.split(cfg.mid))
     sft = parse(chat_sft.DEFAULTS, args=shlex.split(cfg.sft))
     rl = parse(ChatRL(), args=shlex.split(cfg.rl))

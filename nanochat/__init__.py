@@ -18,7 +18,7 @@ The core, in reading order; a module imports only from those above it:
     packing         documents -> packed rows
     mixture         several data sets in proportion
     chat_packing    conversations -> packed rows
-    attention       attention kernels and the KV cache
+    attention       attention kernels, batches of sequences, the KV cache
     loss            cross-entropy without materialized logits
     gpt             the transformer
     optim           schedules, update rules, Muon + AdamW

@@ -1,16 +1,16 @@
 """
-Attention: rotary positions, kernels behind one call, and the KV cache.
+Attention: rotary positions, kernels behind one call, batches of sequences, and the KV cache.
 
     q (B, T, H, D), k and v (B, T, G, D) -> attend -> (B, T, H, D)
     KVCache(slots x capacity) -> view(slots, T) -> one forward pass writes and reads it
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -287,6 +287,38 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
     sizes = (-1 if window is None else window, 0)
     y = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
     return y[0] if isinstance(y, tuple) else y
+
+
+# ---- Batches of sequences of different lengths ---------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def fill_batches(
+    items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
+) -> Iterator[list[Item]]:
+    """
+    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
+
+    shape: the rows of an item, and the tokens of the longest of them.
+    """
+    batch: list[Item] = []
+    rows = longest = 0
+    for item in items:
+        more, length = shape(item)
+        if batch and (rows + more) * max(longest, length) > max_tokens:
+            yield batch
+            batch, rows, longest = [], 0, 0
+        batch.append(item)
+        rows, longest = rows + more, max(longest, length)
+    if batch:
+        yield batch
+
+
+def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
+    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
+    T = max(map(len, sequences))
+    return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
 
 
 # ---- KV cache ------------------------------------------------------------------------------------

@@ -60,8 +60,6 @@ class Encoded:
     """Where each begins and ends, (n + 1,) int64."""
     trained: int
     """Tokens that carry loss."""
-    skipped: int
-    """Conversations left out because nothing in them counts."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -105,7 +103,7 @@ def encode(
         raise ValueError(f"there is no conversation to train on in {dict(about)}")
     ids = np.memmap(folder / "ids.bin", np.int32, "r")
     ends = np.load(folder / "ends.npy", mmap_mode="r")
-    return Encoded(made_of["fingerprint"], ids, ends, counts["trained"], counts["skipped"])
+    return Encoded(made_of["fingerprint"], ids, ends, counts["trained"])
 
 
 def read_record(record: Path, verify: bool) -> dict[str, Any] | None:
@@ -146,7 +144,7 @@ def write_encoded(
             done += len(batch)
             report(f"{done:,}{total} conversations")
     np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
-    skipped = done - len(lengths)
+    skipped = done - len(lengths)  # because nothing in them counts
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
@@ -218,8 +216,7 @@ def open_chat_rows(
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
-    vocab_size = tokenizer.vocab_size
-    return Rows(folder, ["train"], "val", "int32", vocab_size, made_of, verifies=verifies)
+    return Rows(folder, ["train"], "val", "int32", tokenizer.vocab_size, made_of, verifies=verifies)
 
 
 def pack_encoded(

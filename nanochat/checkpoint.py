@@ -240,8 +240,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
         except (OSError, ValueError) as error:
             print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
     if folders:
-        message = f"no good checkpoint is left in {folder}; --resume=never starts anew and moves"
-        raise CorruptCheckpoint(f"{message} them aside")
+        raise CorruptCheckpoint(f"no good checkpoint left in {folder}; --resume=never starts anew")
     return None
 
 
@@ -634,11 +633,9 @@ class Checkpoints:
         those to keep and the one being written, at most.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
-        full = checkpoint_bytes(model)
-        last = checkpoint_bytes(model, optimizer=self.keep_optimizer)
-        largest = full if saves > 1 else last
-        total = (saves - 1) * full + last
-        return min(total, max(largest, (self.cfg.keep + 1) * largest - there))
+        sizes = [checkpoint_bytes(model)] * (saves - 1)
+        sizes.append(checkpoint_bytes(model, optimizer=self.keep_optimizer))
+        return min(sum(sizes), max(max(sizes), (self.cfg.keep + 1) * max(sizes) - there))
 
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:

@@ -13,51 +13,20 @@ its sequence leaves the slot to others. A sequence does not depend on the rest o
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nanochat.attention import BLOCK, CacheView, KVCache
+from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import printable
+from nanochat.config import require_at_least
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
-
-# ---- Batches of sequences of different lengths ---------------------------------------------------
-
-Item = TypeVar("Item")
-
-
-def fill_batches(
-    items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
-) -> Iterator[list[Item]]:
-    """
-    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
-
-    shape: the rows of an item, and the tokens of the longest of them.
-    """
-    batch: list[Item] = []
-    rows = longest = 0
-    for item in items:
-        more, length = shape(item)
-        if batch and (rows + more) * max(longest, length) > max_tokens:
-            yield batch
-            batch, rows, longest = [], 0, 0
-        batch.append(item)
-        rows, longest = rows + more, max(longest, length)
-    if batch:
-        yield batch
-
-
-def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
-    T = max(map(len, sequences))
-    return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
-
 
 # ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
 # Each sequence draws from its own generator, so it does not depend on the rest of the batch.
@@ -82,14 +51,11 @@ class Sampling:
     """Sample i of a prompt draws from (seed, i)."""
 
     def __post_init__(self) -> None:
-        for name, valid, range_ in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "zero or positive"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-        ):
-            if not valid:
-                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
+        require_at_least(self, max_new_tokens=1, temperature=0, top_k=1)
+        if not self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
@@ -388,10 +354,15 @@ class Engine:
             )
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], settings: Sampling, n: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: Sampling,
+        n: int = 1,
+        seeds: Iterable[int] | None = None,
     ) -> list[list[Completion]]:
-        """`n` whole completions of every prompt."""
-        groups = [self.submit(prompt, settings, n) for prompt in prompts]
+        """`n` whole completions of each prompt. seeds: of each, by default that of `settings`."""
+        each = [replace(settings, seed=seed) for seed in seeds or [settings.seed] * len(prompts)]
+        groups = [self.submit(prompt, s, n) for prompt, s in zip(prompts, each, strict=True)]
         while self.busy:
             self.step()
         return groups
@@ -517,9 +488,8 @@ class Engine:
     def inject_tool_result(self, c: Completion, answer: str | None) -> None:
         """Inject the result of a tool behind its call."""
         if answer is not None:
-            c.injected_ids.append(self.tokenizer.special("<|output_start|>"))
-            c.injected_ids.extend(self.tokenizer.encode(answer))
-            c.injected_ids.append(self.tokenizer.special("<|output_end|>"))
+            first, last = map(self.tokenizer.special, ("<|output_start|>", "<|output_end|>"))
+            c.injected_ids += [first, *self.tokenizer.encode(answer), last]
 
     def collect_tool_results(self, patience_seconds: float) -> None:
         """Queue the completions whose tool has answered first; if all wait for one, wait too."""

@@ -8,14 +8,14 @@ number nor on the batch. Knows no particular task and no section of a report.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_prompt
 from nanochat.distributed import DistContext
-from nanochat.engine import Engine, Sampling, fill_batches, pad_right
+from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -121,12 +121,7 @@ def score_by_generation(
     """
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
-        groups = [
-            engine.submit(prompt, replace(settings, seed=settings.seed + i), n)
-            for i, prompt in zip(items, prompts, strict=True)
-        ]
-        while engine.busy:
-            engine.step()
+        groups = engine.generate(prompts, settings, n, [settings.seed + i for i in items])
         return [
             [score_answer(task, i, engine.tokenizer.decode(answer.ids)) for answer in group]
             for i, group in zip(items, groups, strict=True)

@@ -26,11 +26,10 @@ import torch.nn.functional as F
 import yaml
 
 from nanochat import stats
-from nanochat.attention import KVCache
+from nanochat.attention import KVCache, fill_batches, pad_right
 from nanochat.common import Interrupted, UsageError, base_dir, fingerprint
 from nanochat.dataset import json_lines
 from nanochat.distributed import DistContext
-from nanochat.engine import fill_batches, pad_right
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
 

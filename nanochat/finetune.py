@@ -253,12 +253,9 @@ def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: 
     halved until there are as many, down to MIN_ROWS rows.
     """
     batch = parent_batch
-    while (
-        num_iterations is None
-        and tokens / batch < MIN_STEPS
-        and batch % (2 * T) == 0
-        and batch >= 2 * MIN_ROWS * T
-    ):
+    if num_iterations is not None:
+        return batch
+    while tokens / batch < MIN_STEPS and batch % (2 * T) == 0 and batch >= 2 * MIN_ROWS * T:
         batch //= 2
     return batch
 

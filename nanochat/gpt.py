@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, CacheView, KVCache, Rope, attend, make_mask, rotary, rotate
+from nanochat.config import require_at_least
 from nanochat.loss import EAGER, SOFTCAP, LossKernels, cap, chunked_cross_entropy, token_losses
 
 GATE_CHANNELS = 32  # channels of its input that the gate of a value embedding reads
@@ -56,9 +57,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        for name in (*sizes, "value_every", "bigram_rows"):
-            if getattr(self, name) < (least := int(name in sizes)):
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        require_at_least(self, **dict.fromkeys(sizes, 1), value_every=0, bigram_rows=0)
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.head_dim < 2 or self.head_dim % 2:

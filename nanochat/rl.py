@@ -13,7 +13,7 @@ softmax: they ignore top_k and temperature.
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat import records, stats
+from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import stage_folder
 from nanochat.common import StoppedWaiting
+from nanochat.config import require_at_least
 from nanochat.distributed import DistContext
-from nanochat.engine import Completion, Engine, Sampling, pad_right
+from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
 from nanochat.gpt import GPT, refresh
 from nanochat.logger import METRICS_FILE, read_metrics
@@ -57,10 +59,8 @@ class RLConfig:
     costs two more forward passes."""
 
     def __post_init__(self) -> None:
-        at_least = {"examples_per_step": 1, "num_samples": 2, "max_new_tokens": 1}
-        for name, least in {**at_least, "resample_zero_signal": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        require_at_least(self, examples_per_step=1, num_samples=2)
+        require_at_least(self, max_new_tokens=1, resample_zero_signal=0)
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
@@ -134,10 +134,10 @@ def shuffled(n: int, seed: str) -> list[int]:
 
 
 @dataclass(eq=False)
-class RolloutLoader(Callback):
+class RolloutLoader:
     """
     The batches of RL: answers of the current model to the questions of a step, with advantages as
-    weights. Also a callback that logs the rewards of the step.
+    weights. Its metrics are the rewards of the step.
 
     Raises ValueError where there are no questions, or those of a step do not divide among ranks.
     """
@@ -153,7 +153,6 @@ class RolloutLoader(Callback):
     """With a copy of the model, which is refreshed before each use."""
     reference: GPT | None = None
     """The model from which the KL divergence is logged, if any."""
-    should_stop: Callable[[], bool] = lambda: False
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the latest step."""
 
@@ -169,10 +168,6 @@ class RolloutLoader(Callback):
         self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
         self.identity = {"rl": asdict(cfg)}
 
-    def num_steps(self, epochs: float) -> int:
-        """Steps in `epochs` passes over the questions."""
-        return max(1, round(epochs * len(self.questions) / self.cfg.examples_per_step))
-
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         if self.machine.any(stopping()):
             raise StoppedWaiting(f"asked to stop before step {step}")
@@ -187,9 +182,6 @@ class RolloutLoader(Callback):
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
-
-    def after_backward(self, scale: float) -> dict[str, float]:
-        return self.metrics
 
     def row_names(self, step: int) -> str:
         return f"of step {step}"
@@ -251,19 +243,17 @@ class RolloutLoader(Callback):
         A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
         question and its draw, not on ranks or on other prompts in the batch.
         """
-        cfg, engine, waiting = self.cfg, self.engine, []
+        cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
         with self.machine.working(f"generating answers to {len(draws)} questions"):
-            for draw, i in zip(draws, questions, strict=True):
-                seed = self.seed * 1_000_003 + draw + attempt * 1_000_000_007
-                prompt = fit(render_prompt(engine.tokenizer, self.task[i]), most)
-                waiting.append(engine.submit(prompt, cfg.sampling(seed), cfg.num_samples))
-            while engine.busy:
-                engine.step()
+            prompts = [fit(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
+            first = self.seed * 1_000_003 + attempt * 1_000_000_007
+            seeds = [first + draw for draw in draws]
+            groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
             return [
                 Group(group, [self.reward(i, answer) for answer in group])
-                for i, group in zip(questions, waiting, strict=True)
+                for i, group in zip(questions, groups, strict=True)
             ]
 
     def reward(self, i: int, answer: Completion) -> float:

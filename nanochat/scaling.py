@@ -73,10 +73,6 @@ class Horizon:
     num_steps: int
     batch_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return self.num_steps * self.batch_tokens
-
 
 def auto_batch(tokens: float, max_seq_len: int) -> int:
     """

@@ -38,7 +38,6 @@ from nanochat.tokenizer import Tokenizer
 
 ShouldStop = Callable[[], bool]  # whether the run was asked to stop
 RL_MOMENTUM = 0.95  # of Muon; the other stages ramp up to it
-MAX_TIMES_SEEN = 7  # times that a row came before; more are counted as this many
 UNTIMED_STEPS = 3  # of each attempt, which compile and allocate, are left out of a median
 CHECK_RANKS_EVERY = 100  # steps between checks that all ranks hold the same weights
 
@@ -126,8 +125,6 @@ class MicroBatch(NamedTuple):
     """How many count."""
     weights: Tensor | None = None
     """(B, T) factors of the targets' losses. Default: 1."""
-    times_seen: int = 0
-    """How often every row of the step came before; 0 where that differs."""
 
 
 class Loader(Protocol):
@@ -137,18 +134,18 @@ class Loader(Protocol):
     """Tokens per step, all ranks together; in RL, the most that can be sampled."""
     identity: dict[str, Any]
     """What a checkpoint must agree with to be continued."""
+    metrics: dict[str, float]
+    """Of the latest step, to be logged."""
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         """This rank's share of a step. Raises StoppedWaiting where `stopping()`."""
         ...
 
-    def row_names(self, step: int) -> str:
-        """Which rows a step trains on, for messages."""
-        ...
+    # Which rows a step trains on, for messages
+    def row_names(self, step: int) -> str: ...
 
-    def describe(self, run: "TrainingRun") -> dict[str, str]:
-        """Lines for the screen before a run."""
-        ...
+    # Lines for the screen before a run
+    def describe(self, run: "TrainingRun") -> dict[str, str]: ...
 
 
 @dataclass(eq=False)
@@ -172,8 +169,9 @@ class RowLoader:
         with self.machine.working("waiting for rows that are being packed"):
             mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.row_ids(*share)[:, 0]
-        times = int(seen[0]) if seen.min() == seen.max() else 0
-        return split_micro_batches(*self.split(mine), device_rows, self.machine.device, times)
+        same = 0 < seen.min() == seen.max()  # how often every row of the step came before
+        self.metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
+        return split_micro_batches(*self.split(mine), device_rows, self.machine.device)
 
     def row_names(self, step: int) -> str:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
@@ -189,13 +187,13 @@ class RowLoader:
 
 
 def split_micro_batches(
-    tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device, times_seen: int
+    tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches of `device_rows` rows, copied to `device` all at once."""
     x, y = to_device(tokens, device), to_device(targets, device)
     counts = (targets >= 0).sum(axis=1)
     parts = [slice(i, i + device_rows) for i in range(0, len(tokens), device_rows)]
-    return [MicroBatch(x[p], y[p], int(counts[p].sum()), times_seen=times_seen) for p in parts]
+    return [MicroBatch(x[p], y[p], int(counts[p].sum())) for p in parts]
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -431,9 +429,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
     loss, norm = nats / count if count else 0.0, norm * scale
     lr = optim.lr_factor(step, horizon, run.schedule)
-    metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
-    if micro_batches and (seen := micro_batches[0].times_seen):
-        metrics[f"loss_seen_{min(seen, MAX_TIMES_SEEN)}"] = loss
+    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics}
     for callback in run.callbacks:
         metrics |= callback.after_backward(scale)
     if count and math.isfinite(loss + norm):

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
-from nanochat.config import settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
@@ -91,9 +91,7 @@ class ChatRL:
     )
 
     def __post_init__(self) -> None:
-        for name in ("eval_examples", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, eval_examples=1, eval_samples=1)
 
 
 def main(cfg: ChatRL) -> None:
@@ -115,7 +113,8 @@ def main(cfg: ChatRL) -> None:
     # Model, rollouts with it as batches, optimizer
     model = load_model(parent, machine)
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
-    num_steps = cfg.num_iterations or rollouts.num_steps(cfg.num_epochs)
+    steps = cfg.num_epochs * len(rollouts.questions) / cfg.rl.examples_per_step
+    num_steps = cfg.num_iterations or max(1, round(steps))
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
 
@@ -139,7 +138,7 @@ def main(cfg: ChatRL) -> None:
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
-        callbacks=[rollouts, evaluator, *([watch] if watch else [])],
+        callbacks=[evaluator, *([watch] if watch else [])],
         inputs=inputs,
         identity={**identity, **inputs},
         state={"source": parent.state["source"]},
