@@ -15,6 +15,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -169,11 +171,18 @@ def is_client_error(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that the server asks to wait: Retry-After, or the end of a rate limit."""
+    """Seconds that the server asks to wait: Retry-After (or its date), or a rate limit's end."""
     headers = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After", "").strip()
-    limit = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
-    return float(asked) if asked.isdigit() else float(limit[1]) if limit else None
+    if asked.isdigit():
+        return float(asked)
+    if limit := re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", "")):
+        return float(limit[1])
+    try:
+        date = parsedate_to_datetime(asked).replace(tzinfo=UTC)  # HTTP dates are in GMT
+    except ValueError:
+        return None
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
 def root(error: BaseException) -> BaseException:
