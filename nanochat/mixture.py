@@ -27,6 +27,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
+OPTIONS_CAP = 0.05  # share of questions with added options above which a warning is printed
 NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 PART = re.compile(
     r"(?P<name>[\w./-]+)(?::(?P<source>[^,=*]+))?"
@@ -243,13 +244,19 @@ class Resolution:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for every bucket that is repeated too often."""
-        return [
+        """A line for every bucket that is repeated too often, and one for too many options."""
+        warnings = [
             f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
             "repeating teaches little"
             for bucket in self.buckets
             if (bucket.repeats or 0) > MOST_REPEATS
         ]
+        if self.shares_by("augmented").get("options", 0) > OPTIONS_CAP:
+            warnings.append(
+                f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options "
+                "added by retrieval, which lowered most benchmarks of those who tried it"
+            )
+        return warnings
 
     @property
     def tokens(self) -> int:
