@@ -255,15 +255,13 @@ class RunLock:
             self.lock.release()
 
 
-def require_free(folder: Path, needed_bytes: float, what: str, way_out: str = "") -> None:
+def require_free(folder: Path, needed_bytes: float, what: str, way_out: str) -> None:
     """Raise UsageError naming both numbers unless `needed_bytes` and a reserve are free."""
     free = free_bytes(folder)
     if needed_bytes + SPARE_BYTES > free:
-        raise UsageError(
-            f"{what} needs about {needed_bytes / 1e9:.2f} GB and a reserve of "
-            f"{SPARE_BYTES / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free",
-            f"make room, set NANOCHAT_BASE_DIR to a larger disk{way_out and ', or ' + way_out}",
-        )
+        needs = f"{needed_bytes / 1e9:.2f} GB and a reserve of {SPARE_BYTES / 1e9:.2f} GB"
+        why = f"{what} needs about {needs}, but {folder} has {free / 1e9:.2f} GB free"
+        raise UsageError(why, f"make room, set NANOCHAT_BASE_DIR to a larger disk, or {way_out}")
 
 
 # ---- Exit statuses and stop signals --------------------------------------------------------------

@@ -123,10 +123,7 @@ def silence_teardown() -> None:
 
 
 def parse(
-    default: C,
-    doc: str | None = None,
-    args: Sequence[str] | None = None,
-    retired: Mapping[str, str] = {},
+    default: C, doc: str | None = None, args: Sequence[str] | None = None, retired: Mapping = {}
 ) -> C:
     """
     Fill a config dataclass from `args` (default: the command line).
@@ -195,11 +192,9 @@ def with_help(cfg: Any) -> type:
             twin = with_help(value)
             fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
             continue
-        shown = tyro.conf.arg(
-            help=docs.get(f.name),
-            help_behavior_hint="" if value is None else None,  # its help says what None means
-            aliases=f.metadata.get("aliases"),
-        )
+        aliases = f.metadata.get("aliases")
+        hint = "" if value is None else None  # its help says what None means
+        shown = tyro.conf.arg(help=docs.get(f.name), help_behavior_hint=hint, aliases=aliases)
         fields.append((f.name, typing.Annotated[hints[f.name], shown], value))
     return dataclasses.make_dataclass(type(cfg).__name__, fields)
 
@@ -217,9 +212,7 @@ def options(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def normalize(
-    args: Sequence[str], known: Mapping[str, Any], letters: Mapping[str, str]
-) -> list[str]:
+def normalize(args: list[str], known: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
     """
     Translate the forms of a boolean to `--flag True`, those of a list to `--flag a b`, letters to
     flags, and `-1` to None for settings that may be it.

@@ -48,17 +48,16 @@ def interleave(
 
     Raw words of PCG64, as in `permutation`: their stream never changes with numpy.
     """
-    raw = np.random.PCG64([seed, part, len(sizes)]).random_raw(sum(map(len, sizes)))
+    lengths = [len(each) for each in sizes]
+    raw = np.random.PCG64([seed, part, len(sizes)]).random_raw(sum(lengths))
     jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
-    when, first = [], 0
-    for each in sizes:
+    when = []
+    for each, own in zip(sizes, np.split(jitter, np.cumsum(lengths)[:-1]), strict=True):
         ends = np.cumsum(each)
-        spread = ends - each + each * jitter[first : first + len(each)]
-        when.append(spread / ends[-1] if len(each) else spread)
-        first += len(each)
+        when.append((ends - each + each * own) / ends[-1:])
     order = np.argsort(np.concatenate(when), kind="stable")
-    bucket = np.repeat(np.arange(len(sizes)), [len(each) for each in sizes])
-    number = np.concatenate([np.arange(len(each)) for each in sizes])
+    bucket = np.repeat(np.arange(len(sizes)), lengths)
+    number = np.concatenate([np.arange(length) for length in lengths])
     return bucket[order], number[order]
 
 
@@ -210,22 +209,11 @@ class Rows(RowSequence):
     ) -> Iterator[np.ndarray]:
         """
         This rank's share of the first `num_rows` validation rows, at most all of them; of one
-        `half` of these, 1 or 2, where one is given. Raises UsageError for half a row and for
-        damaged rows.
+        `half` of these, 1 or 2, where one is given. Raises UsageError where that has no row and
+        for damaged rows.
 
         The rows are the same for any batch size, number of ranks and number of training shards,
         and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
-        """
-        order = permutation(0, 0, 0, self.require_val_rows(half))
-        self.verify([self.val_shard])
-        order = (order[half - 1 :: 2] if half else order)[:num_rows]
-        first, last = (len(order) * r // world_size for r in (rank, rank + 1))
-        for i in range(first, last, rows_per_batch):
-            yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
-
-    def require_val_rows(self, half: int = 0) -> int:
-        """
-        How many validation rows there are. Waits for them; raises UsageError for an empty half.
         """
         total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
@@ -233,7 +221,12 @@ class Rows(RowSequence):
                 f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
                 "--eval_half=0, or more validation text",
             )
-        return total
+        order = permutation(0, 0, 0, total)
+        self.verify([self.val_shard])
+        order = (order[half - 1 :: 2] if half else order)[:num_rows]
+        first, last = (len(order) * r // world_size for r in (rank, rank + 1))
+        for i in range(first, last, rows_per_batch):
+            yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
 
     # -----------------------------------------------------------------------------------------
     # Damage
@@ -410,7 +403,8 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
     A run that resumes compares what its checkpoint says with what is at hand. A description with
     a fingerprint is judged by that: where the same text lies on the disk is no difference.
     """
-    if "fingerprint" in recorded and recorded["fingerprint"] == current.get("fingerprint"):
+    was, now = recorded.get("fingerprint"), current.get("fingerprint")
+    if was is not None and was == now:
         return []
     lines = []
     for name in sorted((recorded.keys() | current.keys()) - {"fingerprint"}):
@@ -419,9 +413,8 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
             lines += differences(old, new, f"{at}{name}.")
         elif old != new:
             lines.append(f"{at}{name}: was {old!r}, now {new!r}")
-    if "fingerprint" in recorded and not lines:
-        was, now = recorded["fingerprint"], current.get("fingerprint")
-        lines = [f"{at}fingerprint: was {was!r}, now {now!r}"]
+    if was is not None and not lines:
+        return [f"{at}fingerprint: was {was!r}, now {now!r}"]
     return lines
 
 
@@ -446,10 +439,8 @@ class MixedRows(RowSequence):
             name: {"count": count, "fingerprint": rows.fingerprint}
             for name, (rows, count) in buckets.items()
         }
-        self.recipe = {
-            "fingerprint": fingerprint({"mixture": list(described.items())}),
-            "buckets": described,
-        }
+        name = fingerprint({"mixture": list(described.items())})
+        self.recipe = {"fingerprint": name, "buckets": described}
 
     def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
         dtype = np.result_type(*(rows.dtype for rows in self.parts))

@@ -105,11 +105,8 @@ def jsonl_texts(path: Path) -> Iterator[bytes | None]:
         fields = value if isinstance(value, dict) else {}
         text = fields.get("text", 0)
         if not isinstance(text, str | None):
-            raise ValueError(
-                f"{path}, line {number}: not a JSON object with a string `text` but "
-                f"with {', '.join(fields)[:200] or 'no fields'}; correct the line or leave the "
-                "file out"
-            )
+            found = ", ".join(fields)[:200] or "no fields"
+            raise line_error(path, number, f"not an object with a string `text` but with {found}")
         # Half a surrogate pair becomes bytes that are no UTF-8
         yield None if text is None else text.encode(errors="surrogatepass")
 
@@ -123,10 +120,13 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 if not line.isspace():
                     yield number, json.loads(line)
     except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(
-            f"{path}, line {number}: not JSON ({type(error).__name__}: {error}); "
-            "correct the line or leave the file out"
-        ) from error
+        raise line_error(path, number, f"not JSON ({type(error).__name__}: {error})") from error
+
+
+def line_error(path: Path, number: int, problem: str) -> ValueError:
+    """The error for a line of a file, with the fix."""
+    fix = "correct the line or leave the file out"
+    return ValueError(f"{path}, line {number}: {problem}; {fix}")
 
 
 def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -261,10 +261,8 @@ class Source:
         if skipped is not None:
             skipped.update(skips)
         if batch is None:
-            raise ValueError(
-                f"{path} holds no text; use fewer --num_shards, or delete {self.manifest} to start "
-                "over with other files"
-            )
+            fix = f"use fewer --num_shards, or delete {self.manifest} to start over"
+            raise ValueError(f"{path} holds no text; {fix}")
 
     def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
         """The texts of a shard one by one, at most so many from the first."""
@@ -287,20 +285,17 @@ def find_tail(path: Path) -> dict[str, int]:
     lengths = np.fromiter(map(len, file_texts(path, Counter())), np.int64)
     documents, chars = len(lengths), int(lengths.sum())
     if documents < 2:
-        raise ValueError(
-            f"{path} is the only file and holds {documents} documents with text, but training and "
-            "validation need one each; divide it into documents, or add a file with validation text"
-        )
+        why = f"holds {documents} documents with text, but training and validation need one each"
+        fix = "divide it into documents, or add a file with validation text"
+        raise ValueError(f"{path} is the only file and {why}; {fix}")
     from_end = np.cumsum(lengths[::-1])  # characters of the last document, the last two, ...
     wanted = min(chars / 10, max(TAIL_SHARE * chars, TAIL_CHARS))
     fewest = int(np.searchsorted(from_end, wanted)) + 1
     half = int(np.searchsorted(from_end, chars / 2, side="right"))
     tail = max(1, min(fewest, half, documents // 2))
-    print(
-        f"{path} is the only file: the last {tail:,} of its {documents:,} documents "
-        f"({from_end[tail - 1] / chars:.1%} of the text) are held out for validation",
-        flush=True,
-    )
+    share = f"{from_end[tail - 1] / chars:.1%} of the text"
+    held_out = f"the last {tail:,} of its {documents:,} documents ({share})"
+    print(f"{path} is the only file: {held_out} are held out for validation", flush=True)
     return {"tail_start": documents - tail, "documents": documents}
 
 
@@ -326,10 +321,8 @@ def open_source(
     wanted, must_be = FirstUseConfig(**asdict(cfg)), None
     if wanted.dataset is None:
         if recorded is None or "mixture" in recorded:
-            raise ValueError(
-                "nothing names a single text: give --dataset=<owner>/<name>, --dataset=embedded or "
-                "--dataset=<folder>"
-            )
+            ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
+            raise ValueError(f"nothing names a single text: give {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
         names = ("num_shards", "revision", "val_shard")
         settings = {name: getattr(wanted, name) or recorded.get(name) for name in names}
@@ -340,21 +333,15 @@ def open_source(
         prepare(name, wanted.num_shards)
     home = base_dir() / "data" / name.replace("/", "--")
     path = home / "manifest.json"
-    if wanted.revision is not None:  # only the hub has them
-        source = open_hub(wanted, path)
-    elif path.is_file() and "identity" in (manifest := read_json(path)):
+    of_hub = wanted.revision is not None  # no other text has revisions
+    if not of_hub and path.is_file() and "identity" in (manifest := read_json(path)):
         source = make_source(wanted, manifest, path, home / "text")
-    elif is_folder(name):
+    elif not of_hub and (name.startswith((".", "/", "~")) or os.path.exists(name)):
         return open_folder(wanted, must_be)
     else:
         source = open_hub(wanted, path)
     require_recorded(source, must_be)
     return source
-
-
-def is_folder(name: str) -> bool:
-    """Whether --dataset=name is a local folder."""
-    return name.startswith((".", "/", "~")) or os.path.exists(name)
 
 
 def make_source(
@@ -437,10 +424,8 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         old = read_json(path) if path.exists() else {}
         names = find_files(folder)
         if not names:
-            raise ValueError(
-                f"{folder} holds no {', '.join(SUFFIXES)} file; add one whose rows or lines have a "
-                "field `text`"
-            )
+            fix = "add one whose rows or lines have a field `text`"
+            raise ValueError(f"{folder} holds no {', '.join(SUFFIXES)} file; {fix}")
         known = old.get("files", dict.fromkeys(names))
         if changes := sorted(known.keys() ^ set(names)):
             raise ValueError(
@@ -462,10 +447,8 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
 def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None:
     """Raise ValueError for a file that is not as the `manifest` has it."""
     if not path.is_file() or sha256_file(path) != known["sha256"]:
-        raise ValueError(
-            f"{path} is not the file it was: its SHA-256 differs from {manifest}; "
-            "bring the old file back, or delete that manifest to accept the new one"
-        )
+        fix = "bring the old file back, or delete that manifest to accept the new one"
+        raise ValueError(f"{path} is not the file it was by the SHA-256 in {manifest}; {fix}")
 
 
 def find_files(folder: Path) -> list[str]:
@@ -483,10 +466,8 @@ def find_files(folder: Path) -> list[str]:
     for below, _, files in os.walk(folder, onerror=stop, followlinks=True):
         real = Path(below).resolve()
         if real in seen or (seen and folder.is_relative_to(real)):
-            raise ValueError(
-                f"{below} leads to {real}, which is read as {seen.get(real, folder)} too; "
-                "remove one of them, so that no text comes twice"
-            )
+            other = seen.get(real, folder)
+            raise ValueError(f"{below} leads to {real}, which is read as {other} too; remove one")
         seen[real] = below
         paths = [Path(below, f) for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
         if wrong := [path for path in paths if not path.is_file()]:

@@ -8,25 +8,19 @@ and HF_HUB_ETAG_TIMEOUT are its own) and resumes interrupted downloads. This mod
 to every request, retries, and error messages that name the fix.
 """
 
-import functools
 import os
 import random
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    errors,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    set_client_factory,
-)
+from huggingface_hub import HfApi, constants, errors, hf_hub_url, set_client_factory
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, hf_raise_for_status
 from huggingface_hub.utils._http import default_client_factory
@@ -58,10 +52,7 @@ TRANSIENT_ERRORS = {
     *("RemoteProtocolError", "Timeout", "ChunkedEncodingError", "XetDownloadError"),
     "LocalEntryNotFoundError",  # without a cause
 }
-NO_NETWORK = (
-    "work without network: --dataset=embedded or --dataset=<folder> for text, jsonl:<file> for "
-    "conversations"
-)
+NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder>, jsonl:<file> for conversations"
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -70,14 +61,12 @@ def request(repo: str, revision: str, file: str | None, action: Callable[[], X])
     try:
         return with_retries(file or repo, action)
     except Exception as error:
-        if found := explain(root(error), repo, revision, file):
-            raise UsageError(*found) from error
+        if explained := explain(root(error), repo, revision, file):
+            raise explained from error
         raise
 
 
-def explain(
-    error: BaseException, repo: str, revision: str, file: str | None
-) -> tuple[str, str] | None:
+def explain(error: BaseException, repo: str, revision: str, file: str | None) -> UsageError | None:
     """Cause and fix of an error that another attempt cannot mend, where known."""
     hub, line = constants.ENDPOINT, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
@@ -106,13 +95,10 @@ def explain(
         fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
     elif isinstance(error, unexpected) or is_client_error(error) or code is not None:
         why = f"the answer of {hub} to {file or repo} is not the hub's ({line})"
-        fix = (
-            "open that address in a browser to log in to the network if it asks for it; check "
-            f"HF_ENDPOINT and the proxy; or {NO_NETWORK}"
-        )
+        fix = f"log in to the network by browser, check HF_ENDPOINT and the proxy, or {NO_NETWORK}"
     else:
         return None
-    return why, fix
+    return UsageError(why, fix)
 
 
 def with_retries(what: str, action: Callable[[], X], patience_seconds: float | None = None) -> X:
@@ -169,11 +155,18 @@ def is_client_error(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that the server asks to wait: Retry-After, or the end of a rate limit."""
+    """Seconds that the server asks to wait: Retry-After (or its date), or a rate limit's end."""
     headers = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After", "").strip()
-    limit = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", ""))
-    return float(asked) if asked.isdigit() else float(limit[1]) if limit else None
+    if asked.isdigit():
+        return float(asked)
+    if limit := re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", "")):
+        return float(limit[1])
+    try:
+        date = parsedate_to_datetime(asked).replace(tzinfo=UTC)  # HTTP dates are in GMT
+    except ValueError:
+        return None
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
 def root(error: BaseException) -> BaseException:
@@ -193,7 +186,7 @@ def is_inside(name: str) -> bool:
     return not (path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name)
 
 
-@functools.cache
+@cache
 def install_client() -> None:
     """Add timeouts and `check_answer`, before its own retries, to huggingface_hub's client."""
 
@@ -227,9 +220,7 @@ def check_answer(response: Any) -> None:
 # enforced. Where the hub gives no digest, the whole content is decoded before one is recorded.
 
 
-def pin_repo(
-    name: str, path: Path, suffixes: tuple[str, ...], revision: str | None = None
-) -> dict[str, Any]:
+def pin_repo(name: str, path: Path, suffixes: tuple[str, ...], revision: str | None = None) -> dict:
     """
     The manifest of a repository that `path` records; else a new one, which the caller records.
 
@@ -247,13 +238,10 @@ def pin_repo(
 
         commit, listed = request(name, branch, None, resolve)
         if outside := [file.path for file in listed if not is_inside(file.path)]:
-            raise UsageError(
-                f"{name} lists {outside[0]!r}, which is outside of its folder",
-                "use another repository, or tell its owner",
-            )
-        sizes = {file.path: {"bytes": file.size} for file in listed if file.path.endswith(suffixes)}
-        files = dict(sorted(sizes.items()))
-        return {"dataset": name, "revision": branch, "commit": commit, "files": files}
+            raise UsageError(f"{name} lists {outside[0]!r}, outside its folder", "use another one")
+        files = {file.path: {"bytes": file.size} for file in listed if file.path.endswith(suffixes)}
+        pinned = {"dataset": name, "revision": branch, "commit": commit}
+        return {**pinned, "files": dict(sorted(files.items()))}
     manifest = read_json(path)
     if revision not in (None, manifest["revision"], manifest["commit"]):
         raise ValueError(
@@ -305,10 +293,8 @@ class HubRepo:
                 print(printable(f"{path}: {problem}; set aside as {bad.name}"), flush=True)
             if not any("sha256" in each for each in self.files().values()):
                 self.manifest.unlink()
-        raise ValueError(
-            f"{self.name}: {file} is refused, twice: {problem}; when the hub's file is wrong, "
-            f"use fewer --num_shards, or delete {self.folder} and name another --revision"
-        )
+        fix = f"use fewer --num_shards, or delete {self.folder} and name another --revision"
+        raise ValueError(f"{self.name}: {file} is refused, twice: {problem}; {fix}")
 
     def obtain(self, file: str) -> str | None:
         """Download the file unless it is there, and record its digest; or say what is wrong."""
@@ -336,7 +322,7 @@ class HubRepo:
         url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
 
         def ask() -> str | None:
-            about = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            about = HfApi().get_hf_file_metadata(url=url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             if about.etag is None or about.commit_hash is None:
                 raise ValueError("no ETag or no commit")
             return about.etag if len(about.etag) == 64 else None
@@ -348,6 +334,6 @@ class HubRepo:
         require_free(self.folder, size, f"downloading {file}", "lower --num_shards")
         print(printable(f"downloading {self.name}: {file} ({size / 1e6:.1f} MB)"), flush=True)
         began, where = time.monotonic(), {"revision": self.commit, "local_dir": self.folder}
-        get = functools.partial(hf_hub_download, self.name, file, repo_type="dataset", **where)
+        get = partial(HfApi().hf_hub_download, self.name, file, repo_type="dataset", **where)
         request(self.name, self.commit, file, get)
         print(printable(f"downloaded {file} in {time.monotonic() - began:.1f} s"), flush=True)

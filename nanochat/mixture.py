@@ -27,6 +27,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 MOST_REPEATS = 4  # beyond, repeating pays ever less: Muennighoff et al., arXiv:2305.16264
+OPTIONS_CAP = 0.05  # share of questions with added options above which a warning is printed
 NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 PART = re.compile(
     r"(?P<name>[\w./-]+)(?::(?P<source>[^,=*]+))?"
@@ -182,12 +183,9 @@ def resolve(
             f"leave {round(left * row_tokens):,} of it to buckets without one"
         )
     filled = left / math.fsum(weights) if any(weights) else 0.0
-    counts = round_to_total(
-        [
-            (rows or 0) + total * (part.share or 0) + filled * weight
-            for part, rows, weight in zip(parts, fixed, weights, strict=True)
-        ]
-    )
+    every = zip(parts, fixed, weights, strict=True)
+    wanted = [(rows or 0) + total * (part.share or 0) + filled * w for part, rows, w in every]
+    counts = round_to_total(wanted)
     for part, n, count in zip(parts, available, counts, strict=True):
         if not (part.share == 0 or part.tokens == 0 or (count and n)):
             raise ValueError(f"{part.label} comes to less than {row_tokens} tokens")
@@ -243,13 +241,17 @@ class Resolution:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for every bucket that is repeated too often."""
-        return [
+        """A line for every bucket that is repeated too often, and one for too many options."""
+        warnings = [
             f"warning: {bucket.name} comes {bucket.repeats:.1f} times; beyond {MOST_REPEATS} times "
             "repeating teaches little"
             for bucket in self.buckets
             if (bucket.repeats or 0) > MOST_REPEATS
         ]
+        if self.shares_by("augmented").get("options", 0) > OPTIONS_CAP:
+            added = "questions with options added by retrieval, which lowered most benchmarks"
+            warnings.append(f"warning: more than {OPTIONS_CAP:.0%} of the mixture are {added}")
+        return warnings
 
     @property
     def tokens(self) -> int:
@@ -470,10 +472,8 @@ def open_corpus(
     texts: TextMixture, tokenizer: Tokenizer, max_seq_len: int, *, verifies: bool = True
 ) -> Corpus:
     """The rows of texts, packed already or not; `verifies` as for `Rows`."""
-    rows = {
-        name: open_rows(source, tokenizer, max_seq_len, verifies=verifies)
-        for name, source in texts.sources.items()
-    }
+    sources = texts.sources.items()
+    rows = {name: open_rows(each, tokenizer, max_seq_len, verifies) for name, each in sources}
     return Corpus(texts, tokenizer, rows)
 
 

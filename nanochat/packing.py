@@ -189,7 +189,10 @@ class Packer:
         return rows
 
 
-def pack(batches: Iterable[tuple[np.ndarray, np.ndarray]], packer: Packer) -> Iterator[np.ndarray]:
+Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer.add` takes them
+
+
+def pack(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
     """All rows of a stream of (ids, offsets) batches, in blocks; `packer.counts` counts them."""
     for ids, offsets in batches:
         yield packer.add(ids, offsets)
@@ -221,17 +224,11 @@ def open_rows(
     """
     if max_seq_len < 1:
         raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
-    made_of = {
-        "tokenizer": tokenizer.fingerprint,
-        "max_seq_len": max_seq_len,
-        "packing_rule": PACKING_RULE,
-    }
+    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
+    made_of["packing_rule"] = PACKING_RULE
     folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
-    recipe = {
-        "fingerprint": fingerprint({"source": source.fingerprint, **made_of}),
-        "source": source.describe(),
-        **made_of,
-    }
+    name = fingerprint({"source": source.fingerprint, **made_of})
+    recipe = {"fingerprint": name, "source": source.describe(), **made_of}
     groups = group_files(source, max_seq_len + 1)
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
@@ -281,7 +278,7 @@ def pack_shard(source: Source, shard: str, tokenizer: Tokenizer, rows: Rows) -> 
     """
     skipped, counts = Counter(), dict[str, Any](text_bytes=0)
 
-    def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def encoded() -> Batches:
         for file in rows.files[shard]:
             for texts in source.documents(file, skipped):
                 counts["text_bytes"] += sum(len(text.encode()) for text in texts)
@@ -293,11 +290,7 @@ def pack_shard(source: Source, shard: str, tokenizer: Tokenizer, rows: Rows) -> 
 
 
 def write_shard(
-    rows: Rows,
-    shard: str,
-    packer: Packer,
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],
-    counts: Mapping[str, Any],
+    rows: Rows, shard: str, packer: Packer, batches: Batches, counts: Mapping[str, Any]
 ) -> None:
     """
     Pack batches into a shard, complete or not at all.
@@ -389,15 +382,11 @@ def start_packing(
     """
     rows.error_path.unlink(missing_ok=True)
     order = json.dumps([source.describe(), str(rows.folder), rows.max_seq_len, rows_needed])
-    base = {"NANOCHAT_BASE_DIR": str(base_dir()), "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nanochat.packing", order]
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir()), "RAYON_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "nanochat.packing", order],
-            cwd=REPOSITORY,
-            env={**os.environ, **base},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to our group is ours: we save, they end with us
-        )
+        # A session of their own: a signal to our group is ours; we save, and they end with us
+        subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True)
         for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
     try:

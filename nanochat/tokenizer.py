@@ -66,6 +66,8 @@ class Tokenizer:
         self.bos_id = len(tokens)
         """The id that starts every document."""
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
+        self.vocab_size = len(self._bytes)
+        """The number of ids, special tokens included."""
         self.fingerprint = fingerprint(content)
         if self.decode(self.encode(PROBE)) != PROBE:
             raise ValueError(f"pattern {content['pattern']!r} loses text: it must match all of it")
@@ -82,17 +84,14 @@ class Tokenizer:
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
-            raise ValueError(
-                f"vocab_size is {vocab_size}, but the 256 bytes and {len(SPECIAL_TOKENS)} special "
-                f"tokens need {smallest}; use --vocab_size={smallest} or more"
-            )
+            fix = f"use --vocab_size={smallest} or more, for all bytes and special tokens"
+            raise ValueError(f"vocab_size is {vocab_size}; {fix}")
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN)
         tokens = [token for token, _ in bpe.get_mergeable_ranks()]
         tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
-            found = f"{tokenizer.vocab_size} ids, not {vocab_size}"
-            print(f"tokenizer: {found}: the text has nothing left to merge", flush=True)
+            print(f"tokenizer: {tokenizer.vocab_size} ids, not {vocab_size}: nothing left to merge")
         return tokenizer
 
     @classmethod
@@ -138,11 +137,6 @@ class Tokenizer:
         write_json(path, {**self.content, "fingerprint": self.fingerprint})
         return path
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids, special tokens included."""
-        return len(self._bytes)
-
     def special(self, name: str) -> int:
         """The id of a special token. Raises ValueError for another name."""
         if name not in self._special:
@@ -169,9 +163,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes of `ids`; special tokens give their names. Raises ValueError for others."""
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"unknown token id {i}: ids are 0 to {self.vocab_size - 1}")
+        if unknown := [i for i in ids if not 0 <= i < self.vocab_size]:
+            raise ValueError(f"unknown token id {unknown[0]}: ids are 0 to {self.vocab_size - 1}")
         return b"".join([self._bytes[i] for i in ids])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -163,7 +163,7 @@ def test_rows_that_do_not_divide_among_the_ranks_are_refused(folder, tokenizer):
 
 def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
     found = packed(folder, tokenizer, max_seq_len=200_000)
-    assert found.packed_train_rows == found.require_val_rows() == 1  # all four files in one row
+    assert found.packed_train_rows == found.counts(found.val_shard)["rows"] == 1
     source = source_of(folder)
     texts = [text for file in source.train_shards for text in source.texts(file)]
     tokens, targets = inputs_and_targets(found.batch(0, 1, SEED), IGNORE)
@@ -174,7 +174,7 @@ def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
 
 
 def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "vocab_size", 100_000)
+    monkeypatch.setattr(tokenizer, "vocab_size", 100_000)
     found = packed(folder, tokenizer)
     assert found.dtype == np.dtype("<u4")
     monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_all_validation_rows_come_once_when_more_are_asked_for(folder, tokenizer
     stored = np.fromfile(found.bin_path(found.val_shard), "<u2").reshape(-1, T + 1)
     got = np.concatenate(list(found.val_batches(8, 10**9)))
     assert sorted(map(bytes, got)) == sorted(map(bytes, stored))
-    assert len(got) == found.require_val_rows()
+    assert len(got) == found.counts(found.val_shard)["rows"]
     assert not (got[: len(got) // 4] == stored[: len(got) // 4]).all()  # a sample, not the front
 
 

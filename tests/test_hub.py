@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants
@@ -135,14 +136,17 @@ def read_shard():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["seconds", "ratelimit"])
+@pytest.mark.parametrize("form", ["seconds", "date", "ratelimit"])
 def test_R35_a_rate_limit_of_minutes_is_waited_for(served, pauses, capsys, kind, form):
-    for _ in range(10):
+    def busy(handler):
         headers = {
             "seconds": {"Retry-After": 30},
+            "date": {"Retry-After": formatdate(time.time() + 31, usegmt=True)},
             "ratelimit": {"RateLimit": '"api";r=0;t=30'},
         }[form]
-        served.faults.setdefault(kind, []).append(status(429, headers))
+        status(429, headers)(handler)
+
+    served.faults[kind] = [busy] * 10
     read_shard()
     assert 280 <= sum(pauses) <= 400 and len(pauses) == 10
     said = capsys.readouterr().out

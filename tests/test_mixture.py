@@ -171,6 +171,15 @@ def test_what_came_of_it_is_told_by_bucket_and_tag_with_a_warning_where_it_repea
     json.dumps(mixed.state())
 
 
+@pytest.mark.parametrize(("tokens", "warned"), [(50, False), (51, True)])
+def test_more_than_5_percent_of_questions_with_options_by_retrieval_warn(tokens, warned):
+    plain = Resolved("a", Tags(augmented="order"), 1000, 1000 - tokens, 9)
+    options = Resolved("b", Tags(augmented="options"), 1000, tokens, 9)
+    warnings = Resolution("a,b", [plain, options]).warnings
+    assert [line for line in warnings if "5%" in line and "retrieval" in line] == warnings
+    assert bool(warnings) == warned
+
+
 # ------------------------------------------------------------------------------------------------
 # Rows
 
