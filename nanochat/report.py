@@ -78,6 +78,7 @@ LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
 Figure = tuple[str, str]  # title, and file relative to the report
+Draw = Callable[[Record], Mapping[str, tuple[str, bytes]]]  # a record -> kind: title and SVG
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,18 +99,18 @@ def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
+    draw: Draw | None = None,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records; its figures are in `figures` below
-    these. Figures that it no longer shows are removed. Damaged records are reported.
+    directory for the main report, else beside the records. Damaged records are reported.
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
     those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
-    tables of further sections by name. Raises MissingInput where there is no record.
+    tables of further sections by name. draw: makes the figures anew, in `figures` below the
+    records; without it, those that lie there are shown. Raises MissingInput where there is no
+    record.
     """
-    from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
-
     folder, damaged = report_folder(report_dir), []
     home = folder if report_dir else base_dir()
     records = read_records(folder, damaged)
@@ -120,20 +121,37 @@ def update(
         print(f"left out: {printable(each)}")
     if not records:
         raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
-    stale = set(folder.glob("figures/*.svg"))
-    figures: dict[str, list[Figure]] = {}
-    for record in records:
-        for kind, (title, svg) in drawings(record).items():
-            path = folder / "figures" / f"{slug(record['section'])}-{kind}.svg"
-            write_atomic(path, svg)
-            stale.discard(path)
-            link = path.relative_to(home).as_posix()
-            figures.setdefault(record["section"], []).append((title, link))
-    for path in stale:
-        path.unlink(missing_ok=True)
+    titles = draw_figures(folder, records, draw) if draw else figures_of(folder)
+    figures = {
+        r["section"]: [
+            (title, path.relative_to(home).as_posix())
+            for path, title in titles.items()
+            if path.stem.rpartition("-")[0] == slug(r["section"])
+        ]
+        for r in records
+    }
     now = time.strftime(TIME_FORMAT)
     write_atomic(home / "report.md", render(records, header, now, figures, tables, damaged))
     return home / "report.md"
+
+
+def figures_of(folder: Path) -> dict[Path, str]:
+    """The figures that lie in a record folder, and their names as titles."""
+    return {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
+
+
+def draw_figures(folder: Path, records: Sequence[Record], draw: Draw) -> dict[Path, str]:
+    """Draw the figures of records into their folder, and remove others. Returns their titles."""
+    drawn = {
+        folder / "figures" / f"{slug(record['section'])}-{kind}.svg": figure
+        for record in records
+        for kind, figure in draw(record).items()
+    }
+    for path in figures_of(folder).keys() - drawn.keys():
+        path.unlink(missing_ok=True)
+    for path, (_, svg) in drawn.items():
+        write_atomic(path, svg)
+    return {path: title for path, (title, _) in drawn.items()}
 
 
 def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path | None:

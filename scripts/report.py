@@ -1,11 +1,11 @@
 """
-Render report.md from the records of the stages that ran, or start a new one.
+Render report.md and draw its figures from the records of the stages that ran, or start a new one.
 
     python -m scripts.report                     # out/report.md
     python -m scripts.report --out=.             # and a copy here, its figures in dev/report/
 
 Reads   report/ under the base directory
-Writes  report.md there; with --out also <out>/report.md and <out>/dev/report/
+Writes  report.md there, report/figures/; with --out also <out>/report.md and <out>/dev/report/
 """
 
 import shutil
@@ -16,6 +16,7 @@ from nanochat import report
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.reliability import sections
+from nanochat.plots import drawings
 from nanochat.records import report_folder
 
 
@@ -37,7 +38,7 @@ def main(cfg: Report) -> None:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, sections)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, sections, drawings)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))

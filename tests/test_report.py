@@ -16,6 +16,7 @@ from nanochat import records as records_module
 from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog
+from nanochat.plots import drawings
 from nanochat.records import (
     Cost,
     Provenance,
@@ -494,7 +495,7 @@ def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
     text = text.replace("\ud800", "")  # no record can hold it
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
-    report.update()
+    report.update(draw=drawings)
     (drawing,) = (base / "report" / "figures").iterdir()
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
@@ -718,7 +719,7 @@ def finish_base_stage(base, report_dir=None):
         report_dir,
         metrics=folder / "metrics.jsonl",
     )
-    return report.update(report_dir)
+    return report.update(report_dir, draw=drawings)
 
 
 def links(path):
@@ -726,7 +727,14 @@ def links(path):
     return [path.parent / link for link in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())]
 
 
-def test_a_stage_leaves_a_report_with_its_figures(base):
+def test_a_stage_shows_the_figures_that_were_drawn_and_draws_none(base):
+    first = {link: link.read_bytes() for link in links(finish_base_stage(base))}
+    write_record("Base model", {}, {}, Provenance("run-1", 0), Cost(1.0), series={"a": [[0, 1.0]]})
+    assert links(report.update()) == list(first)
+    assert {link: link.read_bytes() for link in links(base / "report.md")} == first
+
+
+def test_a_report_is_written_with_its_figures(base):
     path = finish_base_stage(base)
     assert path == base / "report.md"
     assert [link.name for link in links(path)] == [
@@ -740,7 +748,7 @@ def test_a_stage_leaves_a_report_with_its_figures(base):
 def test_rendering_again_changes_nothing_but_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
-    report.update()
+    report.update(draw=drawings)
     for p, content in first.items():
         again = re.sub(rb"Generated: .*", b"", p.read_bytes())
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
@@ -764,7 +772,7 @@ def test_a_report_dir_has_a_report_of_its_own(base):
 def test_a_run_whose_metrics_are_gone_is_reported_without_figures(base, capsys):
     finish_base_stage(base)
     shutil.rmtree(base / "base_checkpoints")
-    assert links(report.update()) == []
+    assert links(report.update(draw=drawings)) == []
     assert "metrics.jsonl is gone" in capsys.readouterr().out
     assert list((base / "report" / "figures").iterdir()) == []
 
@@ -779,7 +787,7 @@ def test_every_kind_of_figure_reaches_the_report(base):
     write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
     curves = {"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]}
     write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
-    assert [link.name for link in links(report.update())] == [
+    assert [link.name for link in links(report.update(draw=drawings))] == [
         "base-model-evaluation-core.svg",
         "chat-rl-reward.svg",
         "sweep-series.svg",
