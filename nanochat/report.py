@@ -78,11 +78,15 @@ LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
 Figure = tuple[str, str]  # title, and file relative to the report
-Draw = Callable[[Record], Mapping[str, tuple[str, bytes]]]  # a record -> kind: title and SVG
 
 
 # ------------------------------------------------------------------------------------------------
 # What stages and scripts call
+
+
+def drawn_before(folder: Path, records: Sequence[Record]) -> Mapping[Path, str]:
+    """The figures that lie in a folder, and their names as titles."""
+    return {path: path.stem for path in sorted(folder.glob("*.svg"))}
 
 
 def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
@@ -99,7 +103,7 @@ def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
-    draw: Draw | None = None,
+    draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] = drawn_before,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
@@ -107,9 +111,8 @@ def update(
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
     those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
-    tables of further sections by name. draw: makes the figures anew, in `figures` below the
-    records; without it, those that lie there are shown. Raises MissingInput where there is no
-    record.
+    tables of further sections by name. draw(folder of the figures, all records) -> files and titles
+    of the figures: `plots.draw` draws them anew. Raises MissingInput where there is no record.
     """
     folder, damaged = report_folder(report_dir), []
     home = folder if report_dir else base_dir()
@@ -121,37 +124,13 @@ def update(
         print(f"left out: {printable(each)}")
     if not records:
         raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
-    titles = draw_figures(folder, records, draw) if draw else figures_of(folder)
-    figures = {
-        r["section"]: [
-            (title, path.relative_to(home).as_posix())
-            for path, title in titles.items()
-            if path.stem.rpartition("-")[0] == slug(r["section"])
-        ]
-        for r in records
-    }
+    figures: dict[str, list[Figure]] = {}
+    for path, title in draw(folder / "figures", records).items():
+        section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
+        figures.setdefault(section, []).append((title, link))
     now = time.strftime(TIME_FORMAT)
     write_atomic(home / "report.md", render(records, header, now, figures, tables, damaged))
     return home / "report.md"
-
-
-def figures_of(folder: Path) -> dict[Path, str]:
-    """The figures that lie in a record folder, and their names as titles."""
-    return {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
-
-
-def draw_figures(folder: Path, records: Sequence[Record], draw: Draw) -> dict[Path, str]:
-    """Draw the figures of records into their folder, and remove others. Returns their titles."""
-    drawn = {
-        folder / "figures" / f"{slug(record['section'])}-{kind}.svg": figure
-        for record in records
-        for kind, figure in draw(record).items()
-    }
-    for path in figures_of(folder).keys() - drawn.keys():
-        path.unlink(missing_ok=True)
-    for path, (_, svg) in drawn.items():
-        write_atomic(path, svg)
-    return {path: title for path, (title, _) in drawn.items()}
 
 
 def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path | None:
@@ -260,12 +239,12 @@ def render(
     The text of report.md, a pure function of its arguments.
 
     Fixed sections come in their order, others after them by age, then the tables of `more`
-    sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
+    sections; `figures` are those of each section, by its slug. `generated` is the time to print; `damaged` lists
     records that were left out.
     """
     places = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(records, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
-    sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
+    sections = [render_section(r, figures.get(slug(r["section"]), ())) for r in ordered]
     for name, tables in more.items():
         if tables:
             sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))

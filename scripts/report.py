@@ -16,7 +16,7 @@ from nanochat import report
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.reliability import sections
-from nanochat.plots import drawings
+from nanochat.plots import draw
 from nanochat.records import report_folder
 
 
@@ -38,7 +38,7 @@ def main(cfg: Report) -> None:
         archive = report.reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, sections, drawings)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, sections, draw)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))

@@ -16,7 +16,7 @@ from nanochat import records as records_module
 from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog
-from nanochat.plots import drawings
+from nanochat.plots import draw
 from nanochat.records import (
     Cost,
     Provenance,
@@ -24,6 +24,7 @@ from nanochat.records import (
     item_scores,
     read_history,
     read_records,
+    slug,
     weighted_scores,
     write_record,
 )
@@ -344,7 +345,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
         values={"document bpb": estimate(1.5, 12000, 0.01), "val bpb": 1.3, "train bpb": 1.29},
         provenance=origin,
     )
-    figures = {"Base model loss": [("Loss", "dev/report/loss.svg")]}
+    figures = {"base-model-loss": [("Loss", "dev/report/loss.svg")]}
     text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
@@ -444,7 +445,7 @@ def reader_of(text: str):
     git = {"branch": text, "commit": text, "dirty": False, "message": text}
     header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
     header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
-    figures = {text: [(text, "report of (me)/a.svg")]}
+    figures = {slug(text): [(text, "report of (me)/a.svg")]}
     written = report.render([record_of(text), before, evaluated], header, "now", figures)
     tokens = RENDERER.parse(written)
     return written, [*tokens, *(child for token in tokens for child in token.children or [])]
@@ -495,7 +496,7 @@ def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
     text = text.replace("\ud800", "")  # no record can hold it
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
-    report.update(draw=drawings)
+    report.update(draw=draw)
     (drawing,) = (base / "report" / "figures").iterdir()
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
@@ -719,7 +720,7 @@ def finish_base_stage(base, report_dir=None):
         report_dir,
         metrics=folder / "metrics.jsonl",
     )
-    return report.update(report_dir, draw=drawings)
+    return report.update(report_dir, draw=draw)
 
 
 def links(path):
@@ -748,7 +749,7 @@ def test_a_report_is_written_with_its_figures(base):
 def test_rendering_again_changes_nothing_but_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
-    report.update(draw=drawings)
+    report.update(draw=draw)
     for p, content in first.items():
         again = re.sub(rb"Generated: .*", b"", p.read_bytes())
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
@@ -772,7 +773,7 @@ def test_a_report_dir_has_a_report_of_its_own(base):
 def test_a_run_whose_metrics_are_gone_is_reported_without_figures(base, capsys):
     finish_base_stage(base)
     shutil.rmtree(base / "base_checkpoints")
-    assert links(report.update(draw=drawings)) == []
+    assert links(report.update(draw=draw)) == []
     assert "metrics.jsonl is gone" in capsys.readouterr().out
     assert list((base / "report" / "figures").iterdir()) == []
 
@@ -787,7 +788,7 @@ def test_every_kind_of_figure_reaches_the_report(base):
     write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
     curves = {"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]}
     write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
-    assert [link.name for link in links(report.update(draw=drawings))] == [
+    assert [link.name for link in links(report.update(draw=draw))] == [
         "base-model-evaluation-core.svg",
         "chat-rl-reward.svg",
         "sweep-series.svg",
