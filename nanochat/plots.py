@@ -15,7 +15,6 @@ from typing import Any
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from nanochat.common import base_dir, printable, write_atomic
 from nanochat.logger import read_metrics
@@ -25,6 +24,7 @@ from nanochat.records import Record, plain_value, slug, standard_error
 
 
 Points = Sequence[tuple[float, float]]  # (x, y), in order of x
+Curves = Mapping[str, Points]
 Drawing = tuple[str, bytes]  # title, and SVG
 
 MAX_POINTS = 400  # more than an SVG of this width can show
@@ -34,11 +34,8 @@ STYLE: Any = [  # colors C0, C1, ... that color-blind people can tell apart
     {
         "svg.hashsalt": "nanochat",  # element ids are the same in every rendering
         "font.family": "DejaVu Sans",  # comes with matplotlib
-        "font.size": 9,
+        "font.size": 8,
         "text.parse_math": False,  # a name with two dollar signs is no formula
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
         "lines.markersize": 3.5,
         "figure.constrained_layout.use": True,
     },
@@ -54,8 +51,6 @@ TITLES = {  # metric of a training run -> title of its panel
     "lr": "Learning rate (share of its peak)",
     "tokens_per_second": "Throughput (tokens/s)",
 }
-SMOOTHED = ("loss", "reward")
-FROM_ZERO = ("grad_norm", "lr", "tokens_per_second")
 
 
 def line_figure(*draws: Callable[[Axes], None]) -> bytes:
@@ -67,15 +62,12 @@ def line_figure(*draws: Callable[[Axes], None]) -> bytes:
         return svg(figure)
 
 
-def draw_curves(
-    axes: Axes, title: str, curves: Mapping[str, Points], x_label: str = "step"
-) -> None:
+def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -> None:
     """Draw curves by name; a legend where there are several."""
     for name, points in curves.items():
         axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
     axes.set_title(printable(title))
     axes.set_xlabel(printable(x_label))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if len(curves) > 1:
         axes.legend()
 
@@ -90,14 +82,11 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
         bars = axes.barh(
             [printable(name) for name in names],
             [values[name] for name in names],
-            height=0.68,
             color=["C0" if values[name] >= 0 else "C2" for name in names],
             xerr=[errors.get(name, math.nan) for name in names],
-            error_kw={"elinewidth": 1.0, "capsize": 2.0},
         )
-        axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=8)
+        axes.bar_label(bars, fmt="%.3f", padding=4)
         axes.invert_yaxis()
-        axes.axvline(0, color="gray", linewidth=0.8)
         axes.margins(x=0.1, y=0.01)
         axes.set_title(printable(title))
         return svg(figure)
@@ -185,10 +174,10 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
     return figures
 
 
-def draw_metric(axes: Axes, name: str, curves: Mapping[str, Points]) -> None:
+def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
     """Draw one metric, from the curves of all."""
     shown = {TITLES[name]: curves[name]}
-    if name in SMOOTHED:
+    if name in ("loss", "reward"):
         axes.plot(*thin(curves[name]), color="C5", alpha=0.45, linewidth=0.9)
         shown = {"running mean": ema(curves[name])}
     if name == "bpb_loop_1":
@@ -198,7 +187,7 @@ def draw_metric(axes: Axes, name: str, curves: Mapping[str, Points]) -> None:
     if name == "grad_norm" and curves["norm_spike"]:
         axes.plot(*thin(curves["norm_spike"]), "C2o", label="spikes")
         axes.legend()
-    if name in FROM_ZERO:
+    if name in ("grad_norm", "lr", "tokens_per_second"):
         axes.set_ylim(bottom=0)
 
 

@@ -92,12 +92,13 @@ def largest_error(
     y, q, k, v = (x.to(device, torch.float64) for x in (y, q, k, v))
     mask = None if mask is None else mask.to(device)
     H, R = q.size(2), q.size(2) // k.size(2)
-    errors = []
-    for h in {*range(R), *range(H - R, H)}:
+
+    def error(h: int) -> float:
         query, key, value = q[:, :, [h]], k[:, :, [h // R]], v[:, :, [h // R]]
         want = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
-        errors.append(float((y[:, :, [h]] - want).abs().max()))
-    return max(errors)
+        return float((y[:, :, [h]] - want).abs().max())
+
+    return max(map(error, {*range(R), *range(H - R, H)}))
 
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
@@ -125,9 +126,8 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
     if cfg.compile is not None:
         return cfg.compile
     saved_seconds = machine.broadcast(train_seconds) * COMPILE_GAIN
-    if machine.device.type == "mps":
-        return False
-    if machine.device.type == "cpu" and saved_seconds < COMPILE_SECONDS:
+    kind = machine.device.type
+    if kind == "mps" or (kind == "cpu" and saved_seconds < COMPILE_SECONDS):
         return False
     return works("torch.compile", partial(probe_compiler, machine.device), machine)
 
@@ -277,12 +277,11 @@ def rehearse(
 
 def fits(work: Callable[[], None], machine: DistContext) -> bool:
     """Do it. Returns whether every rank has the memory for it."""
-    short = False
-    try:
+    done = False
+    with suppress(torch.OutOfMemoryError):
         work()
-    except torch.OutOfMemoryError:
-        short = True
-    return not machine.any(short)
+        done = True
+    return not machine.any(not done)
 
 
 def weight_bytes(model: GPT) -> int:

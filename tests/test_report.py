@@ -379,7 +379,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
     ],
 )
 def test_values_print_on_one_line_in_the_fixed_formats(value, text):
-    assert report.show(value) == text
+    assert report.escape(report.show(value)) == text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -810,12 +810,12 @@ def test_an_export_carries_its_figures_along(base, tmp_path_factory):
 def test_a_reset_archives_everything_and_deletes_nothing(base):
     finish_base_stage(base)
     old = sorted(p.name for p in (base / "report").iterdir() if not p.name.startswith("."))
-    archive = report.reset()
+    archive = script.reset(None, None)
     assert archive is not None and archive.parent == base / "report"
     assert sorted(p.name for p in archive.iterdir()) == sorted([*old, "report.md"])
     assert read_records() == [] and read_history() == []
     assert not (base / "report.md").exists()
-    again = report.reset()
+    again = script.reset(None, None)
     assert again is not None and again != archive and archive.exists()
 
 
