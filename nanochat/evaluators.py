@@ -66,7 +66,6 @@ class Evaluator(Callback, ABC):
     """
 
     every = 0
-    rows_per_pass = 1
 
     def start(self, run: TrainingRun) -> None:
         self.run, self.machine, self.rows_per_pass = run, run.machine, run.device_rows

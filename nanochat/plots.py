@@ -53,13 +53,15 @@ TITLES = {  # metric of a training run -> title of its panel
 }
 
 
-def line_figure(*draws: Callable[[Axes], None]) -> bytes:
-    """SVG of axes side by side, each drawn by one of the functions."""
+def as_svg(*draws: Callable[[Axes], None], width: float = 3.7, height: float = 2.6) -> bytes:
+    """SVG of axes side by side, each drawn by one function; equal figures give equal bytes."""
+    stream = io.BytesIO()
     with style.context(STYLE):
-        figure = Figure(figsize=(3.7 * len(draws), 2.6))
+        figure = Figure(figsize=(width * len(draws), height))
         for axes, draw in zip(figure.subplots(1, len(draws), squeeze=False)[0], draws, strict=True):
             draw(axes)
-        return svg(figure)
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()
 
 
 def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -> None:
@@ -76,9 +78,8 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
     """SVG of horizontal bars, largest first, with their values and +- one error; finite ones."""
     finite = [name for name in values if math.isfinite(values[name])]
     names = sorted(finite, key=lambda name: (-values[name], name))
-    with style.context([*STYLE, {"axes.grid": False}]):
-        figure = Figure(figsize=(7.4, 0.7 + 0.24 * len(names)))
-        axes = figure.subplots()
+
+    def draw(axes: Axes) -> None:
         bars = axes.barh(
             [printable(name) for name in names],
             [values[name] for name in names],
@@ -87,9 +88,11 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
         )
         axes.bar_label(bars, fmt="%.3f", padding=4)
         axes.invert_yaxis()
+        axes.grid(False)
         axes.margins(x=0.1, y=0.01)
         axes.set_title(printable(title))
-        return svg(figure)
+
+    return as_svg(draw, width=7.4, height=0.7 + 0.24 * len(names))
 
 
 def thin(points: Points) -> tuple[list[float], list[float]]:
@@ -108,13 +111,6 @@ def ema(points: Points) -> list[tuple[float, float]]:
             weight = EMA_BETA * weight + (1 - EMA_BETA)
             smooth.append((x, mean / weight))
     return smooth
-
-
-def svg(figure: Figure) -> bytes:
-    """The figure's SVG; equal figures give equal bytes."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
 
 
 # ---- Figures of each record: curves, bars and series ---------------------------------------------
@@ -170,7 +166,7 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
     for kind, wanted in kinds.items():
         if names := [name for name in wanted if curves[name]]:
             draws = [partial(draw_metric, name=name, curves=curves) for name in names]
-            figures[kind] = (TITLES[names[0]], line_figure(*draws))
+            figures[kind] = (TITLES[names[0]], as_svg(*draws))
     return figures
 
 
@@ -193,9 +189,8 @@ def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
-    tasks = {name: value for name, value in record["values"].items() if isinstance(value, Mapping)}
-    tasks.pop("CORE metric", None)
-    scores = {name: plain_value(value) for name, value in tasks.items()}
+    tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
+    scores = {name: plain_value(v) for name, v in tasks.items() if name != "CORE metric"}
     errors = {name: standard_error(value) for name, value in tasks.items()}
     title = "Centered score per task (0 = chance)"
     return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}
@@ -220,4 +215,4 @@ def draw_series(record: Record) -> bytes:
         if searched:
             axes.set_xscale("log")
 
-    return line_figure(draw)
+    return as_svg(draw)

@@ -232,7 +232,7 @@ def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
             used.append(hardware.used_memory_bytes(device))
             del loss
     torch.cuda.empty_cache()
-    room = hardware.free_memory_bytes(device) - GPU_RESERVE - weight_bytes(model)
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - 4 * model.num_params()
     each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
     return int(min(machine.gather(max(1, int(room / (each * COMPILED_SHARE))))))
 
@@ -282,11 +282,6 @@ def fits(work: Callable[[], None], machine: DistContext) -> bool:
         work()
         done = True
     return not machine.any(not done)
-
-
-def weight_bytes(model: GPT) -> int:
-    """Bytes of all parameters, and of their gradients."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
@@ -356,7 +351,7 @@ def prepare(
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     peak_bytes, seconds = measured
-    weights = weight_bytes(model)
+    weights = 4 * model.num_params()  # and their gradients
     state = sum(4 * x.numel() for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": weights, "optimizer": state}
     memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold

@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,9 +252,8 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
     if record is None or record["key"] != key:
         return None
     files = [base_dir() / name for name in record["files"]]
-    if record["provenance"]["outputs"] and not files:
-        return None
-    intact = all(map(Path.is_file, files)) and content(files) == record["files"]
+    checked = files or not record["provenance"]["outputs"]
+    intact = checked and all(map(Path.is_file, files)) and content(files) == record["files"]
     return record if intact else None
 
 
@@ -344,8 +342,7 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     both["values"] = {name: value for name, value in both["values"].items() if value is not None}
     titles = {table["title"] for table in new["tables"]}
     tables = [table for table in old["tables"] if table["title"] not in titles]
-    spent = {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
-    cost = {**new["cost"], **spent}
+    cost = new["cost"] | {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
     return {**new, **both, "tables": [*tables, *new["tables"]], "cost": cost}
 
 
@@ -464,4 +461,4 @@ def standard_error(value: Any) -> float:
 
 def seconds(timestamp: str) -> float:
     """A timestamp as seconds since the epoch."""
-    return datetime.strptime(timestamp, TIME_FORMAT).timestamp()
+    return time.mktime(time.strptime(timestamp, TIME_FORMAT))

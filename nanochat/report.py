@@ -312,10 +312,7 @@ def show(value: Any) -> str:
 
 def show_provenance(origin: Record) -> str:
     """Run, commit, seed, and what went in and came out, on one line."""
-    read, made = (
-        ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
-        for side in ("inputs", "outputs")
-    )
+    read, made = (", ".join(map(" ".join, origin[s].items())) for s in ("inputs", "outputs"))
     commit = origin["commit"] + " (dirty)" * origin["dirty"]
     flow = (read and f"; {read}") + (made and f" -> {made}")
     return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from nanochat import plots
-from nanochat.plots import draw_curves, line_figure
+from nanochat.plots import as_svg, draw_curves
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 METRICS = [
@@ -45,7 +45,7 @@ def test_a_figure_is_the_same_bytes_every_time(name):
 def rates(last):
     """A figure of two learning rates."""
     curves = {"lr": [(0, 1.0), (100, last)]}
-    return line_figure(lambda axes: draw_curves(axes, "Learning rate", curves))
+    return as_svg(lambda axes: draw_curves(axes, "Learning rate", curves))
 
 
 def test_a_figure_is_the_same_bytes_in_another_process():
