@@ -450,14 +450,10 @@ def render_summary(written: Sequence[Record], header: Record) -> str:
     before RL, and with RL, if it ran; then differences and costs.
     """
     found, items = metrics(written)
-    rows = [
-        [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
-        for name, by in found.items()
-    ]
-    head, *body = [
-        [f"{name:<15}", *(f"{text:<8}" for text in texts)]
-        for name, *texts in [["Metric", *COLUMNS], *rows]
-    ]
+    rows = [["Metric", *COLUMNS]]
+    for name, by in found.items():
+        rows.append([name, *(show(plain_value(by.get(column, "-"))) for column in COLUMNS)])
+    head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
     table = render_table({"columns": head, "rows": body})
     blocks = ["## Summary", render_bloat(header["bloat"]), table]
     ends = {r["section"]: seconds(r["timestamp"]) for r in written if r["section"] in SECTIONS}
