@@ -8,7 +8,7 @@ Each has a cadence of its own; all are measured at the end.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from nanochat.common import UsageError
 from nanochat.config import require_at_least
 from nanochat.dataloader import Rows, require_half
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, bits_per_byte, bucket_figures, pooled
+from nanochat.eval_bpb import Batch, bits_per_byte, bucket_figures, pooled, row_batches
 from nanochat.eval_core import core, eval_model_of, examine, open_suite
 from nanochat.gpt import GPT, for_inference
 from nanochat.loss import IGNORE
@@ -66,7 +66,6 @@ class Evaluator(Callback, ABC):
     """
 
     every = 0
-    rows_per_pass = 1
 
     def start(self, run: TrainingRun) -> None:
         self.run, self.machine, self.rows_per_pass = run, run.machine, run.device_rows
@@ -139,24 +138,13 @@ class ValidationLoss(Evaluator):
                     "other validation text, or with --val_mixture conversations with answers",
                 )
 
-    def batches(self, rows: Rows) -> Iterator[Batch]:
-        """
-        This rank's validation batches of one bucket: tokens and targets of `rows_per_pass` rows,
-        the last filled up with rows in which nothing counts: a compiled model sees one shape.
-        """
-        rank, world_size, size = self.machine.rank, self.machine.world_size, self.rows_per_pass
-        half = self.cfg.eval_half
-        for batch in rows.val_batches(size, self.num_rows, rank, world_size, half):
-            tokens, targets = self.split(np.resize(batch, (size, batch.shape[1])))
-            targets[len(batch) :] = IGNORE
-            yield tokens, targets
-
     def measure(self, stopping: ShouldStop) -> dict[str, float]:
         score, sizes, machine = self.model.token_losses, self.token_bytes, self.machine
-        found = {
-            name: bits_per_byte(score, self.batches(rows), sizes, machine, stopping)[0]
-            for name, rows in self.rows.items()
-        }
+        size, share = self.rows_per_pass, (machine.rank, machine.world_size, self.cfg.eval_half)
+        found = {}
+        for name, rows in self.rows.items():
+            mine = row_batches(rows.val_batches(size, self.num_rows, *share), size, self.split)
+            [found[name]] = bits_per_byte(score, mine, sizes, machine, stopping)
         every = pooled(found.values())
         self.loss = every.nats / every.tokens if every.tokens else math.nan
         self.by_bucket = bucket_figures(found)

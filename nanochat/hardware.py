@@ -60,8 +60,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if psutil.LINUX:  # where getrusage would count what was before the exec too
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else used_memory_bytes(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if psutil.MACOS else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of a Mac, in bytes
 
 
 def used_memory_bytes(device: torch.device) -> int:

@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
@@ -42,7 +43,7 @@ SHOWN = {  # what a line of the console shows of a step, in order
 }
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager):
     """
     Log of one training run in `folder`, for the main rank; a context manager, or call `finish`.
 
@@ -77,9 +78,8 @@ class RunLog:
         self.bar = Progress(*columns, refresh_per_second=4, disable=not Console().is_terminal)
         self.task = self.bar.add_task("", total=total_steps, completed=first_step, now="")
         self.bar.start()
-        self.tracker = None
-        if run != "dummy":
-            self.tracker = Tracker(lambda: open_wandb(run, folder, run_id, settings))
+        open_run = partial(open_wandb, run, folder, run_id, settings)
+        self.tracker = Tracker(open_run) if run != "dummy" else None
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
@@ -116,9 +116,6 @@ class RunLog:
         self.bar.stop()
         if self.tracker and (missed := self.tracker.finish(seconds)):
             print(printable(f"{missed}; everything is in {self.path}"), flush=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.finish()

@@ -1,58 +1,49 @@
 """
 Figures of the report, drawn as SVG with matplotlib.
 
-    record -> drawings -> {name: (title, SVG)}
+    records -> draw -> figures/<section>-<kind>.svg, and their titles
 """
 
 import io
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.rcsetup import cycler
-from matplotlib.ticker import MaxNLocator
 
-from nanochat.common import base_dir, printable
+from nanochat.common import base_dir, printable, write_atomic
 from nanochat.logger import read_metrics
-from nanochat.records import Record, plain_value, standard_error
+from nanochat.records import Record, plain_value, slug, standard_error
 
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
 Points = Sequence[tuple[float, float]]  # (x, y), in order of x
+Curves = Mapping[str, Points]
 Drawing = tuple[str, bytes]  # title, and SVG
 
-BLUE, ORANGE, GREEN, PINK, AMBER = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
-SKY, INK, FAINT = "#56B4E9", "#222222", "#5f6b76"
-DASHES = ["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2))]
 MAX_POINTS = 400  # more than an SVG of this width can show
 EMA_BETA = 0.9
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "nanochat",  # element ids are the same in every rendering
-    "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 9,
-    "text.parse_math": False,  # a name with two dollar signs is no formula
-    "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, PINK, AMBER, SKY], linestyle=DASHES),
-    "axes.labelcolor": FAINT,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e7eb",
-    "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
+STYLE: Any = [  # colors C0, C1, ... that color-blind people can tell apart
+    *("seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"),
+    {
+        "svg.hashsalt": "nanochat",  # element ids are the same in every rendering
+        "font.family": "DejaVu Sans",  # comes with matplotlib
+        "font.size": 8,
+        "text.parse_math": False,  # a name with two dollar signs is no formula
+        "lines.markersize": 3.5,
+        "figure.constrained_layout.use": True,
+    },
+]
 TITLES = {  # metric of a training run -> title of its panel
     "loss": "Training loss (nats per token)",
     "val_bpb": "Validation loss (bits per byte)",
+    "bpb_loop_1": "Validation loss by loop (bits per byte)",
     "grad_norm": "Gradient norm",
     "core_metric": "Few-shot score during training (mean centered accuracy)",
     "reward": "Mean reward",
@@ -60,49 +51,26 @@ TITLES = {  # metric of a training run -> title of its panel
     "lr": "Learning rate (share of its peak)",
     "tokens_per_second": "Throughput (tokens/s)",
 }
-SMOOTHED = ("loss", "reward")
-FROM_ZERO = ("grad_norm", "lr", "tokens_per_second")
 
 
-class Panel(NamedTuple):
-    """One set of axes with named curves."""
-
-    title: str
-    curves: Mapping[str, Points]
-    raw: Points = ()
-    """Drawn faintly behind the curves."""
-    dots: Points = ()
-    """Drawn as points without a line, named "spikes"."""
-    y_from_zero: bool = False
-    x_label: str = "step"
-    log_x: bool = False
+def as_svg(*draws: Callable[[Axes], None], width: float = 3.7, height: float = 2.6) -> bytes:
+    """SVG of axes side by side, each drawn by one function; equal figures give equal bytes."""
+    stream = io.BytesIO()
+    with style.context(STYLE):
+        figure = Figure(figsize=(width * len(draws), height))
+        for axes, draw in zip(figure.subplots(1, len(draws), squeeze=False)[0], draws, strict=True):
+            draw(axes)
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()
 
 
-def line_figure(panels: Sequence[Panel]) -> bytes:
-    """SVG of panels side by side, each with its curves."""
-    with rc_context(STYLE):
-        figure = Figure(figsize=(3.7 * len(panels), 2.6))
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for each, panel in zip(axes, panels, strict=True):
-            draw_panel(each, panel)
-        return svg(figure)
-
-
-def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw one panel; a legend where it has several curves."""
-    axes.plot(*thin(panel.raw), color=SKY, alpha=0.45, linewidth=0.9, linestyle="-")
-    for name, points in panel.curves.items():
+def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -> None:
+    """Draw curves by name; a legend where there are several."""
+    for name, points in curves.items():
         axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
-    if panel.dots:
-        axes.plot(*thin(panel.dots), color=ORANGE, marker="o", linestyle="none", label="spikes")
-    axes.set_title(printable(panel.title))
-    axes.set_xlabel(printable(panel.x_label))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if panel.log_x:
-        axes.set_xscale("log")
-    if panel.y_from_zero:
-        axes.set_ylim(bottom=0)
-    if len(panel.curves) > 1 or panel.dots:
+    axes.set_title(printable(title))
+    axes.set_xlabel(printable(x_label))
+    if len(curves) > 1:
         axes.legend()
 
 
@@ -110,23 +78,21 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
     """SVG of horizontal bars, largest first, with their values and +- one error; finite ones."""
     finite = [name for name in values if math.isfinite(values[name])]
     names = sorted(finite, key=lambda name: (-values[name], name))
-    with rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(7.4, 0.7 + 0.24 * len(names)))
-        axes = figure.subplots()
+
+    def draw(axes: Axes) -> None:
         bars = axes.barh(
             [printable(name) for name in names],
             [values[name] for name in names],
-            height=0.68,
-            color=[BLUE if values[name] >= 0 else ORANGE for name in names],
+            color=["C0" if values[name] >= 0 else "C2" for name in names],
             xerr=[errors.get(name, math.nan) for name in names],
-            error_kw={"ecolor": INK, "elinewidth": 1.0, "capsize": 2.0},
         )
-        axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=8)
+        axes.bar_label(bars, fmt="%.3f", padding=4)
         axes.invert_yaxis()
-        axes.axvline(0, color=FAINT, linewidth=0.8)
+        axes.grid(False)
         axes.margins(x=0.1, y=0.01)
         axes.set_title(printable(title))
-        return svg(figure)
+
+    return as_svg(draw, width=7.4, height=0.7 + 0.24 * len(names))
 
 
 def thin(points: Points) -> tuple[list[float], list[float]]:
@@ -136,29 +102,35 @@ def thin(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in kept], [y if math.isfinite(y) else math.nan for _, y in kept]
 
 
-def ema(points: Points, beta: float = EMA_BETA) -> list[tuple[float, float]]:
+def ema(points: Points) -> list[tuple[float, float]]:
     """The running mean of the ys, debiased; values that are not finite are left out of it."""
     mean, weight, smooth = 0.0, 0.0, []
     for x, y in points:
         if math.isfinite(y):
-            mean = beta * mean + (1 - beta) * y
-            weight = beta * weight + (1 - beta)
+            mean = EMA_BETA * mean + (1 - EMA_BETA) * y
+            weight = EMA_BETA * weight + (1 - EMA_BETA)
             smooth.append((x, mean / weight))
     return smooth
-
-
-def svg(figure: Figure) -> bytes:
-    """The figure's SVG; equal figures give equal bytes."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
 
 
 # ---- Figures of each record: curves, bars and series ---------------------------------------------
 
 
+def draw(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
+    """Draw the figures of records into a folder; others there are removed. Returns their titles."""
+    titles: dict[Path, str] = {}
+    for record in records:
+        for kind, (title, image) in drawings(record).items():
+            path = folder / f"{slug(record['section'])}-{kind}.svg"
+            write_atomic(path, image)
+            titles[path] = title
+    for path in set(folder.glob("*.svg")) - titles.keys():
+        path.unlink(missing_ok=True)
+    return titles
+
+
 def drawings(record: Record) -> dict[str, Drawing]:
-    """A record's figures by file name."""
+    """A record's figures by kind, one word each."""
     figures: dict[str, Drawing] = {}
     if record["metrics"]:
         path = base_dir() / record["metrics"]
@@ -180,38 +152,45 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
         for name, value in entry.items():
             curves[name].append((entry["step"], value))
 
-    def panels(*names: str) -> list[Panel]:
-        return [metric_panel(name, curves) for name in names if curves[name]]
-
-    loops = {f"loop {n.removeprefix('bpb_loop_')}": n for n in curves if n.startswith("bpb_loop_")}
-    by_loop = {label: curves[loops[label]] for label in sorted(loops)}
-    figures = {
+    kinds = {
         # the loss of a policy says nothing by itself
-        "loss": [] if curves["reward"] else panels("loss", "val_bpb"),
-        "gradient": panels("grad_norm"),
-        "loops": [Panel("Validation loss by loop (bits per byte)", by_loop)] * bool(loops),
-        "core": panels("core_metric"),
-        "reward": panels("reward", "pass_at_1"),
-        "lr": panels("lr"),
-        "throughput": panels("tokens_per_second"),
+        "loss": [] if curves["reward"] else ["loss", "val_bpb"],
+        "gradient": ["grad_norm"],
+        "loops": ["bpb_loop_1"],
+        "core": ["core_metric"],
+        "reward": ["reward", "pass_at_1"],
+        "lr": ["lr"],
+        "throughput": ["tokens_per_second"],
     }
-    return {name: (p[0].title, line_figure(p)) for name, p in figures.items() if p}
+    figures = {}
+    for kind, wanted in kinds.items():
+        if names := [name for name in wanted if curves[name]]:
+            draws = [partial(draw_metric, name=name, curves=curves) for name in names]
+            figures[kind] = (TITLES[names[0]], as_svg(*draws))
+    return figures
 
 
-def metric_panel(name: str, curves: Mapping[str, Points]) -> Panel:
-    """The panel of one metric."""
-    title, points = TITLES[name], curves[name]
-    if name in SMOOTHED:
-        return Panel(title, {"running mean": ema(points)}, raw=points)
-    dots = curves["norm_spike"] if name == "grad_norm" else ()
-    return Panel(title, {title: points}, dots=dots, y_from_zero=name in FROM_ZERO)
+def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
+    """Draw one metric, from the curves of all."""
+    shown = {TITLES[name]: curves[name]}
+    if name in ("loss", "reward"):
+        axes.plot(*thin(curves[name]), color="C5", alpha=0.45, linewidth=0.9)
+        shown = {"running mean": ema(curves[name])}
+    if name == "bpb_loop_1":
+        loops = sorted(each for each in curves if each.startswith("bpb_loop_"))
+        shown = {f"loop {loop.removeprefix('bpb_loop_')}": curves[loop] for loop in loops}
+    draw_curves(axes, TITLES[name], shown)
+    if name == "grad_norm" and curves["norm_spike"]:
+        axes.plot(*thin(curves["norm_spike"]), "C2o", label="spikes")
+        axes.legend()
+    if name in ("grad_norm", "lr", "tokens_per_second"):
+        axes.set_ylim(bottom=0)
 
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
-    tasks = {name: value for name, value in record["values"].items() if isinstance(value, Mapping)}
-    tasks.pop("CORE metric", None)
-    scores = {name: plain_value(value) for name, value in tasks.items()}
+    tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
+    scores = {name: plain_value(v) for name, v in tasks.items() if name != "CORE metric"}
     errors = {name: standard_error(value) for name, value in tasks.items()}
     title = "Centered score per task (0 = chance)"
     return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}
@@ -226,9 +205,14 @@ def draw_series(record: Record) -> bytes:
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
     }
     title = record["settings"].get("metric", record["section"])
-    if searched := record["settings"].get("search"):
-        return line_figure([Panel(title, curves, x_label=searched, log_x=True)])
-    if all(len(points) == 1 for points in curves.values()):
+    searched = record["settings"].get("search", "")
+    if not searched and all(len(points) == 1 for points in curves.values()):
         values, noise = ({name: curves[name][0][i] for name in curves} for i in (0, 1))
         return bar_figure(title, values, noise)
-    return line_figure([Panel(title, curves, x_label="")])
+
+    def draw(axes: Axes) -> None:
+        draw_curves(axes, title, curves, searched)
+        if searched:
+            axes.set_xscale("log")
+
+    return as_svg(draw)

@@ -92,12 +92,13 @@ def largest_error(
     y, q, k, v = (x.to(device, torch.float64) for x in (y, q, k, v))
     mask = None if mask is None else mask.to(device)
     H, R = q.size(2), q.size(2) // k.size(2)
-    errors = []
-    for h in {*range(R), *range(H - R, H)}:
+
+    def error(h: int) -> float:
         query, key, value = q[:, :, [h]], k[:, :, [h // R]], v[:, :, [h // R]]
         want = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
-        errors.append(float((y[:, :, [h]] - want).abs().max()))
-    return max(errors)
+        return float((y[:, :, [h]] - want).abs().max())
+
+    return max(map(error, {*range(R), *range(H - R, H)}))
 
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
@@ -125,9 +126,8 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
     if cfg.compile is not None:
         return cfg.compile
     saved_seconds = machine.broadcast(train_seconds) * COMPILE_GAIN
-    if machine.device.type == "mps":
-        return False
-    if machine.device.type == "cpu" and saved_seconds < COMPILE_SECONDS:
+    kind = machine.device.type
+    if kind == "mps" or (kind == "cpu" and saved_seconds < COMPILE_SECONDS):
         return False
     return works("torch.compile", partial(probe_compiler, machine.device), machine)
 
@@ -232,7 +232,7 @@ def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
             used.append(hardware.used_memory_bytes(device))
             del loss
     torch.cuda.empty_cache()
-    room = hardware.free_memory_bytes(device) - GPU_RESERVE - weight_bytes(model)
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - 4 * model.num_params()
     each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
     return int(min(machine.gather(max(1, int(room / (each * COMPILED_SHARE))))))
 
@@ -277,17 +277,11 @@ def rehearse(
 
 def fits(work: Callable[[], None], machine: DistContext) -> bool:
     """Do it. Returns whether every rank has the memory for it."""
-    short = False
-    try:
+    done = False
+    with suppress(torch.OutOfMemoryError):
         work()
-    except torch.OutOfMemoryError:
-        short = True
-    return not machine.any(short)
-
-
-def weight_bytes(model: GPT) -> int:
-    """Bytes of all parameters, and of their gradients."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+        done = True
+    return not machine.any(not done)
 
 
 def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
@@ -357,7 +351,7 @@ def prepare(
             device_rows = choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
     peak_bytes, seconds = measured
-    weights = weight_bytes(model)
+    weights = 4 * model.num_params()  # and their gradients
     state = sum(4 * x.numel() for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": weights, "optimizer": state}
     memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold

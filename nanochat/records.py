@@ -18,8 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from nanochat.common import (
     fingerprint,
     locked,
     printable,
-    read_json,
     sealed,
     sha256_file,
     unseal,
@@ -94,10 +92,8 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that say how a stage is run or watched, not what it makes: a finished stage stays
 # finished when they change.
 NOT_IN_KEY = frozenset(
-    "run log_every skip_if_done once resume keep report_dir allow_data_change device_batch_size "
-    "collective_timeout_minutes async_save on_save_error save_every check_ranks_every hourly_rate "
-    "max_bad_steps canary_every sentinel_every sentinel_tokens sentinel_answers on_broken canaries "
-    "buckets compile_engine".split()
+    "run skip_if_done resume keep report_dir allow_data_change device_batch_size hourly_rate "
+    "collective_timeout_minutes on_save_error save_every canaries compile_engine".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
 
@@ -142,11 +138,9 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
     `inputs` is the stage's own, the closest parent first (a checkpoint before its tokenizer).
     """
     history = [record["provenance"] for record in read_history(report_dir)]
-    for name, print_ in inputs.items():
-        for made in reversed(history):
-            if made["outputs"].get(name) == print_:
-                return made["run_id"]
-    return new_run_id()
+    made = product(inputs.items(), reversed(history))
+    found = (by["run_id"] for (name, print_), by in made if by["outputs"].get(name) == print_)
+    return next(found, None) or new_run_id()
 
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
@@ -258,9 +252,8 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
     if record is None or record["key"] != key:
         return None
     files = [base_dir() / name for name in record["files"]]
-    if record["provenance"]["outputs"] and not files:
-        return None
-    intact = all(map(Path.is_file, files)) and content(files) == record["files"]
+    checked = files or not record["provenance"]["outputs"]
+    intact = checked and all(map(Path.is_file, files)) and content(files) == record["files"]
     return record if intact else None
 
 
@@ -274,10 +267,8 @@ def read_records(report_dir: Folder = None, damaged: list[str] | None = None) ->
     records: list[Record] = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
-            content = read_json(path)
-            if isinstance(content, dict) and not {"section", "provenance"} & content.keys():
-                continue  # the header of the report
-            records.append(read_record(path))
+            if path.name != "header.json":  # of the report
+                records.append(read_record(path))
         except ValueError as error:
             if damaged is None:
                 raise
@@ -351,8 +342,7 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     both["values"] = {name: value for name, value in both["values"].items() if value is not None}
     titles = {table["title"] for table in new["tables"]}
     tables = [table for table in old["tables"] if table["title"] not in titles]
-    spent = {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
-    cost = {**new["cost"], **spent}
+    cost = new["cost"] | {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
     return {**new, **both, "tables": [*tables, *new["tables"]], "cost": cost}
 
 
@@ -425,7 +415,8 @@ def indented(value: Any) -> str:
 # ---- The code, and what machines cost ------------------------------------------------------------
 
 
-GENERATED = ("report.md", "dev/report")  # a report that was just written makes no commit dirty
+# What git is asked about: a report that was just written makes no commit dirty
+WITHOUT_REPORT = (":(exclude)report.md", ":(exclude)dev/report")
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
 OTHER_PER_HOUR = 2.00
 
@@ -440,11 +431,10 @@ def git(repository: Path, *words: str) -> str:
 
 def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
     """Branch, short commit, whether files differ from it, and the first line of its message."""
-    others = [f":(exclude){path}" for path in GENERATED]
     return {
         "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
         "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",
-        "dirty": bool(git(repository, "status", "--porcelain", "--", ".", *others)),
+        "dirty": bool(git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)),
         "message": git(repository, "log", "-1", "--format=%s").strip(),
     }
 
@@ -471,4 +461,4 @@ def standard_error(value: Any) -> float:
 
 def seconds(timestamp: str) -> float:
     """A timestamp as seconds since the epoch."""
-    return datetime.strptime(timestamp, TIME_FORMAT).timestamp()
+    return time.mktime(time.strptime(timestamp, TIME_FORMAT))

@@ -12,7 +12,6 @@ and values are text from elsewhere (models, data, users): `escape` makes Markdow
 import math
 import platform
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -35,27 +34,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import settings
-from nanochat.records import (
-    ADDED_COSTS,
-    CHAT_TASKS,
-    GENERATED,
-    SECTIONS,
-    TIME_FORMAT,
-    Folder,
-    Record,
-    default_rate,
-    git,
-    git_state,
-    new_run_id,
-    plain_value,
-    read_history,
-    read_records,
-    read_scores,
-    report_folder,
-    seconds,
-    slug,
-    standard_error,
-)
+from nanochat.records import SECTIONS, Folder, Record, plain_value, read_scores, seconds, slug
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
 # What Markdown (CommonMark and GitHub's extensions of it) would not show as it is, within a line
@@ -84,6 +63,11 @@ Figure = tuple[str, str]  # title, and file relative to the report
 # What stages and scripts call
 
 
+def drawn_before(folder: Path, written: Sequence[Record]) -> Mapping[Path, str]:
+    """The figures that lie in a folder, and their names as titles."""
+    return {path: path.stem for path in sorted(folder.glob("*.svg"))}
+
+
 def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
     """
     Write the record of a script and render the report again. cfg: the script's settings, one of
@@ -98,58 +82,34 @@ def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
+    draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] = drawn_before,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records; its figures are in `figures` below
-    these. Figures that it no longer shows are removed. Damaged records are reported.
+    directory for the main report, else beside the records. Damaged records are reported.
 
     hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
     those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
-    tables of further sections by name. Raises MissingInput where there is no record.
+    tables of further sections by name. draw(folder of the figures, all records) -> files and titles
+    of the figures: `plots.draw` draws them anew. Raises MissingInput where there is no record.
     """
-    from nanochat.plots import drawings  # brings matplotlib: not for those who only want --help
-
-    folder, damaged = report_folder(report_dir), []
+    folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
-    records = read_records(folder, damaged)
-    header = read_header(folder, records, hourly_rate)
+    written = records.read_records(folder, damaged)
+    header = read_header(folder, written, hourly_rate)
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
-    tables = more(records, read_history(folder, damaged), device_rate, damaged)
+    tables = more(written, records.read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
         print(f"left out: {printable(each)}")
-    if not records:
+    if not written:
         raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
-    stale = set(folder.glob("figures/*.svg"))
     figures: dict[str, list[Figure]] = {}
-    for record in records:
-        for kind, (title, svg) in drawings(record).items():
-            path = folder / "figures" / f"{slug(record['section'])}-{kind}.svg"
-            write_atomic(path, svg)
-            stale.discard(path)
-            link = path.relative_to(home).as_posix()
-            figures.setdefault(record["section"], []).append((title, link))
-    for path in stale:
-        path.unlink(missing_ok=True)
-    now = time.strftime(TIME_FORMAT)
-    write_atomic(home / "report.md", render(records, header, now, figures, tables, damaged))
+    for path, title in draw(folder / "figures", written).items():
+        section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
+        figures.setdefault(section, []).append((title, link))
+    now = time.strftime(records.TIME_FORMAT)
+    write_atomic(home / "report.md", render(written, header, now, figures, tables, damaged))
     return home / "report.md"
-
-
-def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path | None:
-    """
-    Start a new report: its header is made now. What the old one had moves to a folder
-    archive-<time> beside it, whose path is returned; nothing is deleted.
-    """
-    folder = report_folder(report_dir)
-    old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
-    old |= set((folder if report_dir else base_dir()).glob("report.md"))
-    archive = folder / f"archive-{new_run_id()}"
-    for path in old:
-        archive.mkdir(exist_ok=True)
-        shutil.move(path, archive / path.name)
-    read_header(folder, [], hourly_rate)
-    return archive if old else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,10 +117,10 @@ def reset(report_dir: Folder = None, hourly_rate: float | None = None) -> Path |
 
 
 GIB = 1024**3
-CODE_SUFFIXES = (".py", ".md", ".rs", ".html", ".toml", ".sh")
+CODE = ("*.py", "*.md", "*.rs", "*.html", "*.toml", "*.sh")
 
 
-def read_header(folder: Path, records: Sequence[Record], rate: float | None) -> dict[str, Any]:
+def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> dict[str, Any]:
     """
     The report's header, made when the first stage ends or by `reset`: facts about this machine and
     this code, and when the first of the records' stages started. It stays as it was made, wherever
@@ -170,16 +130,16 @@ def read_header(folder: Path, records: Sequence[Record], rate: float | None) -> 
     if path.exists():
         header = read_json(path)
     else:
-        starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in records]
+        starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written]
         started = time.localtime(min(starts, default=time.time()))
         machine = hardware()
         header = {
-            "run_started": time.strftime(TIME_FORMAT, started),
-            "git": git_state(),
+            "run_started": time.strftime(records.TIME_FORMAT, started),
+            "git": records.git_state(),
             "hardware": machine,
             "software": {"python": platform.python_version(), "torch": version("torch")},
             "bloat": bloat(),
-            "hourly_rate": default_rate(machine["gpus"]),
+            "hourly_rate": records.default_rate(machine["gpus"]),
         }
     if rate is not None:
         header["hourly_rate"] = rate
@@ -211,9 +171,8 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; none
     without git. `lock_lines` is 0 without uv.lock.
     """
-    names = git(repository, "ls-files", "-z").split("\0")
-    code = [name for name in names if name.endswith(CODE_SUFFIXES)]
-    paths = [repository / name for name in code if not name.startswith(GENERATED)]
+    names = records.git(repository, "ls-files", "-z", "--", *CODE, *records.WITHOUT_REPORT)
+    paths = [repository / name for name in names.split("\0")]
     texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
     characters = sum(map(len, texts))
     lock = repository / "uv.lock"
@@ -231,7 +190,7 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
 
 
 def render(
-    records: Sequence[Record],
+    written: Sequence[Record],
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
@@ -242,12 +201,12 @@ def render(
     The text of report.md, a pure function of its arguments.
 
     Fixed sections come in their order, others after them by age, then the tables of `more`
-    sections; `figures` are those of each section. `generated` is the time to print; `damaged` lists
-    records that were left out.
+    sections; `figures` are those of each section, by its slug. `generated` is the time to print;
+    `damaged` lists records that were left out.
     """
     places = {name: i for i, name in enumerate(SECTIONS)}
-    ordered = sorted(records, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
-    sections = [render_section(record, figures.get(record["section"], ())) for record in ordered]
+    ordered = sorted(written, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
+    sections = [render_section(r, figures.get(slug(r["section"]), ())) for r in ordered]
     for name, tables in more.items():
         if tables:
             sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
@@ -330,16 +289,11 @@ def cell(value: Any) -> str:
 
 def escape(text: str) -> str:
     """Text as one line of Markdown that shows it and nothing else, as long as no block begins."""
-    return ACTIVE.sub(r"\\\g<0>", one_line(text))
-
-
-def one_line(text: str) -> str:
-    """Text without line breaks and control characters: both as escapes."""
-    return printable(LINE_BREAKS.sub(r"\\n", text))
+    return ACTIVE.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
 
 
 def show(value: Any) -> str:
-    """A value as the report prints it, on one line."""
+    """A value as the report prints it."""
     if isinstance(value, Mapping):
         error = "" if value.get("se") is None else f" +- {show(value['se'])}"
         count = "" if value.get("n") is None else f"n={value['n']:,}"
@@ -353,15 +307,12 @@ def show(value: Any) -> str:
         return f"{value:,}" if value >= 10_000 else str(value)
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
-    return one_line(str(value))
+    return str(value)
 
 
 def show_provenance(origin: Record) -> str:
     """Run, commit, seed, and what went in and came out, on one line."""
-    read, made = (
-        ", ".join(f"{name} {print_}" for name, print_ in origin[side].items())
-        for side in ("inputs", "outputs")
-    )
+    read, made = (", ".join(map(" ".join, origin[s].items())) for s in ("inputs", "outputs"))
     commit = origin["commit"] + " (dirty)" * origin["dirty"]
     flow = (read and f"; {read}") + (made and f" -> {made}")
     return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
@@ -385,20 +336,17 @@ COLUMN_OF = {  # section -> the column of the summary that shows its metrics
     **{f"Chat evaluation {column.lower()}": column for column in COLUMNS},
 }
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
-LOWER_IS_BETTER = frozenset({"val bpb"})
-RL_SECTIONS = ("Chat RL", "Chat evaluation rl")
-GUESTS = frozenset({"hf", "before"})  # inputs of sections about models of any run
 Nested = Mapping[str, Mapping[str, Any]]
 
 
-def metrics(records: Sequence[Record]) -> tuple[Nested, Nested]:
+def metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
     """
     Metric -> column -> value: CORE first, ChatCORE last, the rest by name; and column -> metric ->
     what its items scored, as the records have it.
     """
     found: dict[str, dict[str, Any]] = {}
     items: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
-    for record in records:
+    for record in written:
         if column := COLUMN_OF.get(record["section"]):
             items[column] |= {metric_name(key): each for key, each in record["items"].items()}
             for key, value in record["values"].items():
@@ -417,7 +365,7 @@ def is_metric(section: str, key: str, value: Any) -> bool:
     """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
     if not section.startswith("Chat evaluation"):
         return key in BASE_METRICS
-    return isinstance(value, Mapping) or key in CHAT_TASKS.split(", ")
+    return isinstance(value, Mapping) or key in records.CHAT_TASKS.split(", ")
 
 
 def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
@@ -436,10 +384,10 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) ->
                 counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} (p = {same.p:.2g})"
             else:
                 change = float(plain_value(by[after])) - float(plain_value(by[before]))
-                error = math.hypot(standard_error(by[before]), standard_error(by[after]))
+                error = math.hypot(*(records.standard_error(by[c]) for c in (before, after)))
             noise = ["-", "noise unknown"]
             if math.isfinite(error):
-                gain = -change if name in LOWER_IS_BETTER else change
+                gain = -change if name == "val bpb" else change
                 noise = [f"{error:.4f}", stats.verdict(gain, error)]
             rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, counts])
     columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
@@ -457,10 +405,10 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
     return stats.combine(parts, list(weights.values()))
 
 
-def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+def ledger(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     """Table of what each stage took, in time and in money at the machine's hourly rate."""
-    costs = [(r["section"], r["cost"]) for r in records]
-    total = {name: sum(cost[name] for _, cost in costs) for name in ADDED_COSTS}
+    costs = [(r["section"], r["cost"]) for r in written]
+    total = {name: sum(cost[name] for _, cost in costs) for name in records.ADDED_COSTS}
     rows = []
     for name, cost in [*costs, ("Total", total)] if costs else []:
         wall, busy = cost["wall_seconds"], cost["device_seconds"]
@@ -471,24 +419,24 @@ def ledger(records: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     return {"title": "Cost", "columns": columns, "rows": rows}
 
 
-def find_faults(records: Sequence[Record]) -> list[str]:
+def find_faults(written: Sequence[Record]) -> list[str]:
     """
     What breaks the chain from section to section: several runs, several versions of the code, a
     stage that read something else than what the stage before it is recorded to have made. What
     scores or compares models from outside the run is no part of the chain.
     """
     faults = []
-    records = [r for r in records if not GUESTS & r["provenance"]["inputs"].keys()]
+    written = [r for r in written if not {"hf", "before"} & r["provenance"]["inputs"].keys()]
     for what, key in {"runs": "run_id", "commits": "commit"}.items():
         groups: dict[str, list[str]] = {}
-        for record in records:
+        for record in written:
             groups.setdefault(record["provenance"][key], []).append(record["section"])
         if len(groups) > 1:
             parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
             faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
-    for record in records:
+    for record in written:
         for name, read in record["provenance"]["inputs"].items():
-            makers = [r for r in records if name in r["provenance"]["outputs"] and r is not record]
+            makers = [r for r in written if name in r["provenance"]["outputs"] and r is not record]
             made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
             if made and read not in made:
                 others = " and ".join(f"{section} made {each}" for each, section in made.items())
@@ -496,27 +444,23 @@ def find_faults(records: Sequence[Record]) -> list[str]:
     return faults
 
 
-def render_summary(records: Sequence[Record], header: Record) -> str:
+def render_summary(written: Sequence[Record], header: Record) -> str:
     """
     Size of the code, metrics by stage; whole minutes from the start to the last fixed section
     before RL, and with RL, if it ran; then differences and costs.
     """
-    found, items = metrics(records)
-    rows = [
-        [name, *(show(plain_value(by[c])) if c in by else "-" for c in COLUMNS)]
-        for name, by in found.items()
-    ]
-    head, *body = [
-        [f"{name:<15}", *(f"{text:<8}" for text in texts)]
-        for name, *texts in [["Metric", *COLUMNS], *rows]
-    ]
+    found, items = metrics(written)
+    rows = [["Metric", *COLUMNS]]
+    for name, by in found.items():
+        rows.append([name, *(show(plain_value(by.get(column, "-"))) for column in COLUMNS)])
+    head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
     table = render_table({"columns": head, "rows": body})
     blocks = ["## Summary", render_bloat(header["bloat"]), table]
-    ends = {r["section"]: seconds(r["timestamp"]) for r in records if r["section"] in SECTIONS}
-    before_rl = {name: end for name, end in ends.items() if name not in RL_SECTIONS}
+    ends = {r["section"]: seconds(r["timestamp"]) for r in written if r["section"] in SECTIONS}
+    before_rl = {n: e for n, e in ends.items() if n not in ("Chat RL", "Chat evaluation rl")}
     for label, each in ("", before_rl), (" with RL", ends if ends != before_rl else {}):
         if each:
             minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
             blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, items), ledger(records, header["hourly_rate"])]
+    tables = [differences(found, items), ledger(written, header["hourly_rate"])]
     return "\n\n".join([*blocks, *(render_table(each) for each in tables if each["rows"])])

@@ -18,9 +18,9 @@ import torch
 
 from nanochat.checkpoint import build_model, new_model
 from nanochat.config import settings, start
-from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
+from nanochat.eval_bpb import next_ids
 from nanochat.evaluators import (
     FewShotScore,
     PretrainEvalConfig,
@@ -30,8 +30,6 @@ from nanochat.evaluators import (
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes, utilization
-from nanochat.lab.held_out import require_other_families
-from nanochat.loss import IGNORE
 from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
@@ -157,14 +155,13 @@ def pretrain(
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run
-    split = partial(inputs_and_targets, ignore=IGNORE)
-    loss = validation(cfg.validation, corpus.rows, split)
+    loss = validation(cfg.validation, corpus.rows, next_ids)
     run = TrainingRun(
         kind="base",
         model=model,
         tokenizer=tokenizer,
         optimizer=optimizer,
-        loader=RowLoader(corpus.mixed(needed), split, horizon.batch_tokens, seed, machine),
+        loader=RowLoader(corpus.mixed(needed), next_ids, horizon.batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg.train,
         tag=cfg.train.model_tag or f"d{cfg.depth}",
@@ -221,7 +218,6 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, s
     texts = machine.on_main(
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
-    require_other_families({name: tags.parent for name, tags in texts.tags.items()})
     machine.on_main("opening rows", lambda: bool(open_corpus(texts, tokenizer, cfg.max_seq_len)))
     verifies = machine.local_rank == 0
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)

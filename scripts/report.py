@@ -1,11 +1,11 @@
 """
-Render report.md from the records of the stages that ran, or start a new one.
+Render report.md and draw its figures from the records of the stages that ran, or start a new one.
 
     python -m scripts.report                     # out/report.md
     python -m scripts.report --out=.             # and a copy here, its figures in dev/report/
 
 Reads   report/ under the base directory
-Writes  report.md there; with --out also <out>/report.md and <out>/dev/report/
+Writes  report.md there, report/figures/; with --out also <out>/report.md and <out>/dev/report/
 """
 
 import shutil
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report
-from nanochat.common import write_atomic
+from nanochat.common import base_dir, write_atomic
 from nanochat.config import start
 from nanochat.lab.reliability import sections
-from nanochat.records import report_folder
+from nanochat.plots import draw
+from nanochat.records import Folder, new_run_id, report_folder
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,29 @@ class Report:
 
 def main(cfg: Report) -> None:
     if cfg.reset:
-        archive = report.reset(cfg.report_dir, cfg.hourly_rate)
+        archive = reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, sections)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, sections, draw)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
+
+
+def reset(report_dir: Folder, hourly_rate: float | None) -> Path | None:
+    """
+    Start a new report: its header is made now. What the old one had moves to a folder
+    archive-<time> beside it, whose path is returned; nothing is deleted.
+    """
+    folder = report_folder(report_dir)
+    old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
+    old |= set((folder if report_dir else base_dir()).glob("report.md"))
+    archive = folder / f"archive-{new_run_id()}"
+    for path in old:
+        archive.mkdir(exist_ok=True)
+        shutil.move(path, archive / path.name)
+    report.read_header(folder, [], hourly_rate)
+    return archive if old else None
 
 
 def copy(report: Path, figures: Path, out: Path) -> Path:

@@ -95,4 +95,5 @@ stage "chat evaluation sft" evaluate sft
 stage "chat rl" train scripts.chat_rl --model_tag="$tag" --task=aqua --temperature=0.7 \
     "${rl[@]}" "${go[@]}"
 stage "chat evaluation rl" evaluate rl
+python -m scripts.report >/dev/null
 echo "The report card is $NANOCHAT_BASE_DIR/report.md."

@@ -88,5 +88,6 @@ for seed in $SEEDS; do
     files="$files${files:+,}$NANOCHAT_BASE_DIR/export/$tag.golf"
 done
 stage "parameter golf" train scripts.golf.evaluate --artifacts="$files" "${eval[@]}" "${limit[@]}"
+python -m scripts.report >/dev/null
 echo
 echo "The report card is $NANOCHAT_BASE_DIR/report.md, the models are $files"

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from nanochat import plots
-from nanochat.plots import Panel
+from nanochat.plots import as_svg, draw_curves
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 METRICS = [
@@ -19,12 +19,13 @@ METRICS = [
 METRICS += [{"step": 200, "val_bpb": 1.2, "norm_spike": 3.0, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2}]
 POLICY = [{"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1}, {"step": 1, "reward": 0.2}]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
+SEARCH = {"section": "Sweep", "settings": {"search": "lr"}, "series": {"0": [[0.01, 1.0]]}}
 RUN = ["loss", "gradient", "loops", "lr", "throughput"]
 FIGURES = {
     **{name: lambda n=name: plots.run_figures(METRICS)[n][1] for name in RUN},
     "reward": lambda: plots.run_figures(POLICY)["reward"][1],
     "bars": lambda: plots.bar_figure("Scores", SCORES, {"copa": 0.05}),
-    "search": lambda: plots.line_figure([Panel("loss", {"lr": [(0.01, 1.0)]}, log_x=True)]),
+    "search": lambda: plots.draw_series(SEARCH),
 }
 
 
@@ -43,7 +44,8 @@ def test_a_figure_is_the_same_bytes_every_time(name):
 
 def rates(last):
     """A figure of two learning rates."""
-    return plots.line_figure([Panel("Learning rate", {"lr": [(0, 1.0), (100, last)]})])
+    curves = {"lr": [(0, 1.0), (100, last)]}
+    return as_svg(lambda axes: draw_curves(axes, "Learning rate", curves))
 
 
 def test_a_figure_is_the_same_bytes_in_another_process():

@@ -252,7 +252,7 @@ def test_R18_other_settings_or_inputs_are_another_stage(base):
     _, key = finish(base)
     assert stage_key({**SETTINGS, "depth": 8}, INPUTS) != key
     assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != key
-    assert stage_key({**SETTINGS, "run": "named", "once": True}, INPUTS) == key
+    assert stage_key({**SETTINGS, "run": "named", "skip_if_done": True}, INPUTS) == key
     assert records.finished("Base model training", stage_key({"depth": 8}, INPUTS)) is None
 
 

@@ -16,6 +16,7 @@ from nanochat import records as records_module
 from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog
+from nanochat.plots import draw
 from nanochat.records import (
     Cost,
     Provenance,
@@ -23,6 +24,7 @@ from nanochat.records import (
     item_scores,
     read_history,
     read_records,
+    slug,
     weighted_scores,
     write_record,
 )
@@ -343,7 +345,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
         values={"document bpb": estimate(1.5, 12000, 0.01), "val bpb": 1.3, "train bpb": 1.29},
         provenance=origin,
     )
-    figures = {"Base model loss": [("Loss", "dev/report/loss.svg")]}
+    figures = {"base-model-loss": [("Loss", "dev/report/loss.svg")]}
     text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
@@ -377,7 +379,7 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
     ],
 )
 def test_values_print_on_one_line_in_the_fixed_formats(value, text):
-    assert report.show(value) == text
+    assert report.escape(report.show(value)) == text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -443,7 +445,7 @@ def reader_of(text: str):
     git = {"branch": text, "commit": text, "dirty": False, "message": text}
     header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
     header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
-    figures = {text: [(text, "report of (me)/a.svg")]}
+    figures = {slug(text): [(text, "report of (me)/a.svg")]}
     written = report.render([record_of(text), before, evaluated], header, "now", figures)
     tokens = RENDERER.parse(written)
     return written, [*tokens, *(child for token in tokens for child in token.children or [])]
@@ -494,7 +496,7 @@ def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
     text = text.replace("\ud800", "")  # no record can hold it
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
-    report.update()
+    report.update(draw=draw)
     (drawing,) = (base / "report" / "figures").iterdir()
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
@@ -718,7 +720,7 @@ def finish_base_stage(base, report_dir=None):
         report_dir,
         metrics=folder / "metrics.jsonl",
     )
-    return report.update(report_dir)
+    return report.update(report_dir, draw=draw)
 
 
 def links(path):
@@ -726,7 +728,14 @@ def links(path):
     return [path.parent / link for link in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())]
 
 
-def test_a_stage_leaves_a_report_with_its_figures(base):
+def test_a_stage_shows_the_figures_that_were_drawn_and_draws_none(base):
+    first = {link: link.read_bytes() for link in links(finish_base_stage(base))}
+    write_record("Base model", {}, {}, Provenance("run-1", 0), Cost(1.0), series={"a": [[0, 1.0]]})
+    assert links(report.update()) == list(first)
+    assert {link: link.read_bytes() for link in links(base / "report.md")} == first
+
+
+def test_a_report_is_written_with_its_figures(base):
     path = finish_base_stage(base)
     assert path == base / "report.md"
     assert [link.name for link in links(path)] == [
@@ -740,7 +749,7 @@ def test_a_stage_leaves_a_report_with_its_figures(base):
 def test_rendering_again_changes_nothing_but_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
-    report.update()
+    report.update(draw=draw)
     for p, content in first.items():
         again = re.sub(rb"Generated: .*", b"", p.read_bytes())
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
@@ -764,7 +773,7 @@ def test_a_report_dir_has_a_report_of_its_own(base):
 def test_a_run_whose_metrics_are_gone_is_reported_without_figures(base, capsys):
     finish_base_stage(base)
     shutil.rmtree(base / "base_checkpoints")
-    assert links(report.update()) == []
+    assert links(report.update(draw=draw)) == []
     assert "metrics.jsonl is gone" in capsys.readouterr().out
     assert list((base / "report" / "figures").iterdir()) == []
 
@@ -779,7 +788,7 @@ def test_every_kind_of_figure_reaches_the_report(base):
     write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
     curves = {"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]}
     write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
-    assert [link.name for link in links(report.update())] == [
+    assert [link.name for link in links(report.update(draw=draw))] == [
         "base-model-evaluation-core.svg",
         "chat-rl-reward.svg",
         "sweep-series.svg",
@@ -801,12 +810,12 @@ def test_an_export_carries_its_figures_along(base, tmp_path_factory):
 def test_a_reset_archives_everything_and_deletes_nothing(base):
     finish_base_stage(base)
     old = sorted(p.name for p in (base / "report").iterdir() if not p.name.startswith("."))
-    archive = report.reset()
+    archive = script.reset(None, None)
     assert archive is not None and archive.parent == base / "report"
     assert sorted(p.name for p in archive.iterdir()) == sorted([*old, "report.md"])
     assert read_records() == [] and read_history() == []
     assert not (base / "report.md").exists()
-    again = report.reset()
+    again = script.reset(None, None)
     assert again is not None and again != archive and archive.exists()
 
 

@@ -27,6 +27,7 @@ from nanochat.common import fingerprint, write_atomic
 from nanochat.config import start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
+from nanochat.lab.held_out import require_other_families
 from nanochat.lab.search import SearchConfig
 from nanochat.lab.significance import lower_is_better, over_seeds
 from nanochat.lab.study import (
@@ -98,6 +99,9 @@ def main(cfg: SweepScript) -> None:
     study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
     if cfg.arms:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
+        if cfg.study.stage == "base":  # the other stages check it themselves
+            mixture = study.mixture(study.bases[0])
+            require_other_families({name: tags.parent for name, (_, tags) in mixture.items()})
     with sweep:
         values, tables, series = (seek if cfg.searching.search else compare)(cfg, study, sweep)
     rate = cfg.hourly_rate

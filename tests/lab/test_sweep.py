@@ -17,6 +17,7 @@ import torch
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.lab import study as study_module
 from nanochat.lab import sweep
+from nanochat.lab.held_out import declare
 from nanochat.lab.search import SearchConfig
 from nanochat.lab.study import (
     FIRST_HALF,
@@ -370,6 +371,19 @@ def test_the_script_compares_a_grid(faked, base, capsys):
     assert record["values"]["Comparisons"] == 2
     assert [table["title"] for table in record["tables"]] == ["Arms", "Device time"]
     assert (base / "sweeps" / "sweep" / "arms.csv").exists()
+
+
+def test_texts_of_the_family_of_a_final_benchmark_are_refused(base, monkeypatch):
+    declare({"ARC-Easy": "arc"})
+    tokenizer = SimpleNamespace(fingerprint="0")
+    monkeypatch.setattr(study_module.Tokenizer, "load", lambda: tokenizer)
+    buckets = {"a": {"dataset": "x", "parent": "arc"}, "b": {"dataset": "y"}}
+    mixture = base / "mixture.json"
+    mixture.write_text(json.dumps({"mixture": "a=50%,b=50%", "buckets": buckets}))
+    of_texts = StudyConfig(stage="base")
+    script = SweepScript(arms="drop:a", study=of_texts, mix=MixConfig(str(mixture)))
+    with pytest.raises(UsageError, match="a is made of arc, as is ARC-Easy"):
+        sweep_script.main(script)
 
 
 def test_the_script_searches_a_value_and_measures_it_anew(faked, base, monkeypatch):
