@@ -249,8 +249,10 @@ class Resolution:
             if (bucket.repeats or 0) > MOST_REPEATS
         ]
         if self.shares_by("augmented").get("options", 0) > OPTIONS_CAP:
-            added = "questions with options added by retrieval, which lowered most benchmarks"
-            warnings.append(f"warning: more than {OPTIONS_CAP:.0%} of the mixture are {added}")
+            warnings.append(
+                f"warning: more than {OPTIONS_CAP:.0%} of the mixture are questions with options "
+                "added by retrieval, which lowered most benchmarks of those who tried it"
+            )
         return warnings
 
     @property
