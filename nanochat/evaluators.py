@@ -8,7 +8,7 @@ Each has a cadence of its own; all are measured at the end.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,13 +138,16 @@ class ValidationLoss(Evaluator):
                     "other validation text, or with --val_mixture conversations with answers",
                 )
 
+    def batches(self, rows: Rows) -> Iterator[Batch]:
+        """This rank's validation batches of one bucket."""
+        machine, size = self.machine, self.rows_per_pass
+        share = (self.num_rows, machine.rank, machine.world_size, self.cfg.eval_half)
+        return row_batches(rows.val_batches(size, *share), size, self.split)
+
     def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        score, sizes, machine = self.model.token_losses, self.token_bytes, self.machine
-        size, share = self.rows_per_pass, (machine.rank, machine.world_size, self.cfg.eval_half)
-        found = {}
+        score, sizes, found = self.model.token_losses, self.token_bytes, {}
         for name, rows in self.rows.items():
-            mine = row_batches(rows.val_batches(size, self.num_rows, *share), size, self.split)
-            [found[name]] = bits_per_byte(score, mine, sizes, machine, stopping)
+            [found[name]] = bits_per_byte(score, self.batches(rows), sizes, self.machine, stopping)
         every = pooled(found.values())
         self.loss = every.nats / every.tokens if every.tokens else math.nan
         self.by_bucket = bucket_figures(found)

@@ -10,7 +10,7 @@ is rejected with a fix; one that is merely long is not.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -396,11 +396,6 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     check = partial(require_free, folder, needed, listed, "a smaller --keep")
     machine.on_main("checking the disk", check)
     return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
-
-
-def screen(lines: Mapping[str, str], machine: DistContext) -> None:
-    """Print what a run is about to do, in one block."""
-    machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
 
 
 def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:

@@ -284,10 +284,9 @@ class EvalResult(NamedTuple):
     """Scores of the answers to each held-out question."""
 
 
-def pass_at(outcomes: Sequence[Sequence[float]], k: int) -> stats.Estimate:
+def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
     """pass@k over the held-out questions."""
-    correct = [sum(score == 1 for score in scores) for scores in outcomes]
-    return stats.mean_pass_at_k(len(outcomes[0]), correct, k)
+    return stats.mean([stats.pass_at_k(len(each), each.count(1), k) for each in outcomes])
 
 
 class HeldOut(Callback):

@@ -145,8 +145,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """
     ways = math.comb(n, k)
     return (ways - math.comb(n - correct, k)) / ways
-
-
-def mean_pass_at_k(n: int, correct: Sequence[int], k: int) -> Estimate:
-    """pass@k over items of `n` samples each; `correct[i]` of item i's are right."""
-    return mean([pass_at_k(n, c, k) for c in correct])

@@ -561,7 +561,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
         "training": f"{most}{run.num_steps:,} steps; from step {run.progress.step:,}",
         "estimate": f"about {duration(seconds)} of training",
     }
-    preflight.screen(lines, machine)
+    machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
     return prepared
 
 

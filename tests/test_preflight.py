@@ -23,7 +23,6 @@ from nanochat.preflight import (
     prepare,
     require_disk,
     require_memory,
-    screen,
 )
 from tests.conftest import TINY
 
@@ -205,10 +204,8 @@ def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
     assert text.startswith("checkpoints 4.00 GB; ")
 
 
-def test_the_screen_tells_device_kernels_and_model_in_one_block(machine, tiny_gpt, capsys):
-    screen({**describe(tiny_gpt, machine, False), "estimate": "about 3 h"}, machine)
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["device", "kernels", "model", "estimate"]
+def test_a_run_is_described_by_device_kernels_and_model(machine, tiny_gpt):
+    assert list(describe(tiny_gpt, machine, False)) == ["device", "kernels", "model"]
 
 
 @pytest.mark.parametrize("compiled", [0, pytest.param(1, marks=pytest.mark.slow)])

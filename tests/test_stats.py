@@ -133,8 +133,3 @@ def test_pass_at_k_keeps_its_digits_for_many_samples():
     assert stats.pass_at_k(100_000, 1, 7) == 7 / 100_000
     assert stats.pass_at_k(100_000, 50_000, 99) == 1.0
     assert stats.pass_at_k(10**6, 1, 1) == 1e-6
-
-
-def test_mean_pass_at_k_has_the_error_of_its_items():
-    found = stats.mean_pass_at_k(4, [0, 4, 1, 1], 2)
-    assert found == stats.mean([0.0, 1.0, 0.5, 0.5])
