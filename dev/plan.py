@@ -9,6 +9,7 @@ The flags of each stage are handed in as one string, as speedrun.sh passes them 
 Reads   what earlier attempts left under the base directory: a rerun needs that space only once
 """
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ import torch
 from nanochat.checkpoint import checkpoint_bytes, stage_folder
 from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
-from nanochat.dataset import is_folder
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_flops
@@ -209,7 +209,8 @@ def disk_uses(
     """What the run writes, part by part, in order."""
     tag = base.train.model_tag or f"d{base.depth}"
     data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
-    hub = not (embedded or is_folder(base.data.dataset or tokenizer.data.dataset or ""))
+    name = base.data.dataset or tokenizer.data.dataset or ""
+    hub = not (embedded or name.startswith((".", "/", "~")) or os.path.exists(name))
     tokens = horizon.num_steps * horizon.batch_tokens
     text = max(tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
     rows = tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)

@@ -7,8 +7,7 @@ Bytes come from the raw bytes of each token; special tokens have none and are ou
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nanochat.common import Interrupted, UsageError
-from nanochat.dataloader import inputs_and_targets
 from nanochat.distributed import DistContext
 from nanochat.loss import IGNORE
 
@@ -38,7 +36,6 @@ class Bpb(NamedTuple):
 
 
 Batch = tuple[np.ndarray, np.ndarray]
-next_ids = partial(inputs_and_targets, ignore=IGNORE)  # of text: a target is the id that follows
 
 
 def pooled(parts: Iterable[Bpb]) -> Bpb:
@@ -91,16 +88,3 @@ def bits_per_byte(
             "take an earlier checkpoint, or train again with lower learning rates",
         )
     return [Bpb(each, round(size), round(count)) for each in total]
-
-
-def row_batches(
-    batches: Iterable[np.ndarray], rows: int, split: Callable[[np.ndarray], Batch] = next_ids
-) -> Iterator[Batch]:
-    """
-    Rows -> tokens and targets, by `split`, of exactly `rows` rows; the last batch is filled up
-    with rows in which nothing counts, so that a compiled model sees one shape.
-    """
-    for batch in batches:
-        tokens, targets = split(np.resize(batch, (rows, batch.shape[1])))
-        targets[len(batch) :] = IGNORE
-        yield tokens, targets

@@ -8,8 +8,9 @@ Each has a cadence of its own; all are measured at the end.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ import torch
 
 from nanochat.common import UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import Rows, require_half
+from nanochat.dataloader import Rows, inputs_and_targets, require_half
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, bits_per_byte, bucket_figures, pooled, row_batches
+from nanochat.eval_bpb import Batch, bits_per_byte, bucket_figures, pooled
 from nanochat.eval_core import core, eval_model_of, examine, open_suite
 from nanochat.gpt import GPT, for_inference
 from nanochat.loss import IGNORE
@@ -54,6 +55,25 @@ def samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
             ids.append(int(model(window)[0, -1].argmax()))
         found[f"sample {i}"] = tokenizer.decode(ids)
     return found
+
+
+# ---- Batches to evaluate on ----------------------------------------------------------------------
+
+
+next_ids = partial(inputs_and_targets, ignore=IGNORE)  # of text: a target is the id that follows
+
+
+def row_batches(
+    batches: Iterable[np.ndarray], rows: int, split: Callable[[np.ndarray], Batch] = next_ids
+) -> Iterator[Batch]:
+    """
+    Rows -> tokens and targets, by `split`, of exactly `rows` rows; the last batch is filled up
+    with rows in which nothing counts, so that a compiled model sees one shape.
+    """
+    for batch in batches:
+        tokens, targets = split(np.resize(batch, (rows, batch.shape[1])))
+        targets[len(batch) :] = IGNORE
+        yield tokens, targets
 
 
 # ---- Evaluation while training -------------------------------------------------------------------

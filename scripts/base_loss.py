@@ -20,8 +20,8 @@ from nanochat.config import settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, pooled, row_batches
-from nanochat.evaluators import samples
+from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, pooled
+from nanochat.evaluators import row_batches, samples
 from nanochat.golf.documents import document_bpb
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels

@@ -20,13 +20,13 @@ from nanochat.checkpoint import build_model, new_model
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.eval_bpb import next_ids
 from nanochat.evaluators import (
     FewShotScore,
     PretrainEvalConfig,
     Samples,
     ValidationConfig,
     ValidationLoss,
+    next_ids,
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes, utilization

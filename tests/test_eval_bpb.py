@@ -9,8 +9,8 @@ import torch
 from nanochat.common import UsageError
 from nanochat.eval_bpb import (
     bits_per_byte,
-    row_batches,
 )
+from nanochat.evaluators import row_batches
 from nanochat.loss import IGNORE
 
 TOKEN_BYTES = np.array([0, 1, 2, 3, 4, 0, 6, 7])  # tokens 0 and 5 are special

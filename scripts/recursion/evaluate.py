@@ -23,7 +23,8 @@ from nanochat.common import UsageError
 from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import bits_per_byte, row_batches
+from nanochat.eval_bpb import bits_per_byte
+from nanochat.evaluators import row_batches
 from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
