@@ -240,7 +240,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
         except (OSError, ValueError) as error:
             print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
     if folders:
-        raise CorruptCheckpoint(f"no good checkpoint left in {folder}; --resume=never starts anew")
+        raise CorruptCheckpoint(f"no good checkpoint is left in {folder}")
     return None
 
 
@@ -618,7 +618,13 @@ class Checkpoints:
         Raises CorruptCheckpoint, on every rank, where all are damaged, or where nodes differ.
         """
 
-        found = self.machine.on_node("verifying checkpoints", lambda: open_checkpoint(self.folder))
+        def open_newest() -> Checkpoint | None:
+            try:
+                return open_checkpoint(self.folder)
+            except CorruptCheckpoint as error:
+                raise CorruptCheckpoint(f"{error}; --resume=never moves all aside") from error
+
+        found = self.machine.on_node("verifying checkpoints", open_newest)
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
         names = self.machine.gather(name)
         for rank, other in enumerate(names):

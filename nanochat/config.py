@@ -60,7 +60,10 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     "on_spike": "a loss spike is reported",
     "log_every": "where the console is no terminal, each step has a line",
     "check_ranks_every": "ranks compare their weights every 100 steps",
-    **dict.fromkeys(("sliding_documents", "sliding_stride"), "only scripts.golf.evaluate has it"),
+    **dict.fromkeys(
+        ("sliding_documents", "sliding_stride"),
+        "it is scripts.golf.evaluate --eval_stride",
+    ),
     "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
 BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}

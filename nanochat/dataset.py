@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.common import base_dir, fingerprint, locked, read_json, sha256_file, write_json
+from nanochat.config import require_at_least
 from nanochat.hub import HubRepo, pin_repo
 
 # ---- The texts in a file -------------------------------------------------------------------------
@@ -163,6 +164,9 @@ class DataConfig:
     num_shards: int | None = None
     """Number of training shards to use, counted from the first. Default: all; they are downloaded
     only as they are needed."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, num_shards=1)
 
 
 @dataclass(frozen=True)
@@ -325,18 +329,21 @@ def open_source(
             raise ValueError(f"nothing names a single text: give {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
         names = ("num_shards", "revision", "val_shard")
-        settings = {name: getattr(wanted, name) or recorded.get(name) for name in names}
+        own = {name: getattr(wanted, name) for name in names}
+        settings = {k: recorded.get(k) if own[k] is None else own[k] for k in names}
         # A folder was once named by a flag of its own
         wanted = FirstUseConfig(recorded.get("dataset") or recorded["data_dir"], **settings)
     name = wanted.dataset or ""
     if prepare:
         prepare(name, wanted.num_shards)
+    of_hub = wanted.revision is not None  # no other text has revisions
+    if not of_hub and name.startswith((".", "/", "~")):
+        return open_folder(wanted, must_be)
     home = base_dir() / "data" / name.replace("/", "--")
     path = home / "manifest.json"
-    of_hub = wanted.revision is not None  # no other text has revisions
     if not of_hub and path.is_file() and "identity" in (manifest := read_json(path)):
         source = make_source(wanted, manifest, path, home / "text")
-    elif not of_hub and (name.startswith((".", "/", "~")) or os.path.exists(name)):
+    elif not of_hub and os.path.exists(name):
         return open_folder(wanted, must_be)
     else:
         source = open_hub(wanted, path)

@@ -319,6 +319,8 @@ class DistContext:
             try:
                 return work(), None
             except Exception as error:
+                if self.world_size == 1:
+                    raise
                 return None, portable(error)
 
     def synchronize(self) -> None:

@@ -106,6 +106,7 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # which checks it
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from nanochat.attention import Backend, CacheView, KVCache, Rope, attend, make_mask, rotary, rotate
-from nanochat.config import require_at_least
 from nanochat.loss import EAGER, SOFTCAP, LossKernels, cap, chunked_cross_entropy, token_losses
 
 GATE_CHANNELS = 32  # channels of its input that the gate of a value embedding reads
@@ -56,8 +55,12 @@ class GPTConfig:
     """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
 
     def __post_init__(self) -> None:
+        # By itself: an exported model has this file, but not config.py
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        require_at_least(self, **dict.fromkeys(sizes, 1), value_every=0, bigram_rows=0)
+        least = dict.fromkeys(sizes, 1) | {"value_every": 0, "bigram_rows": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.head_dim < 2 or self.head_dim % 2:

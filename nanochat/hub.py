@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_url, set_client_factory
 from huggingface_hub.hf_api import RepoFile
@@ -279,7 +279,7 @@ class HubRepo:
         A file, complete and verified. One process fetches it, the others wait.
 
         A file that is damaged is set aside as `<name>.bad` and fetched anew, once; after that
-        ValueError names it, and a manifest without any verified file is deleted.
+        ValueError names it, or names it at once where it is what the hub has, but of no use.
         """
         path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
@@ -291,10 +291,7 @@ class HubRepo:
                 bad = path.with_name(path.name + ".bad")
                 os.replace(path, bad)
                 print(printable(f"{path}: {problem}; set aside as {bad.name}"), flush=True)
-            if not any("sha256" in each for each in self.files().values()):
-                self.manifest.unlink()
-        fix = f"use fewer --num_shards, or delete {self.folder} and name another --revision"
-        raise ValueError(f"{self.name}: {file} is refused, twice: {problem}; {fix}")
+            self.refuse(file, f"twice: {problem}")
 
     def obtain(self, file: str) -> str | None:
         """Download the file unless it is there, and record its digest; or say what is wrong."""
@@ -312,10 +309,22 @@ class HubRepo:
         if size != entry["bytes"]:
             return f"it has {size} bytes, the listing says {entry['bytes']}"
         if problem := self.find_problem(path, promised is None):
-            return problem
+            if promised is None:
+                return problem
+            self.refuse(file, f"although it is what the hub has: {problem}")
         entry = {"bytes": size, "sha256": digest}
         self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
+
+    def refuse(self, file: str, problem: str) -> NoReturn:
+        """Raise ValueError for a file; without any verified one, delete the manifest too."""
+        (self.folder / file).unlink(missing_ok=True)
+        with locked(self.folder / ".lock", "writing the manifest"):
+            found = self.files() if self.manifest.exists() else {}
+            if not any("sha256" in each for each in found.values()):
+                self.manifest.unlink(missing_ok=True)
+        fix = f"use fewer --num_shards, or delete {self.folder} and name another --revision"
+        raise ValueError(f"{self.name}: {file} is refused, {problem}; {fix}")
 
     def remote_digest(self, file: str) -> str | None:
         """SHA-256 of a file on the hub, which keeps none of small text files."""

@@ -336,8 +336,10 @@ def read_mixture(words: str) -> tuple[str, dict[str, dict[str, Any]]]:
     known = {tag.name for tag in fields(Tags)} | places
     if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
         raise ValueError(f'{file} is not {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
+    if not (isinstance(content["mixture"], str) and isinstance(content["buckets"], dict)):
+        raise ValueError(f"{file}: the mixture is a string, buckets are {{name: {{...}}}}")
     for name, entry in content["buckets"].items():
-        if len({"task", "dataset"} & entry.keys()) != 1:
+        if not isinstance(entry, dict) or len({"task", "dataset"} & entry.keys()) != 1:
             raise ValueError(f"{file}: {name} must have one of task and dataset")
         if wrong := {k: v for k, v in entry.items() if k not in known or not isinstance(v, str)}:
             allowed = f"the others are strings, of {', '.join(sorted(known))}"
@@ -495,8 +497,9 @@ def open_texts(
     """
     mixture = mix.mixture if mix else ""
     if recorded and "mixture" in recorded and not (mixture or cfg.dataset):
-        described, spec = recorded["sources"].items(), recorded["mixture"]
-        sources = {name: open_source(cfg, was, prepare) for name, was in described}
+        spec, described = recorded["mixture"], recorded["sources"]  # sorted by name
+        names = [part.label for part in parse_mixture(spec)]
+        sources = {name: open_source(cfg, described[name], prepare) for name in names}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
         if parse_budget(spec) != recorded["chosen"]:  # of a version that had a flag for it
             spec += f"@^{recorded['chosen']['mixture_alpha']:g}"

@@ -389,6 +389,8 @@ def start_packing(
         subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True)
         for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
+    for process in processes:
+        threading.Thread(target=record_death, args=(process, rows), daemon=True).start()
     try:
         yield processes
     finally:
@@ -396,6 +398,13 @@ def start_packing(
             process.terminate()
         for process in processes:
             process.wait()
+
+
+def record_death(process: subprocess.Popen, rows: Rows) -> None:
+    """Record that a worker was killed, which it could not do itself."""
+    if process.wait() not in (0, 1, -signal.SIGTERM, 128 + signal.SIGTERM):
+        status = f"a packing process ended with status {process.returncode}"
+        write_atomic(rows.error_path, status)
 
 
 @contextmanager

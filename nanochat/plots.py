@@ -180,9 +180,6 @@ def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
         loops = sorted(each for each in curves if each.startswith("bpb_loop_"))
         shown = {f"loop {loop.removeprefix('bpb_loop_')}": curves[loop] for loop in loops}
     draw_curves(axes, TITLES[name], shown)
-    if name == "grad_norm" and curves["norm_spike"]:
-        axes.plot(*thin(curves["norm_spike"]), "C2o", label="spikes")
-        axes.legend()
     if name in ("grad_norm", "lr", "tokens_per_second"):
         axes.set_ylim(bottom=0)
 
@@ -190,7 +187,7 @@ def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
 def task_bars(record: Record) -> dict[str, Drawing]:
     """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
     tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
-    scores = {name: plain_value(v) for name, v in tasks.items() if name != "CORE metric"}
+    scores = {name: float(plain_value(v)) for name, v in tasks.items() if name != "CORE metric"}
     errors = {name: standard_error(value) for name, value in tasks.items()}
     title = "Centered score per task (0 = chance)"
     return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}

@@ -143,7 +143,8 @@ def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> 
         }
     if rate is not None:
         header["hourly_rate"] = rate
-    write_json(path, header)
+    if rate is not None or not path.exists():
+        write_json(path, header)
     return header
 
 

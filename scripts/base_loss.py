@@ -16,7 +16,7 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
-from nanochat.config import settings, short, start
+from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -53,6 +53,9 @@ class BaseLoss:
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, device_batch_size=1, split_tokens=1, max_documents=1)
 
 
 def main(cfg: BaseLoss) -> None:

@@ -62,9 +62,10 @@ def reset(report_dir: Folder, hourly_rate: float | None) -> Path | None:
 
 def copy(report: Path, figures: Path, out: Path) -> Path:
     """A copy of the report in the folder `out`, with its figures in dev/report/ there."""
-    shutil.rmtree(out / "dev" / "report", ignore_errors=True)
+    for old in (out / "dev" / "report").glob("*.svg"):
+        old.unlink()
     figures.mkdir(exist_ok=True)  # a report may have none
-    shutil.copytree(figures, out / "dev" / "report")
+    shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
     links = f"]({figures.relative_to(report.parent).as_posix()}/"  # no other text has a bare ]
     write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
     return out / "report.md"

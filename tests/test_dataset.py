@@ -176,7 +176,7 @@ def test_a_single_file_is_divided_and_its_identity_says_so(tmp_path):
 def test_asking_for_more_shards_than_there_are_names_how_many_there_are(folder):
     with pytest.raises(ValueError, match="has 2 training shards"):
         local(folder, num_shards=3)
-    with pytest.raises(ValueError, match="--num_shards=0, but .* use --num_shards=2"):
+    with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
         local(folder, num_shards=0)
 
 
@@ -576,7 +576,7 @@ def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
     assert not source.manifest.exists()  # nothing is recorded before a file passed its checks
     source = open_source(DataConfig(dataset="local/broken"))
     assert texts_of(source, "a.parquet") == ["one"]
-    with pytest.raises(ValueError, match=r"b\.parquet is refused, twice: it is no readable parq"):
+    with pytest.raises(ValueError, match=r"b\.parquet is refused, .*: it is no readable parq"):
         texts_of(source, "b.parquet")
     with pytest.raises(ValueError, match=r"c\.parquet is refused.*it has no column `text`"):
         texts_of(source, "c.parquet")

@@ -113,7 +113,7 @@ def test_R33_leaving_out_a_refused_file_works(folder, base, train, name, said):
         (["--num_shards=2"], "use --num_shards=1", ["--num_shards=1"]),
         (["--val_shard=z.jsonl"], "2 files, a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
         (["--revision=dev"], "leave --revision out", []),
-        (["--num_shards=0"], "use --num_shards=1", ["--num_shards=1"]),
+        (["--num_shards=0"], "must be at least 1", ["--num_shards=1"]),
         ([f"--data_dir={Path.home()}"], "named by --dataset=<folder>", []),
         (["--mixture=a"], "give no", []),
     ],

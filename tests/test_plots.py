@@ -16,7 +16,7 @@ METRICS = [
     {"step": step, "loss": y, "lr": 1 - step / 200, "grad_norm": y, "tokens_per_second": 1e6 + y}
     for step, y in LOSS
 ]
-METRICS += [{"step": 200, "val_bpb": 1.2, "norm_spike": 3.0, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2}]
+METRICS += [{"step": 200, "val_bpb": 1.2, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2}]
 POLICY = [{"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1}, {"step": 1, "reward": 0.2}]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
 SEARCH = {"section": "Sweep", "settings": {"search": "lr"}, "series": {"0": [[0.01, 1.0]]}}

@@ -200,7 +200,7 @@ def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoi
             (run.folder / "step_000003" / "model.safetensors").unlink()
     assert len(list(run.folder.parent.glob("tiny.before-*"))) == 1
     with run.open(resume="auto") as checkpoints:
-        with pytest.raises(CorruptCheckpoint, match="--resume=never starts anew"):
+        with pytest.raises(CorruptCheckpoint, match="--resume=never moves all aside"):
             checkpoints.begin(run.identity, run.model, run.optimizer, 9)
 
 

@@ -411,6 +411,7 @@ class Worker:
         started = time.perf_counter()
         try:
             grown = engine.step(patience_seconds)
+            record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
         except Exception as error:  # ends what this engine was doing, not the server
             traceback.print_exc()
             cancel_all(engine)
@@ -419,7 +420,6 @@ class Worker:
             return
         news: dict[Reply, list[Delta]] = {}
         ended = []
-        record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
         for completion in grown:
             _, reply, answer = self.owners[completion]
             if deltas := answer.advance():
