@@ -431,6 +431,8 @@ def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, 
     values = read_json(base / "report" / "base-model-training.json")["values"]
     assert values["CORE metric estimate"]["n"] == 6
     assert metrics[-1]["core_metric"] == values["CORE metric estimate"]["value"]
+    command = [sys.executable, "-m", "scripts.report"]
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, timeout=200)
     assert "Few-shot score during training" in (base / "report.md").read_text()
 
 
