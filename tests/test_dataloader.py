@@ -598,17 +598,14 @@ def test_an_error_of_the_packing_process_reaches_who_waits_with_its_message(fold
         source_of(folder)
 
 
-def test_a_killed_packing_process_is_noticed_and_the_next_one_continues(
-    folder, tokenizer, monkeypatch
-):
+def test_a_killed_packing_process_is_noticed_and_the_next_one_continues(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     with common.locked(packing_module.lock_path(found, "shard_2.jsonl"), ""):
         with start_packing(found, source) as processes:
             found.wait("shard_3.jsonl")
             processes[0].kill()
-            monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 2.0)
-            with pytest.raises(MissingInput, match="nothing is packing them"):
+            with pytest.raises(UsageError, match="status -9"):
                 found.wait("shard_2.jsonl")
     start_and_finish(found, source, workers=1)
     assert all(found.is_packed(shard) for shard in source.shards())
