@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -342,11 +342,11 @@ class DistContext:
 
 def portable(error: Exception) -> Exception:
     """An error that other ranks can receive: one that pickle cannot carry as a RuntimeError."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    with suppress(Exception):  # whatever a class of errors does when it is copied
+        copy = pickle.loads(pickle.dumps(error))
+        if (type(copy), str(copy)) == (type(error), str(error)):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
 def visible_gpus() -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanochat.common import REPOSITORY, read_json
+from nanochat.distributed import portable
 from tests.training_runs import (
     SMALL,
     TRAIN,
@@ -229,3 +230,16 @@ def test_depth_8_works_as_typed_with_dashes_or_underscores(base):
     assert "about" in out  # it says how long it will take
     record = read_json(base / "report" / "base-model-training.json")
     assert record["values"]["DDP world size"] == 2 and len(losses(base, "d8")) == 2
+
+
+class Renamed(ValueError):
+    """An error whose copy says something else."""
+
+    def __init__(self, name: str):
+        super().__init__(f"bad {name}")
+
+
+def test_an_error_arrives_at_other_ranks_with_the_same_message():
+    assert isinstance(portable(ValueError("x")), ValueError)
+    found = portable(Renamed("name"))
+    assert type(found) is RuntimeError and str(found) == "Renamed: bad name"
