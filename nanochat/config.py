@@ -56,15 +56,6 @@ REMOVED = {  # flags that several scripts had -> what to do instead
     **dict.fromkeys(("from_tag", "from_step"), "--source=stage:tag:step names tag and step"),
     **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
     "async_save": "checkpoints are saved asynchronously on GPUs",
-    "max_bad_steps": "five non-finite steps in a row stop a run",
-    "on_spike": "a loss spike is reported",
-    "log_every": "where the console is no terminal, each step has a line",
-    "check_ranks_every": "ranks compare their weights every 100 steps",
-    **dict.fromkeys(
-        ("sliding_documents", "sliding_stride"),
-        "it is scripts.golf.evaluate --eval_stride",
-    ),
-    "warm_start": "it was deleted; the last commit that has it is 484885b",
 }
 BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 

@@ -94,7 +94,8 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
         why = f"{hub} has no data set {repo}, or it is private, or your token is wrong ({code})"
         fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
     elif isinstance(error, unexpected) or is_client_error(error) or code is not None:
-        why = f"the answer of {hub} to {file or repo} is not the hub's ({line})"
+        what = "is an error" if code else "is not the hub's"
+        why = f"the answer of {hub} to {file or repo} {what} ({line})"
         fix = f"log in to the network by browser, check HF_ENDPOINT and the proxy, or {NO_NETWORK}"
     else:
         return None

@@ -242,8 +242,8 @@ def rehearse(
     optimizer: MuonAdamW,
     machine: DistContext,
     ids: Tensor,
-    device_rows: int,
     update: bool,
+    device_rows: int,
 ) -> tuple[int, float] | None:
     """
     The peak memory in bytes of a step, and the seconds of one micro-batch; None where some rank
@@ -306,63 +306,6 @@ class Prepared(NamedTuple):
     """On each device: weights, gradients, optimizer, and all else that a step takes."""
     train_seconds: float
     """From before the first step: micro-batches as they were measured."""
-
-
-def prepare(
-    cfg: KernelConfig,
-    model: GPT,
-    trainable: Trainable,
-    optimizer: MuonAdamW,
-    machine: DistContext,
-    batch_tokens: int,
-    tokens_left: int,
-    device_batch_size: int | None,
-    timed: bool = False,
-) -> Prepared:
-    """
-    Choose kernels and micro-batch, and set the model up for them.
-
-    `timed`: the run ends by the clock, so that compiling the update must not be part of it.
-    `trainable` gives the loss: the model, or what stands around it. Raises UsageError where not
-    even one row fits.
-    """
-    T, device = model.cfg.max_seq_len, machine.device
-    used = hardware.used_memory_bytes(device)
-    rows = batch_tokens // T // machine.world_size
-    limit = rows if device_batch_size is not None else most_rows(model, trainable, machine)
-    device_rows = choose_device_rows(device_batch_size, rows, limit)
-    guess = estimate_seconds(model, tokens_left, machine)
-    compiled = set_kernels(cfg, model, machine, guess, optimizer)
-    mode = "compiles first" if compiled else "eager"
-    machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
-    # tokens and targets of a whole step, twice: a step may reorder its rows
-    ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
-    # on a CPU the update is not measured: what undoes it takes more memory than it does
-    update = device.type == "cuda" or timed
-    # the same limit on all ranks: one that alone ran out of memory would miss a collective
-    available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
-    reserve = GPU_RESERVE if device_batch_size is None else 0
-    with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
-        while not (measured := rehearse(trainable, optimizer, machine, ids, device_rows, update)):
-            torch.cuda.empty_cache()
-            if device_rows == 1 or device_batch_size is not None:
-                why = f"{device_rows} rows at a time do not fit on {machine.device_name}"
-                raise UsageError(why, SMALLER if device_rows == 1 else LET_CHOOSE)
-            device_rows = choose_device_rows(None, rows, device_rows // 2)
-            machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
-    peak_bytes, seconds = measured
-    weights = 4 * model.num_params()  # and their gradients
-    state = sum(4 * x.numel() for x in optimizer.local_state().values())
-    memory = {"weights": weights, "gradients": weights, "optimizer": state}
-    memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold
-    total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
-    parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
-    machine.print0(
-        f"memory     {total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: {parts}; "
-        f"{free / 2**20:,.0f} available"
-    )
-    passes = tokens_left / (device_rows * T * machine.world_size)
-    return Prepared(device_rows, compiled, total, passes * seconds)
 
 
 def require_memory(model: GPT, machine: DistContext) -> None:

@@ -201,7 +201,7 @@ def write_record(
     items       name of a metric -> its `item_scores` or `weighted_scores`
     tables      {"title", "columns", "rows"}, rows of text or numbers
     series      name -> [[x, y], ...], curves that belong into no metrics file
-    metrics     the run's metrics.jsonl (`runlog`), for the figures
+    metrics     the run's metrics.jsonl (`logger`), for the figures
     files       what the stage made, as files or folders: `finished` checks their content later
     extend      keep the values, items and tables of the section's last record where it has the
                 same inputs, and add the costs: a section filled by several calls. A value of None
@@ -245,7 +245,7 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
     that the report shows counts, so that skipping a stage never leaves another one's figures in
     its section. In a script:
 
-        if cfg.once and records.finished(SECTION, stage_key(settings(cfg), inputs)):
+        if cfg.skip_if_done and records.finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")
     """
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")

@@ -63,11 +63,6 @@ Figure = tuple[str, str]  # title, and file relative to the report
 # What stages and scripts call
 
 
-def drawn_before(folder: Path, written: Sequence[Record]) -> Mapping[Path, str]:
-    """The figures that lie in a folder, and their names as titles."""
-    return {path: path.stem for path in sorted(folder.glob("*.svg"))}
-
-
 def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
     """
     Write the record of a script and render the report again. cfg: the script's settings, one of
@@ -82,7 +77,7 @@ def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
-    draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] = drawn_before,
+    draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
 ) -> Path:
     """
     Render the report of a record folder again. Returns the path of report.md: in the base
@@ -91,7 +86,8 @@ def update(
     hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
     those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
     tables of further sections by name. draw(folder of the figures, all records) -> files and titles
-    of the figures: `plots.draw` draws them anew. Raises MissingInput where there is no record.
+    of the figures: `plots.draw` draws them anew; by default those drawn before are shown. Raises
+    MissingInput where there is no record.
     """
     folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
@@ -104,7 +100,8 @@ def update(
     if not written:
         raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
     figures: dict[str, list[Figure]] = {}
-    for path, title in draw(folder / "figures", written).items():
+    before = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
+    for path, title in (draw(folder / "figures", written) if draw else before).items():
         section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
         figures.setdefault(section, []).append((title, link))
     now = time.strftime(records.TIME_FORMAT)

@@ -10,6 +10,7 @@ Source, where no other is named: Miller, "Adding Error Bars to Evals", arXiv:241
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -104,11 +105,9 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
 def sign_test(won: int, lost: int) -> float:
     """The chance that fair coins fall at least as unevenly as `won` to `lost`, exactly."""
     n = won + lost
-    term = tail = 1  # binomial coefficients of n, summed from 0 to the smaller side
-    for i in range(min(won, lost)):
-        term = term * (n - i) // (i + 1)
-        tail += term
-    return min(1.0, 2 * tail / 2**n)
+    # binomial coefficients of n, from 0 to the smaller side
+    terms = accumulate(range(min(won, lost)), lambda x, i: x * (n - i) // (i + 1), initial=1)
+    return min(1.0, 2 * sum(terms) / 2**n)
 
 
 def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint, common, optim, preflight, records, report
+from nanochat import checkpoint, common, hardware, optim, preflight, records, report
 from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NotFinite, require_equal_ranks
 from nanochat.checkpoint import Checkpoint, Checkpoints, Progress, SavingConfig
 from nanochat.common import Interrupted, StoppedWaiting, StopRequest
@@ -29,7 +29,6 @@ from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
-from nanochat.hardware import used_memory_bytes, utilization
 from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
@@ -448,7 +447,9 @@ def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -
     machine, rate = run.machine, done.tokens / seconds
     values = {**done.metrics, "smooth_loss": progress.smooth_loss}
     values |= {"tokens_per_second": rate, "step_seconds": seconds}
-    used = utilization(rate * run.model.flops_per_token(), machine.device, machine.world_size)
+    used = hardware.utilization(
+        rate * run.model.flops_per_token(), machine.device, machine.world_size
+    )
     if used is not None:
         values["mfu"] = used
     if run.max_seconds is not None:
@@ -464,17 +465,18 @@ class Stopwatch:
     """Made when a script begins, for the cost in its record."""
 
     seconds: float = field(default_factory=time.perf_counter)
-    memory_bytes: int = field(default_factory=lambda: used_memory_bytes(torch.device("cpu")))
+    memory_bytes: int = field(
+        default_factory=lambda: hardware.used_memory_bytes(torch.device("cpu"))
+    )
 
 
 def finished_before(
-    section: str,
-    settings: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    cfg: Any,  # with skip_if_done and report_dir
-    machine: DistContext,
+    section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, machine: DistContext
 ) -> bool:
-    """Whether --skip_if_done finds this very stage recorded and its checkpoint intact."""
+    """
+    Whether --skip_if_done finds this very stage recorded and its checkpoint intact; `cfg` has
+    skip_if_done and report_dir.
+    """
     key = records.stage_key(settings, inputs)
     found = cfg.skip_if_done and machine.on_main(
         "verifying files", lambda: records.finished(section, key, cfg.report_dir) is not None
@@ -536,17 +538,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
-    prepared = run.prepared or preflight.prepare(
-        run.kernels,
-        model,
-        run.objective or model,
-        run.optimizer,
-        machine,
-        run.batch_tokens,
-        left * run.batch_tokens,
-        cfg.device_batch_size,
-        timed=run.max_seconds is not None,
-    )
+    prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
     if run.prepared:
         seconds *= left / run.num_steps
@@ -565,12 +557,56 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
     return prepared
 
 
+def fit_rows(run: TrainingRun, steps: int) -> Prepared:
+    """
+    Choose kernels and micro-batch for so many steps of a run, and set its model up for them.
+    Raises UsageError where not even one row fits.
+    """
+    model, optimizer, machine = run.model, run.optimizer, run.machine
+    trainable, asked = run.objective or model, run.cfg.device_batch_size
+    T, device = model.cfg.max_seq_len, machine.device
+    used = hardware.used_memory_bytes(device)
+    rows = run.batch_tokens // T // machine.world_size
+    limit = rows if asked is not None else preflight.most_rows(model, trainable, machine)
+    device_rows = preflight.choose_device_rows(asked, rows, limit)
+    guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
+    compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
+    mode = "compiles first" if compiled else "eager"
+    machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
+    # tokens and targets of a whole step, twice: a step may reorder its rows
+    ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
+    # on a CPU the update is not measured (what undoes it takes more memory than it does), but where
+    # the run ends by the clock: compiling the update must not be part of it
+    update = device.type == "cuda" or run.max_seconds is not None
+    rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids, update)
+    # the same limit on all ranks: one that alone ran out of memory would miss a collective
+    available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
+    reserve = preflight.GPU_RESERVE if asked is None else 0
+    with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
+        while not (measured := rehearse(device_rows)):
+            torch.cuda.empty_cache()
+            if device_rows == 1 or asked is not None:
+                why = f"{device_rows} rows at a time do not fit on {machine.device_name}"
+                fix = preflight.SMALLER if device_rows == 1 else preflight.LET_CHOOSE
+                raise common.UsageError(why, fix)
+            device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
+            machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
+    peak_bytes, seconds = measured
+    weights = 4 * model.num_params()  # and their gradients
+    state = sum(4 * x.numel() for x in optimizer.local_state().values())
+    memory = {"weights": weights, "gradients": weights, "optimizer": state}
+    memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold
+    total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
+    parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
+    machine.print0(
+        f"memory     {total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: {parts}; "
+        f"{free / 2**20:,.0f} available"
+    )
+    return Prepared(device_rows, compiled, total, seconds * steps * rows / device_rows)
+
+
 def write_section(
-    section: str,
-    run: TrainingRun,
-    values: Mapping[str, Any],
-    began: Stopwatch,
-    tables: Sequence[Mapping[str, Any]] = (),
+    section: str, run: TrainingRun, values: dict[str, Any], began: Stopwatch, tables: Sequence = ()
 ) -> None:
     """Write the record of a finished run, render the report, and print the next command."""
     saved, machine, prepared = run.checkpoint, run.machine, run.prepared

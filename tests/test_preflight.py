@@ -15,16 +15,16 @@ from nanochat import hardware, preflight
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import (
-    KernelConfig,
     choose_device_rows,
     describe,
-    prepare,
     require_disk,
     require_memory,
 )
+from nanochat.train import TrainConfig, TrainingRun, fit_rows
 from tests.conftest import TINY
+from tests.test_train import TOKENIZER, Given
 
 
 def test_B16_a_device_batch_that_does_not_divide_names_one_that_does():
@@ -47,7 +47,7 @@ def test_the_micro_batch_is_bounded_and_divides():
 
 def test_stated_memory_counts_every_tensor(machine, tiny_gpt, optimizer, capsys):
     named = dict(tiny_gpt.named_parameters())
-    ready = prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
+    ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
     weights = 4 * tiny_gpt.num_params()
     matrices = 4 * sum(p.numel() for n, p in named.items() if tiny_gpt.param_roles()[n] == "matrix")
     assert ready.memory_bytes >= 4 * weights - matrices
@@ -63,11 +63,28 @@ def test_R32_five_rehearsals_keep_no_activation(machine, tiny_gpt, optimizer):
     gc.disable()
     try:
         for _ in range(5):
-            prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
+            fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
         assert outputs and not any(y() is not None for y in outputs)
     finally:
         gc.enable()
     assert all(p.grad is None for p in tiny_gpt.parameters())
+
+
+def run_of(model, optimizer, machine, device_batch_size=None, **changes):
+    """A run of a tiny model, 8 rows of 16 tokens in a step."""
+    return TrainingRun(
+        kind="base",
+        model=model,
+        tokenizer=TOKENIZER,
+        optimizer=optimizer,
+        loader=Given(None),
+        machine=machine,
+        cfg=TrainConfig(device_batch_size=device_batch_size),
+        tag="tiny",
+        num_steps=8,
+        schedule=ScheduleConfig(),
+        **changes,
+    )
 
 
 @pytest.fixture
@@ -78,7 +95,7 @@ def optimizer(machine, tiny_gpt):
 
 def test_preparing_changes_no_weight_and_finds_what_fits(machine, tiny_gpt, optimizer):
     before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
-    ready = prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None)
+    ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
     assert ready.device_rows == 8 and not ready.compiled and ready.train_seconds > 0
     assert all(torch.equal(p, before[n]) for n, p in tiny_gpt.named_parameters())
 
@@ -99,7 +116,7 @@ def test_R32_a_rehearsal_holds_gradients_as_training_does(
     machine, tiny_gpt, optimizer, asked, accumulates
 ):
     model = HeldGradients(tiny_gpt)
-    prepare(KernelConfig(), tiny_gpt, model, optimizer, machine, 128, 1000, asked)
+    fit_rows(run_of(tiny_gpt, optimizer, machine, objective=model, device_batch_size=asked), 8)
     assert model.held[0] == 0 and all((n > 0) == accumulates for n in model.held[1:])
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
@@ -120,7 +137,7 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
 
     monkeypatch.setattr(optimizer, "muon_kernel", out_of_memory)
     with pytest.raises(UsageError, match="smaller --depth"):
-        prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, machine, 128, 1000, None, timed=True)
+        fit_rows(run_of(tiny_gpt, optimizer, machine, max_seconds=60.0), 8)
     assert all(torch.equal(p, weights[n]) for n, p in tiny_gpt.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
 
@@ -145,7 +162,7 @@ def test_R37_ranks_rehearse_under_the_same_memory_limit(
     monkeypatch.setattr(hardware, "used_memory_bytes", lambda device: 4 << 30)
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: 60 << 30)
     second = SecondRank(0, 0, 1, machine.device, machine.dtype)
-    prepare(KernelConfig(), tiny_gpt, tiny_gpt, optimizer, second, 128, 1000, asked)
+    fit_rows(run_of(tiny_gpt, optimizer, second, device_batch_size=asked), 8)
     assert limits == [(40 << 30) - reserve]
 
 
@@ -167,7 +184,9 @@ def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
 ):
     def run():
         model = Crowded(tiny_gpt, fits)
-        return prepare(KernelConfig(), tiny_gpt, model, optimizer, machine, 128, 1000, asked)
+        return fit_rows(
+            run_of(tiny_gpt, optimizer, machine, objective=model, device_batch_size=asked), 8
+        )
 
     if fits and asked is None:
         assert run().device_rows == 2  # 8 and 4 do not fit

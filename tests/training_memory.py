@@ -17,22 +17,21 @@ from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.preflight import KernelConfig, prepare
+from nanochat.preflight import KernelConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
-from nanochat.train import TrainConfig, TrainingRun, train_step
+from nanochat.train import TrainConfig, TrainingRun, fit_rows, train_step
 from tests.conftest import TINY
 from tests.test_train import TOKENIZER, Given
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
 
-def train(model: GPT, optimizer: MuonAdamW, machine: DistContext, device_rows: int) -> int:
-    """Train three steps; returns the peak of allocated bytes."""
-    torch.cuda.reset_peak_memory_stats()
+def run_of(model: GPT, optimizer: MuonAdamW, machine: DistContext, compiled: bool) -> TrainingRun:
+    """A run of three steps over random rows."""
     rng = np.random.default_rng(0)
     loader = Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda")
     loader.batch_tokens = ROWS * T
-    run = TrainingRun(
+    return TrainingRun(
         kind="base",
         model=model,
         tokenizer=TOKENIZER,
@@ -43,8 +42,13 @@ def train(model: GPT, optimizer: MuonAdamW, machine: DistContext, device_rows: i
         tag="memory",
         num_steps=3,
         schedule=ScheduleConfig(),
-        device_rows=device_rows,
+        kernels=KernelConfig(compile=compiled),
     )
+
+
+def train(run: TrainingRun) -> int:
+    """Train; returns the peak of allocated bytes."""
+    torch.cuda.reset_peak_memory_stats()
     for step in range(run.num_steps):
         train_step(run, step)
     return torch.cuda.max_memory_allocated()
@@ -60,13 +64,12 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     host = peak_memory_bytes(CPU) - host
     table = rules(OptimConfig(), shape.d_model)
     optimizer = MuonAdamW(model, table, machine)
+    run = run_of(model, optimizer, machine, compiled)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):
-        ready = prepare(
-            KernelConfig(compile=compiled), model, model, optimizer, machine, ROWS * T, 10**9, None
-        )
+        ready = fit_rows(run, run.num_steps)
         kept.append(torch.cuda.memory_allocated())
-    weights = tiny.state_dict()
+    weights, run.device_rows = tiny.state_dict(), ready.device_rows
     return {
         "weights": 4 * model.num_params(),
         "host_growth": host,
@@ -76,7 +79,7 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
         "leaked": max(kept) - kept[0],
         "device_rows": ready.device_rows,
         "stated": ready.memory_bytes,
-        "peak": train(model, optimizer, machine, ready.device_rows),
+        "peak": train(run),
     }
 
 
