@@ -547,7 +547,7 @@ class Checkpoints:
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
-            last = max(step_folders(self.folder), default="nowhere")
+            last = max(step_folders(self.folder), default="none is saved")
             fix = f"--resume=auto goes on from the last good step: {last}"
             raise NotFinite(f"{found[0]} holds numbers that are not finite, not saved; {fix}")
 

@@ -559,7 +559,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
 
 def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     """
-    Choose kernels and micro-batch for so many steps of a run, and set its model up for them.
+    Choose kernels and micro-batch for the `steps` left of a run, and set its model up for them.
     Raises UsageError where not even one row fits.
     """
     model, optimizer, machine = run.model, run.optimizer, run.machine

@@ -197,6 +197,7 @@ REFUSALS = {
         status(401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
         "token.*hf auth login",
     ),
+    "bad request": (status(400), "is an error .*Bad.*HF_ENDPOINT"),
     "login page": (page, "is not the hub.*HF_ENDPOINT"),
     "page without a type": (bare_page, "is not the hub.*HF_ENDPOINT"),
     "redirect to a login page": (redirect, "is not the hub.*HF_ENDPOINT"),

@@ -81,7 +81,7 @@ class ServerConfig:
         """The key. Raises ValueError where the file holds none, OSError where there is no file."""
         if self.api_key_file is None:
             return None
-        key = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+        key = Path(self.api_key_file).expanduser().read_text("utf-8", "replace").strip()
         if not key or not key.isascii():
             raise ValueError(f"{self.api_key_file} must hold a key of plain ASCII characters")
         return key

@@ -97,8 +97,9 @@ def test_an_address_that_is_taken_is_told_with_a_way_out(base):
 
 
 def test_a_key_that_cannot_be_read_is_told_before_anything_is_loaded(base, tmp_path):
-    for name in ("missing", "empty"):
-        (tmp_path / "empty").write_text("")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00key")
+    for name in ("missing", "empty", "binary"):
         status, said = run(base, "--port=0", f"--api_key_file={tmp_path / name}")
         assert status == 2 and name in said and "Traceback" not in said
 
