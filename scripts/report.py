@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanochat import report
 from nanochat.common import base_dir, write_atomic
-from nanochat.config import start
+from nanochat.config import require_at_least, start
 from nanochat.lab.reliability import sections
 from nanochat.plots import draw
 from nanochat.records import Folder, new_run_id, report_folder
@@ -34,6 +34,7 @@ class Report:
 
 
 def main(cfg: Report) -> None:
+    require_at_least(cfg, hourly_rate=0)
     if cfg.reset:
         archive = reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; the old one is in {archive}" if archive else "new report")

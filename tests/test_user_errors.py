@@ -66,6 +66,7 @@ BAD_FLAGS = [
     ("chat_cli --source=rl -p hi", "no checkpoint in", "scripts.chat_rl"),
     ("export --source=mid", "no checkpoint in", "scripts.mid_train"),
     ("lab.merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
+    ("report --hourly_rate=-5", "hourly_rate must be at least 0, got -5.0", "at least 0"),
     ("report --report_dir={none}", "no stage has left a record", "bash speedrun.sh"),
 ]
 

@@ -131,7 +131,7 @@ function stats(node) {
 
 function statsOf(node) {
   const found = [];
-  if (node.tokens) found.push(`${node.tokens} tokens`);
+  if (node.tokens) found.push(`${node.tokens} ${node.tokens === 1 ? "token" : "tokens"}`);
   if (node.tokens > 1 && node.seconds > 0) found.push(`${(node.tokens / node.seconds).toFixed(0)} tokens/s`);
   if (node.stopped) found.push("stopped");
   else if (node.finish === "length") found.push("reached the token limit");
