@@ -20,6 +20,7 @@ from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, for_inference
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
 from nanochat.lab.held_out import require_access, require_other_families
+from nanochat.mixture import Part
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
 from nanochat.preflight import Prepared, choose_fused_engine
 from nanochat.rl import HeldOut, RLConfig, RolloutLoader
@@ -34,7 +35,7 @@ from nanochat.train import (
     write_section,
 )
 from tasks.base import Mixture
-from tasks.buckets import TAGS, held_out_questions, questions
+from tasks.buckets import held_out_questions, questions, tags
 from tasks.registry import key_of
 
 SECTION = "Chat RL"
@@ -108,7 +109,8 @@ def main(cfg: ChatRL) -> None:
         train_task = questions(spec, "train", seed)
         held_out = held_out_questions(spec, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
-    require_other_families({t.name: TAGS[key_of(t.name)].parent for t in train_task.tasks})
+    parents = {t.name: tags(Part(key_of(t.name))).parent for t in train_task.tasks}
+    require_other_families(parents)
 
     # Model, rollouts with it as batches, optimizer
     model = load_model(parent, machine)

@@ -1,14 +1,24 @@
 """The code and the names in docs/ are those of the repository."""
 
+import inspect
+import math
 import re
+import sys
+from dataclasses import asdict, dataclass, replace
+from types import ModuleType
 
 import pytest
 import torch
 
-from nanochat import train
+from nanochat import checkpoint, gpt, optim, train
 from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
+from nanochat.eval_chat import score_answer
 from nanochat.gpt import GPT
+from nanochat.optim import ScheduleConfig
+from scripts import chat_sft, mid_train
+from tasks import base, registry
+from tasks.buckets import buckets, held_out_questions
 from tests.conftest import TINY
 
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
@@ -27,12 +37,62 @@ def test_the_methods_of_a_callback_are_those_listed():
     assert listed and re.findall(r"`(\w+)`", listed[1]) == methods
 
 
+def example(first_line, scope):
+    """Run the example that begins with a line; returns the names that it defines."""
+    [code] = re.findall(rf"```python\n({re.escape(first_line)}.*?)```", ARCHITECTURE, re.DOTALL)
+    scope = {**scope, "__name__": "example"}
+    exec(code, scope)
+    return scope
+
+
 def test_the_example_of_a_metric_computes_it():
-    code = re.search(r"```python\n(class LargestWeight.*?)\n\n\ndef main", ARCHITECTURE, re.DOTALL)
-    assert code
-    scope = {"Callback": train.Callback, "GPT": GPT}
-    exec(code[1], scope)
+    scope = example("class LargestWeight", {"Callback": train.Callback, "GPT": GPT, "BaseTrain": 0})
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     torch.nn.init.constant_(model.embed.weight, -70.0)
-    found = scope["LargestWeight"](model).after_backward(1.0)  # type: ignore[operator]
+    found = scope["LargestWeight"](model).after_backward(1.0)
     assert found == {"largest_weight": pytest.approx(70.0)}
+
+
+def test_the_example_of_an_architecture_is_built_from_its_configuration(monkeypatch):
+    names = {"Any": object, "Mapping": dict, "Tensor": torch.Tensor, "dataclass": dataclass}
+    scope = example("@dataclass(frozen=True)\nclass GeluConfig", {**vars(gpt), **names})
+    module = ModuleType("nanochat.gelu")
+    vars(module).update(scope)
+    monkeypatch.setitem(sys.modules, "nanochat.gelu", module)
+    monkeypatch.setitem(checkpoint.ARCHITECTURES, "gelu", "nanochat.gelu")
+    cfg = checkpoint.read_config({**asdict(TINY), "gelu": True})
+    model, plain = (build_model(c, torch.device("cpu"), torch.float32, 0) for c in (cfg, TINY))
+    x = torch.tensor([[-1.0] * TINY.d_model])
+    assert type(model).__name__ == "GeluGPT" and model.blocks[0].mlp.up(x).min() < 0
+    torch.nn.init.ones_(model.blocks[0].mlp.down.weight)
+    torch.nn.init.ones_(plain.blocks[0].mlp.down.weight)
+    assert not torch.allclose(model.blocks[0].mlp(x), plain.blocks[0].mlp(x))
+
+
+def test_the_example_of_a_task_is_trained_on_scored_and_rewarded(monkeypatch):
+    scope = example("PAIRS = {", vars(base))
+    monkeypatch.setitem(registry.TASKS, "capitals", registry.Entry(scope["Capitals"]))
+    [bucket] = buckets("capitals*4")
+    assert len(bucket.train) == 3 and len(bucket.val) == 2 and bucket.tags.parent == ""
+    asked = held_out_questions("capitals", 2)
+    scores = [score_answer(asked, 0, answer) for answer in ("Lima", "Oslo", "Perhaps Lima")]
+    assert sorted(scores) == [0.0, 0.0, 1.0]
+
+
+def test_the_example_of_a_schedule_is_a_cosine():
+    scope = example("def lr_factor", {"math": math, "ScheduleConfig": ScheduleConfig})
+    cfg = ScheduleConfig(warmup_steps=10, warmdown_ratio=0.5, final_lr_frac=0.1)
+    factors = [scope["lr_factor"](step, 100, cfg) for step in range(100)]
+    assert factors[0] == 0.1 and factors[9:50] == [1.0] * 41
+    assert factors[75] == pytest.approx(0.55) and factors[99] == pytest.approx(0.1, abs=1e-3)
+    same = inspect.signature(scope["lr_factor"]) == inspect.signature(optim.lr_factor)
+    assert same, "it takes the place of the one there is"
+
+
+def test_the_example_of_a_stage_calls_what_there_is():
+    calls = []
+    names = {"fine_tune": lambda *args: calls.append(args), "replace": replace, "start": None}
+    scope = example("def main(cfg: ChatSft)", {**vars(chat_sft), **names})
+    scope["main"](chat_sft.DEFAULTS)
+    bound = inspect.signature(mid_train.fine_tune).bind(*calls[0]).arguments
+    assert bound["kind"] == "polish" and bound["summarize"] is chat_sft.summarize
