@@ -49,7 +49,9 @@ def read(path: Path) -> tuple[str, list[Result]]:
         kinds = {child.tag for child in case}
         outcome = next((k for k in ("failure", "error", "skipped") if k in kinds), "passed")
         name, file = case.get("name", ""), case.get("classname", "").split(".")[-1]
-        counted = {p.get("name", ""): int(p.get("value", "0")) for p in case.iter("property")}
+        counted = {
+            p.get("name", ""): int(float(p.get("value", "0"))) for p in case.iter("property")
+        }
         results.append(Result(name, file, mark, outcome, counted))
     return suite.get("timestamp", "")[:10], results
 

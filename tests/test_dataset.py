@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import huggingface_hub.constants
@@ -460,7 +461,9 @@ def test_R12_an_overloaded_hub_is_asked_again_and_that_is_said(serve, hub, capsy
 
 
 def test_R12_attempts_are_bounded_and_the_error_says_how_to_go_on(serve, monkeypatch):
-    server = serve(fail_first=1000)
+    server, slept = serve(fail_first=1000), []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(hub_files, "time", clock)  # one that only a pause moves
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(UsageError, match="run the same command again"):
         mini().fetch("shard_00005.parquet")
