@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
-# From nothing to a trained model and its report card, on whatever this machine is.
+# Train a chat model from scratch and write its report card, on CPU or GPUs.
 #
-#   bash speedrun.sh                       # detect the machine
-#   bash speedrun.sh --plan                # install, print the plan (minutes, money, disk), and stop
-#   PROFILE=gpu DEPTH=8 bash speedrun.sh   # choose: h100x8, gpu (1 to 7 GPUs), cpu; depth is the one dial
-#   PROFILE=smoke bash speedrun.sh         # every stage for a moment: does it work here?
-#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's own data, tasks and processes,
-#                                          # in out/dry-run
+#   bash speedrun.sh                       # detect the hardware
+#   bash speedrun.sh --plan                # install, print the plan (time, cost, disk), and exit
+#   PROFILE=gpu DEPTH=8 bash speedrun.sh   # h100x8, gpu (1 to 7 GPUs) or cpu; depth sets the model size
+#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage
+#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's data, tasks and processes, in
+#                                          # out/dry-run
 #
-# Safe to run again: a finished stage is skipped by the fingerprint of its inputs, an interrupted
-# training continues. Everything generated goes to out/, or to NANOCHAT_BASE_DIR. WANDB_RUN=<name>
-# logs to Weights & Biases; REPORT_OUT=<folder> takes the copy of the report card; SEED=<n> repeats
-# the whole run with other luck (in a NANOCHAT_BASE_DIR of its own).
+# If a run is interrupted, rerun the same command: finished stages are skipped if their inputs have
+# not changed, and an interrupted training is resumed. All output goes to NANOCHAT_BASE_DIR (default:
+# out/). WANDB_RUN=<name> logs to Weights & Biases, REPORT_OUT=<folder> gets a copy of the report
+# card, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
 set -euo pipefail
 cd "$(dirname "$0")"
 
 case "$*" in
 "" | --plan) ;;
 *)
-    echo "error: speedrun.sh takes no argument but --plan, not '$*'; settings are environment variables, listed in its head" >&2
+    echo "error: unknown argument '$*'; use --plan, or the environment variables at the top of speedrun.sh" >&2
     exit 2
     ;;
 esac
 
-# ---- The machine --------------------------------------------------------------------------------
+# ---- Hardware -----------------------------------------------------------------------------------
 source dev/profile.sh
 
-# Per profile: text, vocabulary, shape and horizon, the chat stages; the minutes of each stage but the
-# base model, whose minutes dev.plan computes, and the depth and processes at which they hold. cpu:
-# measured on 2 cores, 2026-11. GPUs: estimated from published throughput, not measured yet.
-#        tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat evaluations
+# Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
+# estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
+# evaluations), and the depth and number of processes they refer to. cpu: measured on 2 cores,
+# 2026-11. GPUs: estimated from published throughput.
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
@@ -54,7 +54,7 @@ cpu)
     depth=${DEPTH:-4}
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    # no bigrams: of 1.6M tokens they learn pairs by heart, and few-shot scores fall (dev/LOG.md)
+    # no hash-bigram embedding: it overfits 1.6M tokens and lowers few-shot scores (dev/LOG.md)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
         --eval_tokens=32768 --bigram_rows=0)
     score=(--split_tokens=131072 --max_documents=300)
@@ -80,12 +80,12 @@ smoke)
     plan=(--minutes="1 1 1 1 1 1 1 1" --minutes_depth=2)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: unknown PROFILE '$PROFILE'; use h100x8, gpu, cpu or smoke" >&2
     exit 2
     ;;
 esac
 
-if [ -n "${DRY_RUN:-}" ]; then # later flags win: the profile's stages and processes, each for a moment
+if [ -n "${DRY_RUN:-}" ]; then # a few steps of every stage; the last of duplicate flags wins
     export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/dry-run}"
     REPORT_OUT="${REPORT_OUT:-$NANOCHAT_BASE_DIR}"
     text+=(--num_shards=1)
@@ -102,7 +102,7 @@ fi
 # ---- Installation and plan ----------------------------------------------------------------------
 echo "speedrun: profile $PROFILE, $gpus GPUs found, depth $depth"
 source dev/setup.sh
-words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # as one string, for dev.plan
+words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # quotes flags as one string, for dev.plan
 shape+=(--depth="$depth")
 python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
     --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")" \
@@ -110,10 +110,10 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
     --rl="$(words ${rl[@]+"${rl[@]}"})"
 [ "${1:-}" != --plan ] || exit 0
 
-# ---- The stages ---------------------------------------------------------------------------------
+# ---- Stages -------------------------------------------------------------------------------------
 source dev/stages.sh
 
-few_shot=1 # the embedded world has few-shot tasks of its own
+few_shot=1 # the embedded data set has its own few-shot tasks
 if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
     fetch_suite
     core+=("${suite[@]}")
@@ -140,5 +140,5 @@ stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report --out="${REPORT_OUT:-.}"
 echo
-echo "speedrun: done. The report card is report.md. Talk to your model:"
-echo "    source .venv/bin/activate && python -m scripts.chat_web    # in a browser; chat_cli: here"
+echo "speedrun: done. The report card is report.md. Chat with your model:"
+echo "    source .venv/bin/activate && python -m scripts.chat_web    # browser; terminal: chat_cli"

@@ -1,11 +1,11 @@
 """
-Record what every stage computes, to compare two commits of a refactor on one machine.
+Record the results of every stage, to check that a refactor is bit-identical.
 
     python -m dev.golden float32 > before.json # in the old checkout
-    python -m dev.golden float32 before.json   # in the new one; exit 1 where a digit differs
+    python -m dev.golden float32 before.json   # in the new one; exits with 1 if anything differs
 
-20 steps of each kind of training, or 3 of pretraining in bfloat16, the rewards of RL, and
-greedy answers of each stage, all on one thread. Digits depend on the processor: compare on one.
+20 steps of each kind of training (bfloat16: 3 steps of pretraining only), RL rewards, and greedy
+answers of each stage, single-threaded. Results depend on the CPU, so compare on one machine.
 """
 
 import json
@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-STEPS = {"float32": 20, "bfloat16": 3}  # processors without bfloat16 take minutes for one
+STEPS = {"float32": 20, "bfloat16": 3}  # a step takes minutes on CPUs without bfloat16
 SMALL = (
     "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8 "
-    "--compile=0"  # else an estimate of the time decides
+    "--compile=0"  # the default depends on a time estimate
 )
 CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048 --compile=0"
 GOLF = (
@@ -26,9 +26,9 @@ GOLF = (
     "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 --bigram_rows=0 "
     "--quantize=embed.*=int8,*=int6"
 )
-HOUSE = Path("scripts/golf/base_train.py").exists()  # where tracks have scripts of their own
-GOLF_SCRIPT = "golf.base_train" if HOUSE else "base_train"
-RECURSION_SCRIPT = "recursion.base_train" if HOUSE else "base_train"
+TRACKS = Path("scripts/golf/base_train.py").exists()  # older commits have no scripts for tracks
+GOLF_SCRIPT = "golf.base_train" if TRACKS else "base_train"
+RECURSION_SCRIPT = "recursion.base_train" if TRACKS else "base_train"
 RL = "--examples_per_step=4 --num_samples=4 --max_new_tokens=24 --eval_examples=8 --eval_samples=2"
 RUNS = {  # tag -> stage, script and its flags
     "plain": ("base", f"base_train {SMALL}"),
@@ -47,7 +47,7 @@ CURVES = ("loss", "grad_norm", "val_bpb", "reward", "pass_at_1")
 
 
 def run(base: Path, words: str) -> str:
-    """What a script prints. Raises CalledProcessError where it fails."""
+    """Run a script and return its stdout. Raises CalledProcessError if it fails."""
     name, *flags = words.split()
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"scripts.{name}", *flags]
@@ -55,13 +55,13 @@ def run(base: Path, words: str) -> str:
 
 
 def curves(folder: Path) -> dict[str, list[float]]:
-    """The figures of a training by name, every digit of them."""
+    """Metrics of a training run by name, at full precision."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {name: [line[name] for line in lines if name in line] for name in CURVES}
 
 
 def record(dtype: str) -> dict[str, object]:
-    """Everything in one dtype, in a base directory of its own; in bfloat16 only pretraining."""
+    """Run everything (bfloat16: pretraining only) in a temporary base directory."""
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
@@ -73,8 +73,8 @@ def record(dtype: str) -> dict[str, object]:
             checkpoints = base / FOLDERS.get(stage, "chatrl_checkpoints")
             found[f"{dtype} {tag}"] = curves(checkpoints / tag)
         for stage, tag in ANSWERED if dtype == "float32" else ():
-            asked = f"chat_cli -i {stage} -g {tag} -t 0 -p Who?"
-            found[f"{dtype} answer of {tag}"] = run(base, f"{asked} --dtype={dtype}")
+            chat = f"chat_cli -i {stage} -g {tag} -t 0 -p Who?"
+            found[f"{dtype} answer of {tag}"] = run(base, f"{chat} --dtype={dtype}")
     return found
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     differ = [name for name in before.keys() | found.keys() if before.get(name) != found.get(name)]
     for name in sorted(differ):
         print(f"{name}\n  before {before.get(name)}\n  now    {found.get(name)}")
-    print(f"{len(found) - len(differ)} of {len(before)} equal to the last digit")
+    print(f"{len(found) - len(differ)} of {len(before)} results are bit-identical")
     raise SystemExit(bool(differ))
 
 

@@ -1,12 +1,12 @@
 """
-Arms of parameter golf against each other: each arm and seed trained, exported, scored; one table.
+Parameter golf ablations: train, export and evaluate each arm and seed; print a table.
 
     python -m dev.golf_arms --arms="golf,no XSA" --steps=440       # equal tokens
     python -m dev.golf_arms --arms=golf,plain --seconds=600        # equal time
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
-Writes  arms/<arm>-<seed>/ under it: log, artifact, records; the table goes to the screen. Runs that
-        are there are not repeated. Two at a time, a thread each: run nothing else beside them.
+Writes  arms/<arm>-<seed>/ there: log, artifact, records. Finished runs are kept. Runs are
+        single-threaded, two at a time; for valid step times, run nothing else
 """
 
 import os
@@ -39,8 +39,8 @@ GOLF = (
 ARMS = {
     "golf": GOLF,
     "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_every=0 --quantize=*=fp16 "
-    "--weight_decay=0.25",  # it takes twice the steps: what the rule of scaling.py gives for those
-    "no late quantisation": f"{GOLF} --qat_start=1",
+    "--weight_decay=0.25",  # from the rule in scaling.py for its steps, twice as many
+    "no late quantization": f"{GOLF} --qat_start=1",
     "XSA in all layers": f"{GOLF} --xsa_last_n=4",
     "partial RoPE (16 of 32)": f"{GOLF} --rope_dims=16",
     "no weight decay": f"{GOLF} --weight_decay=0",
@@ -50,17 +50,17 @@ ARMS = {
 @dataclass(frozen=True)
 class Arms:
     arms: str = ",".join(ARMS)
-    """Which, separated by commas; the first is what the others are compared with."""
+    """Ablation arms, separated by commas; the first is the baseline."""
     seeds: int = 3
-    """Seeds of each arm."""
+    """Number of seeds per arm."""
     steps: int | None = None
-    """Steps of each run."""
+    """Optimizer steps per run. Default: set by seconds."""
     seconds: float | None = None
-    """Or seconds of each run."""
+    """Training seconds per run. Default: set by steps."""
     max_documents: int = 150
-    """Validation documents to score."""
+    """Number of validation documents to score."""
     eval_stride: int = 0
-    """Of the sliding evaluation; 0 = none."""
+    """Stride of the sliding-window evaluation in tokens; 0 = off."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Result:
 
 
 def run(cfg: Arms, arm: str, seed: int) -> Result:
-    """Train, export and score one arm with one seed."""
+    """Train, export and evaluate one arm with one seed."""
     name = re.sub("[^a-z0-9]+", "-", arm.lower()).strip("-")
     tag = f"{name}-{fingerprint(ARMS[arm])[:6]}-{cfg.steps or cfg.seconds}-{seed}"
     folder = base_dir() / "arms" / tag
@@ -107,12 +107,12 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
     steps = read_metrics(base_dir() / "base_checkpoints" / tag / "metrics.jsonl")
     seconds = [line["step_seconds"] for line in steps if "step_seconds" in line]
     result = Result(
-        values["Pre-quantisation bpb"],
+        values["Pre-quantization bpb"],
         values["Roundtrip bpb"],
         values.get("Roundtrip sliding bpb"),
         artifact.stat().st_size,
         len(seconds),
-        # where late quantisation is at work; of those the fastest tenth, when nothing else ran
+        # steps with late quantization; the fastest tenth, to exclude interference
         statistics.quantiles(seconds[-len(seconds) // 7 :], n=10)[0],
     )
     print(arm, seed, result, flush=True)
@@ -120,7 +120,7 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
 
 
 def one_thread() -> dict[str, str]:
-    """The environment of a run that has a core to itself."""
+    """Environment of a single-threaded run."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -132,19 +132,17 @@ def show(values: list[float], digits: int = 4) -> str:
 
 def main(cfg: Arms) -> None:
     if (cfg.steps is None) == (cfg.seconds is None):
-        raise ValueError("give either --steps or --seconds")
+        raise ValueError(f"got steps {cfg.steps} and seconds {cfg.seconds}; set exactly one")
     arms = [arm.strip() for arm in cfg.arms.split(",")]
     todo = [(arm, seed) for seed in range(cfg.seeds) for arm in arms]
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(todo, pool.map(lambda job: run(cfg, *job), todo), strict=True))
-    print(
-        "\n| arm | before | roundtrip | gap | minus first | sliding | bytes | steps | step time |"
-    )
+    print("\n| arm | before | roundtrip | gap | vs. first | sliding | bytes | steps | step time |")
     print("|---|---|---|---|---|---|---|---|---|")
     first = [found[arms[0], s] for s in range(cfg.seeds)]
     for arm in arms:
         mine = [found[arm, s] for s in range(cfg.seeds)]
-        apart = [m.roundtrip - f.roundtrip for m, f in zip(mine, first, strict=True)]
+        change = [m.roundtrip - f.roundtrip for m, f in zip(mine, first, strict=True)]
         slower = [m.step_seconds / f.step_seconds for m, f in zip(mine, first, strict=True)]
         sliding = [m.sliding for m in mine if m.sliding is not None]
         cells = [
@@ -152,7 +150,7 @@ def main(cfg: Arms) -> None:
             show([m.before for m in mine]),
             show([m.roundtrip for m in mine]),
             show([m.roundtrip - m.before for m in mine]),
-            "" if arm == arms[0] else show(apart),
+            "" if arm == arms[0] else show(change),
             show(sliding) if sliding else "",
             f"{max(m.bytes for m in mine):,}",
             f"{statistics.mean(m.steps for m in mine):,.0f}",

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# A data ablation in small: what do Korean chat, GSM8K and the share of Korean change, on two bases?
+# Small data ablation on two base models: Korean chat, GSM8K, and the ratio of Korean to English.
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
 #
-# Safe to stop and start again. Reads local/mini-pretrain, mini-pretrain-korean, chat-instruct and
-# chat-korean, GSM8K, ARC, AQuA and KMMLU from the hub. Writes below NANOCHAT_BASE_DIR, and the
-# section "Sweep korean". ARC's and KMMLU's test questions are only evaluated on.
+# If it is interrupted, rerun the same command. Reads local/mini-pretrain, mini-pretrain-korean,
+# chat-instruct and chat-korean, GSM8K, ARC, AQuA and KMMLU from the hub. Writes below
+# NANOCHAT_BASE_DIR, and the section "Sweep korean". ARC and KMMLU test questions are not trained on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
 text=(--mixture=dev/korean_text.json)
-as_measured=(--bigram_rows=0 --value_every=2) # before the default had more tables
+as_measured=(--bigram_rows=0 --value_every=2) # the defaults when the study was measured
 
 python -m scripts.tok_train "${text[@]}" --vocab_size=4096 --max_chars=40000000 --skip_if_done
 python -m scripts.data "${text[@]}" --max_seq_len=512
 
-# Two bases, a core each
+# Two base models, one core each
 for depth in 2 4; do
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m scripts.base_train --depth=$depth "${text[@]}" \
         --max_seq_len=512 --num_iterations=400 --total_batch_size=8192 --eval_every=200 \

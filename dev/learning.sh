@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# How much is learned from little: depth 4 on 3.9M tokens of real text, by document bpb, three seeds.
+# Data efficiency benchmark: document bpb of a depth-4 model after 3.9M tokens of real text, 3 seeds.
 #
 #   bash dev/learning.sh                                # half an hour on two cores
-#   bash dev/learning.sh without --bigram_rows=0        # flags of base_train: another arm
+#   bash dev/learning.sh without --bigram_rows=0        # ablation arm "without": flags of base_train
 #
-# Safe to stop and start again. The first word names the arm. STEPS=600 trains for less, DEPTH=6 another
-# model, SEEDS="0 1" fewer of them. DATASET is any data set of the hub with text; the figures in the log are
-# of local/mini-pretrain, which is on a hub of our own (HF_ENDPOINT): 133 MB of old books and encyclopaedias,
-# technical documents and Python code from public repositories. Writes below NANOCHAT_BASE_DIR.
+# If it is interrupted, rerun the same command. The first argument names the ablation arm. STEPS=600,
+# DEPTH=6 and SEEDS="0 1" override the defaults. DATASET: any text data set on the hub. The results in
+# dev/LOG.md used local/mini-pretrain on a private hub (HF_ENDPOINT): 133 MB of old books and
+# encyclopedias, technical documents and public Python code. Writes below NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
@@ -32,5 +32,5 @@ import json, statistics, sys
 folder, *seeds = sys.argv[1:]
 found = [json.load(open(f"{folder}-{s}/base-model-loss.json"))["values"]["document bpb"] for s in seeds]
 spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-print(f"document bpb {statistics.mean(found):.4f}, standard deviation of the seeds {spread:.4f}:", *found)
+print(f"document bpb {statistics.mean(found):.4f}, standard deviation over seeds {spread:.4f}:", *found)
 PYTHON

@@ -1,12 +1,12 @@
 """
-Print the plan of a whole run: minutes, money, disk, sandbox. Rejects one that the disk cannot hold.
+Print the plan of a speedrun: time, cost, disk, sandbox. Rejects it if the disk is too small.
 
     python -m dev.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
-    bash speedrun.sh --plan      # the plan of this machine's profile, and nothing else
+    bash speedrun.sh --plan      # the plan for this machine
 
-The flags of each stage are handed in as one string, as speedrun.sh passes them to the stage itself.
+The flags of each stage are passed as one string.
 
-Reads   what earlier attempts left under the base directory: a rerun needs that space only once
+Reads   output of earlier attempts under the base directory, which a rerun reuses
 """
 
 import os
@@ -40,12 +40,10 @@ from scripts.chat_rl import ChatRL
 from scripts.tok_train import TokTrain
 from tasks.registry import TASKS, why_unavailable
 
-# Stored bytes per token: of text on the hub (a token stands for about 4.5 bytes of text, a byte of
-# parquet for 2.5), and of an allowance for conversations, tasks and few-shot items with their rows.
-HUB_BYTES_PER_TOKEN = 1.8
+HUB_BYTES_PER_TOKEN = 1.8  # parquet bytes: about 4.5 bytes of text per token, compressed 2.5x
 CHARS_PER_HUB_BYTE = 2.5
-HUB_TASK_BYTES = 4e9
-HOPPER_ON = ("H100", "H200", "GH200", "B200", "B300")  # where PyTorch picks cuDNN's attention
+HUB_TASK_BYTES = 4e9  # allowance for conversations, tasks and few-shot items, with their rows
+HOPPER_ON = ("H100", "H200", "GH200", "B200", "B300")  # PyTorch selects cuDNN attention on these
 STAGES = (
     "tokenizer",
     "tokenizer evaluation",
@@ -61,20 +59,20 @@ STAGES = (
 @dataclass(frozen=True)
 class Plan:
     profile: str = ""
-    """Name of the profile, for the messages."""
+    """Profile name, for messages."""
     processes: int = 1
-    """Processes that train, one per GPU."""
+    """Number of training processes, one per GPU."""
     gpu: str = ""
-    """Name of the GPUs, as nvidia-smi reports it. Default: the CPU trains."""
+    """GPU name from nvidia-smi; empty = train on CPU."""
     utilization: float = GPU_EFFICIENCY
-    """Assumed share of the GPUs' peak FLOPs, for the minutes of the base model."""
+    """Assumed fraction of the GPU's peak FLOP/s, for the time of the base model."""
     minutes: str = "0 0 0 0 0 0 0 0"
     """Minutes of the other stages, in order: tokenizer, its evaluation, base loss, base evaluation,
     mid, SFT, RL, all chat evaluations."""
     minutes_depth: int = 4
-    """Depth at which those minutes hold; stages that run the model are scaled from it by FLOPs."""
+    """Depth that `minutes` refer to; stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
-    """Processes with which they hold; the same stages are scaled by them."""
+    """Number of processes that `minutes` refer to; the same stages scale inversely."""
     tokenizer: str = ""
     """Flags of scripts.tok_train."""
     base: str = ""
@@ -88,19 +86,19 @@ class Plan:
 
     def __post_init__(self) -> None:
         if len(self.minutes.split()) != len(STAGES):
-            raise ValueError(f"minutes has {len(STAGES)} numbers, not {self.minutes!r}")
+            raise ValueError(f"minutes must be {len(STAGES)} numbers, got {self.minutes!r}")
 
 
 class Use(NamedTuple):
-    """Bytes that a part of the run writes below the base directory."""
+    """Disk space of one part of the run, in bytes."""
 
     name: str
     peak: float
-    """At most, while it runs."""
+    """Maximum while it runs."""
     left: float
     """Afterwards."""
     there: float
-    """Written by an earlier attempt."""
+    """Already written by an earlier attempt."""
 
 
 def main(cfg: Plan) -> None:
@@ -121,18 +119,18 @@ def main(cfg: Plan) -> None:
     needed = bytes_needed(uses)
     listed = ", ".join(f"{use.name} {in_bytes(use.peak)}" for use in uses if use.peak)
     print(
-        f"  disk                  {in_bytes(needed)} more at the peak, "
+        f"  disk                  {in_bytes(needed)} more at peak, "
         f"{in_bytes(free_bytes(base_dir()))} free in {base_dir()}\n"
-        f"    by part: {listed}"
+        f"    parts: {listed}"
     )
     for name in chat_eval.default_tasks({"dataset": "embedded"} if embedded else {}):
         if why := why_unavailable(name):
-            print(f"  {TASKS[name].task.name} is left out of the chat evaluations: {why}")
-    require_free(base_dir(), needed, f"this run ({listed})", "a smaller DEPTH")
+            print(f"  chat evaluations skip {TASKS[name].task.name}: {why}")
+    require_free(base_dir(), needed, f"this run ({listed})", "use a smaller DEPTH")
 
 
 def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
-    """The base model without memory for its weights."""
+    """The base model on the meta device."""
     shape = shape_for_depth(
         base.depth, vocab_size, base.max_seq_len, base.arch, base.window_pattern, base.shape
     )
@@ -141,11 +139,11 @@ def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
 
 
 # ------------------------------------------------------------------------------------------------
-# Minutes
+# Time and cost
 
 
 def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None:
-    """The minutes of every stage, what they assume, and their price."""
+    """Print the minutes of every stage, their assumptions, and the total cost."""
     flops = model.flops_per_token()
     reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size)
     scale = flops / reference.flops_per_token() * cfg.minutes_processes / cfg.processes
@@ -163,34 +161,34 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
     print(f"plan: profile {cfg.profile}, depth {base.depth} on {devices}")
     for name in STAGES:
         if name == "base model loss":
-            shown = "unknown" if base_minutes is None else f"about {base_minutes:.0f} min"
-            print(f"  {'base model':<21} {shown}: {assumed}")
+            estimate = "unknown" if base_minutes is None else f"about {base_minutes:.0f} min"
+            print(f"  {'base model':<21} {estimate}: {assumed}")
             print(
                 f"    {model.num_params():,} parameters, {horizon.num_steps:,} steps of "
-                f"{horizon.batch_tokens:,} tokens = {tokens:.3g}, {total_flops:.3g} FLOPs"
+                f"{horizon.batch_tokens:,} tokens = {tokens:.3g} tokens, {total_flops:.3g} FLOPs"
             )
         print(f"  {name:<21} about {minutes[name]:.0f} min")
-    least = "at least" if base_minutes is None else "about"
+    precision = "at least" if base_minutes is None else "about"
     print(
-        f"  total                 {least} {everything:.0f} min, "
+        f"  total                 {precision} {everything:.0f} min, "
         f"${everything / 60 * dollars_per_hour:.2f} at ${dollars_per_hour:.2f} an hour"
     )
 
 
 def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
-    """The assumed FLOP/s of one device, None for a GPU of unknown peak, and how it is known."""
+    """Assumed FLOP/s of one device (None for a GPU of unknown peak) and a text explaining it."""
     if not cfg.gpu:
         cpu = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
         rate = matrix_rate(cpu, model.cfg.d_model) * CPU_EFFICIENCY
-        return rate, f"{CPU_EFFICIENCY:.0%} of this CPU's measured matmul rate"
+        return rate, f"assuming {CPU_EFFICIENCY:.0%} of this CPU's measured matmul throughput"
     peak = peak_flops(cfg.gpu)
     if peak is None:
-        return None, f"the peak of a {cfg.gpu} is not known"
+        return None, f"the peak FLOP/s of {cfg.gpu} is unknown"
     cudnn = any(name in cfg.gpu for name in HOPPER_ON)
     kernel = "cuDNN attention (torch >= 2.11)" if cudnn else "FlashAttention 2"
     return peak * cfg.utilization, (
-        f"assuming {cfg.utilization:.0%} of {peak / 1e12:.0f} TFLOP/s in bf16 on each GPU, "
-        f"compiled, with {kernel} by scaled_dot_product_attention"
+        f"assuming {cfg.utilization:.0%} of {peak / 1e12:.0f} TFLOP/s (bf16) per GPU, "
+        f"torch.compile and {kernel}"
     )
 
 
@@ -206,7 +204,7 @@ def disk_uses(
     horizon: Horizon,
     embedded: bool,
 ) -> list[Use]:
-    """What the run writes, part by part, in order."""
+    """Disk space of each part of the run, in order."""
     tag = base.train.model_tag or f"d{base.depth}"
     data, trained = base_dir() / "data", finished(base_train.SECTION, "base", tag)
     name = base.data.dataset or tokenizer.data.dataset or ""
@@ -230,7 +228,7 @@ def disk_uses(
 
 
 def file_use(name: str, size: float, there: float) -> Use:
-    """Of files that are written once and kept."""
+    """Disk space of files that are written once and kept."""
     return Use(name, size, size, there)
 
 
@@ -238,8 +236,8 @@ def checkpoint_use(
     stage: str, section: str, cfg: TrainConfig, steps: int | None, model: GPT, tag: str
 ) -> Use:
     """
-    Of a stage's checkpoints: `keep` and the one being written. The last one of mid, SFT and RL has
-    no optimizer state.
+    Disk space of a stage's checkpoints: `keep` of them and the one being written. The final one of
+    mid, SFT and RL has no optimizer state.
     """
     name, there = f"{stage} checkpoints", bytes_in(stage_folder(stage) / tag)
     if finished(section, stage, tag):
@@ -247,13 +245,13 @@ def checkpoint_use(
     keep, size = cfg.saving.keep, checkpoint_bytes(model)
     last = checkpoint_bytes(model, optimizer=stage == "base")
     every = cfg.save_every
-    on_the_way = 0 if not every else keep + 1 if steps is None else (steps - 1) // every
-    peak = max(size * min(on_the_way, keep + 1), size * min(on_the_way, keep) + last)
-    return Use(name, peak, size * min(on_the_way, keep - 1) + last, there)
+    earlier = 0 if not every else keep + 1 if steps is None else (steps - 1) // every
+    peak = max(size * min(earlier, keep + 1), size * min(earlier, keep) + last)
+    return Use(name, peak, size * min(earlier, keep - 1) + last, there)
 
 
 def finished(section: str, stage: str, tag: str) -> bool:
-    """Whether a stage has a record whose checkpoint of this tag is still there."""
+    """Whether a stage has a record for this tag whose checkpoint files still exist."""
     record = read_if_sound(report_folder() / f"{slug(section)}.json")
     folder = (stage_folder(stage) / tag).relative_to(base_dir())
     files = [Path(name) for name in record["files"]] if record else []
@@ -263,17 +261,17 @@ def finished(section: str, stage: str, tag: str) -> bool:
 
 
 def bytes_in(folder: Path) -> int:
-    """Size of all files below a folder, 0 where there is none."""
+    """Total size of the files below a folder; 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def in_bytes(size: float) -> str:
-    """A size for people."""
+    """Format a size, as in 4.50 GB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def bytes_needed(uses: Sequence[Use]) -> float:
-    """What must be free now for the run to reach its end: the peak over its parts, in order."""
+    """Free bytes that the rest of the run needs: the peak over its parts, in order."""
     needed = written = 0.0
     for use in uses:
         needed = max(needed, written + use.peak - use.there)

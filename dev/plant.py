@@ -1,9 +1,9 @@
 """
-Runs a training script with something planted that breaks it, as a slip in the code would.
+Run a training script with an injected bug.
 
     python -m dev.plant template scripts.chat_sft --source=mid
 
-Reads and writes what the script does; rows of another template are stored under another name.
+Reads and writes the files of the script; rows with the broken template have their own folder.
 """
 
 import runpy
@@ -12,38 +12,38 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nanochat import chat_packing, finetune
+from nanochat import chat_packing
 from nanochat.chat_format import Message, turns
 from nanochat.tokenizer import Tokenizer
 
 
 def template() -> None:
-    """Conversations are written as names and lines, with no special token but BOS."""
+    """Bug: conversations are rendered as plain `Name: text` lines, without chat tokens."""
 
     def render(
         tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
         ids, mask = [tokenizer.bos_id], [0]
         for role, parts in turns(messages):
-            said = "".join(part["text"] for part in parts)
-            name, text = tokenizer.encode(f"{role.title()}:"), tokenizer.encode(f" {said}\n")
+            content = "".join(part["text"] for part in parts)
+            name, text = tokenizer.encode(f"{role.title()}:"), tokenizer.encode(f" {content}\n")
             ids += name + text
             mask += [0] * len(name) + [int(role == "assistant")] * len(text)
         return ids[:max_tokens], mask[:max_tokens]
 
     chat_packing.render = render
-    chat_packing.CHAT_RULE = -1  # rows are kept by this number
+    chat_packing.CHAT_RULE = -1  # part of the fingerprint of the packed rows
 
 
 def mask() -> None:
-    """Questions carry the loss, answers do not."""
+    """Bug: the loss is on questions instead of answers."""
     split = chat_packing.signed_inputs_and_targets
 
     def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
-        bos = rows == rows[:, :1]  # begins every conversation, and fills rows up
+        bos = rows == rows[:, :1]  # starts every conversation and pads the rows
         return split(np.where(bos, rows, ~rows), ignore)
 
-    finetune.signed_inputs_and_targets = signed_inputs_and_targets
+    chat_packing.signed_inputs_and_targets = signed_inputs_and_targets
 
 
 PLANTS: dict[str, Callable[[], None]] = {"template": template, "mask": mask}

@@ -1,11 +1,11 @@
 """
-Does a sweep find what was planted, and nothing else? On the embedded world, midtrained before.
+Test that a sweep detects a known effect and reports no false ones, on the embedded data set.
 
     python -m dev.planted --base=d4
 
-The control learns multiple choice and word problems; one arm learns choices half of whose letters
-are shuffled, which must come out worse; ten arms are the control under other names, of which at
-most one may be called better or worse.
+The control trains on multiple choice and word problems. One ablation arm has half of the answer
+letters randomized and must be reported as worse. Ten arms are copies of the control, of which at
+most one may be reported as different.
 
 Reads   mid_checkpoints/<base>/ under the base directory
 Writes  planted/*.jsonl there, and the section "Sweep planted"
@@ -29,13 +29,13 @@ COPIES = 10
 @dataclass(frozen=True)
 class Planted:
     base: str = "d4"
-    """Checkpoint to start from."""
+    """Tag of the midtrained checkpoint to start from."""
     conversations: int = 1500
-    """Of multiple choice, in the clean file and in the shuffled one."""
+    """Number of multiple-choice conversations."""
     num_iterations: int = 30
-    """Steps of every run."""
+    """Optimizer steps per run."""
     devices: int = 2
-    """Runs at a time."""
+    """Number of parallel runs."""
 
 
 def main(cfg: Planted) -> None:
@@ -60,23 +60,21 @@ def main(cfg: Planted) -> None:
     ]
     subprocess.run([sys.executable, "-m", *words], cwd=REPOSITORY, check=True)
     table = read_json(base_dir() / "report" / "sweep-planted.json")["tables"][0]["rows"]
-    said = {row[2]: row[7] for row in table if row[0] == "val_bpb:world_choice"}
-    false = [
-        arm for arm, verdict in said.items() if arm.startswith("copy") and verdict != "within noise"
-    ]
-    found = said["swap:clean->shuffled"]
-    print(f"planted effect: {found}; of {COPIES} copies {len(false)} called other than noise")
+    verdicts = {row[2]: row[7] for row in table if row[0] == "val_bpb:world_choice"}
+    false = [arm for arm, v in verdicts.items() if arm.startswith("copy") and v != "within noise"]
+    found = verdicts["swap:clean->shuffled"]
+    print(f"planted effect: {found} | {len(false)} of {COPIES} copies differ by more than noise")
     if found != "worse" or len(false) > 1:
         raise SystemExit(1)
 
 
 def write(path: Path, conversations: list[Conversation]) -> None:
-    """A conversation a line."""
+    """Write one conversation per line, as JSON."""
     path.write_text("".join(json.dumps(each) + "\n" for each in conversations))
 
 
 def shuffled(clean: list[Conversation]) -> list[Conversation]:
-    """The same with half of the letters drawn at random."""
+    """Replace about half of the answer letters by random ones."""
     rng = random.Random(0)
     return [
         [

@@ -1,6 +1,6 @@
 # Sourced by scripts/train_h100_fast.sh and scripts/train_h100_extreme.sh: one phase of recursion.
-# Needs: name, preset, and for the H100s iterations, save_every, eval_every, device_rows, eval_tokens,
-# shards, chars, warmup. Flags of base_train may follow the script's name.
+# Inputs: name, preset and, for H100s, iterations, save_every, eval_every, device_rows, eval_tokens,
+# shards, chars, warmup. Extra arguments are passed to base_train.
 
 cd "$(dirname "$0")/.."
 source dev/profile.sh
@@ -9,7 +9,7 @@ depth=${DEPTH:-12}
 
 case "$PROFILE" in
 h100x8 | gpu)
-    [ "$PROFILE" = h100x8 ] || device_rows=-1 # found out: what fits, and divides
+    [ "$PROFILE" = h100x8 ] || device_rows=-1 # -1: automatic
     text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
     shape=(--depth="$depth" --max_seq_len=2048)
@@ -36,13 +36,13 @@ smoke)
     judge=(--eval_tokens=2048)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: unknown PROFILE '$PROFILE'; use h100x8, gpu, cpu or smoke" >&2
     exit 2
     ;;
 esac
-shape+=(--bigram_rows=0 --value_every=2) # as it was measured: no more tables than the layers need
+shape+=(--bigram_rows=0 --value_every=2) # as measured in dev/LOG.md
 
-rate= # a flag of scripts.report; all others are for the trainings
+rate= # --hourly_rate is passed to scripts.report, all other flags to base_train
 flags=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -59,8 +59,8 @@ source dev/setup.sh
 source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
-# For every seed: the recursive model, then two plain ones of the same layers, one trained on as many
-# tokens, one on as many FLOPs. Flags given to the script come first, so that these stay what they are.
+# For every seed: the recursive model, then two plain ones with the same layers, one trained on the
+# same number of tokens, one with the same FLOPs. User flags come first, so they cannot override these.
 plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
     --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
@@ -70,7 +70,7 @@ for seed in $seeds; do
     common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" ${flags[@]+"${flags[@]}"} --seed="$seed"
         --resume=auto --skip_if_done)
     report=$folder/$tag
-    [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # it opens the report card
+    [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # first seed: main report
     stage "recursive model, seed $seed" train scripts.recursion.base_train --recursion_preset="$preset" \
         "${common[@]}" --model_tag="$tag" --report_dir="$report"
     stage "plain model, equal tokens, seed $seed" train scripts.recursion.base_train "${common[@]}" \
@@ -83,12 +83,12 @@ for seed in $seeds; do
     plain="$plain${plain:+,}plain-$tag,longer-$tag"
 done
 
-stage "recursion, judged" train scripts.recursion.evaluate --model_tags="$recursive" \
+stage "recursion evaluation" train scripts.recursion.evaluate --model_tags="$recursive" \
     --plain_tags="$plain" "${judge[@]}"
 python -m scripts.report ${rate:+--hourly_rate="$rate"} >/dev/null
 echo
-echo "The report card is $NANOCHAT_BASE_DIR/report.md, this log logs/train.log"
-awk "BEGIN { printf \"%.0f minutes this time, \$%.2f at \$%.2f an hour\n\", $SECONDS / 60, $SECONDS / 3600 * ${rate:-0}, ${rate:-0} }"
+echo "report: $NANOCHAT_BASE_DIR/report.md | log: logs/train.log"
+awk "BEGIN { printf \"%.0f minutes in this run, \$%.2f at \$%.2f an hour\n\", $SECONDS / 60, $SECONDS / 3600 * ${rate:-0}, ${rate:-0} }"
 if grep -q '"NOT MET' "$NANOCHAT_BASE_DIR/report/recursion.json"; then
     echo "finished, but not all criteria are met"
     exit 1

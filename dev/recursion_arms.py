@@ -1,16 +1,16 @@
 """
-Recursion against plain models of equal cost: presets x seeds trained, each judged; one table.
+Compare recursive models with plain models of equal cost: presets x seeds, in one table.
 
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
-Every run but the twins spends as many FLOPs as --steps steps of the plain model, within 4%: that
-model itself (equal parameters), a deeper one per preset (equal tokens), and the recursive one. The
-twins are the plain model trained on the recursive one's tokens. --others=1 adds arms that are no
-presets. The runs in dev/LOG.md had one key/value head, MLPs of three times the width and a tied
-head, which today only scripts.golf.base_train has; 484885b is the last commit that runs them.
+All runs have the same FLOPs within 4%, those of --steps steps of the plain model: that model
+itself (equal parameters), a deeper one per preset (equal tokens), and the recursive one. An extra
+plain run per preset has the recursive model's number of tokens instead. --others=1 adds arms that
+are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
+head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
-Writes  sweeps/recursion/ there, logs and records in sweeps/runs/. Run nothing beside it.
+Writes  sweeps/recursion/ there, logs and records in sweeps/runs/. Run nothing else meanwhile
 """
 
 from dataclasses import asdict, dataclass, field
@@ -37,8 +37,7 @@ COMMON = (
     "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
     + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
 )
-# Also within the budget: plain repetition, from the start and from the middle, and the rates that
-# the presets once came with.
+# Further arms with the same budget: the learning rate that the preset had earlier
 OTHERS = {
     "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001",
 }
@@ -47,18 +46,18 @@ OTHERS = {
 @dataclass(frozen=True)
 class Arms:
     presets: str = "share2,aggressive,extreme"
-    """Which, separated by commas."""
+    """Presets to run, separated by commas."""
     seeds: int = 3
-    """Seeds of each arm."""
+    """Number of seeds per arm."""
     steps: int = 440
-    """Steps of the plain model, whose FLOPs are the budget of all."""
+    """Optimizer steps of the plain model; its FLOPs are the budget of every run."""
     others: bool = False
-    """Train the arms that are no presets too."""
+    """Also train arms that are not presets."""
     sweep: SweepConfig = field(default_factory=lambda: SweepConfig(devices=2))
 
 
 def flops(depth: int, preset: Preset = "none") -> float:
-    """Of a token, in training."""
+    """Training FLOPs per token."""
     plain = WIDTH.apply(shape_for_depth(depth, Tokenizer.load().vocab_size, T, shape=SHAPE))
     with torch.device("meta"):
         shape = RecursionConfig(recursion_preset=preset).apply(plain)
@@ -66,7 +65,7 @@ def flops(depth: int, preset: Preset = "none") -> float:
 
 
 def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
-    """Tag of every run of a seed -> its flags."""
+    """Tag -> flags of all runs of a seed."""
     budget = cfg.steps * BATCH * flops(DEPTH)
     runs = {f"plain-{cfg.steps}": f"--depth={DEPTH} --num_iterations={cfg.steps}"}
     for preset in presets:
@@ -80,13 +79,13 @@ def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
             f"deep{depth}-{steps}": f"--depth={depth} --num_iterations={steps}",
         }
     if cfg.others:
-        left = f"--depth={DEPTH} --target_flops={budget}"
-        runs |= {f"{name}-{cfg.steps}": f"{left} {flags}" for name, flags in OTHERS.items()}
+        common = f"--depth={DEPTH} --target_flops={budget}"
+        runs |= {f"{name}-{cfg.steps}": f"{common} {flags}" for name, flags in OTHERS.items()}
     return {f"{tag}-{seed}": flags for tag, flags in runs.items()}
 
 
 def training(tag: str, flags: str) -> Job:
-    """One model."""
+    """Training job of one model."""
     seed = tag.rsplit("-", 1)[1]
     words = (
         f"scripts.recursion.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} "
@@ -96,7 +95,7 @@ def training(tag: str, flags: str) -> Job:
 
 
 def judging(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> Job:
-    """A preset against the plain runs: the section that says which criteria are met."""
+    """Evaluation job that compares a preset with the plain runs."""
     tags = [tag for runs in plans for tag in runs]
     mine = [tag for tag in tags if tag.startswith(f"{preset}-")]
     steps = mine[0].split("-")[1]
@@ -106,11 +105,11 @@ def judging(cfg: Arms, preset: Preset, plans: list[dict[str, str]]) -> Job:
         f"scripts.recursion.evaluate --model_tags={','.join(mine)} --plain_tags={','.join(others)} "
         "--eval_tokens=524288"
     )
-    return Job(f"{preset} judged", [words.split()])
+    return Job(f"{preset} evaluation", [words.split()])
 
 
 def show(plans: list[dict[str, str]]) -> None:
-    """Bits per byte of 65,536 validation tokens after every run: mean and standard error."""
+    """Print mean and standard error over seeds of each arm's final validation bpb."""
     arms: dict[str, list[float]] = {}
     for tag in (tag for runs in plans for tag in runs):
         lines = read_metrics(base_dir() / "base_checkpoints" / tag / "metrics.jsonl")

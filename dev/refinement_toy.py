@@ -1,12 +1,11 @@
 """
-How a loss can make refinement look large: four losses of a small recursive model, on a source that
-is known.
+Show how a training loss can inflate the refinement metric: four losses of a toy recursive model.
 
     python -m dev.refinement_toy
 
-Tokens follow a random first-order Markov chain, so what any model can reach is known. In "not
-detached" the gradient of a bonus for improving also reaches the loop before, as some have it;
-nanochat/recursion/model.py has no such thing. Prints a table; some minutes on a core.
+Tokens follow a random first-order Markov chain, so the best possible loss is known. In "not
+detached", the gradient of the improvement bonus also reaches the previous loop, unlike in
+nanochat/recursion/model.py. Prints a table; takes some minutes on one core.
 """
 
 import math
@@ -39,12 +38,12 @@ LOSSES = (
 
 
 def chain(generator: torch.Generator) -> Tensor:
-    """Transition probabilities (V, V), most of each row on a few tokens."""
+    """Transition probabilities (V, V), concentrated on a few tokens per row."""
     return torch.softmax(2.0 * torch.randn(V, V, generator=generator), dim=1)
 
 
 def draw(transitions: Tensor, generator: torch.Generator) -> Tensor:
-    """Rows (ROWS, T + 1) of the chain."""
+    """Sample sequences (ROWS, T + 1) from the chain."""
     ids = [torch.randint(V, (ROWS,), generator=generator)]
     for _ in range(T):
         ids.append(torch.multinomial(transitions[ids[-1]], 1, generator=generator)[:, 0])
@@ -52,12 +51,12 @@ def draw(transitions: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def floor(transitions: Tensor, ids: Tensor) -> float:
-    """Mean nats of the tokens of rows under the chain itself: no model does better, but by luck."""
+    """Cross-entropy of `ids` under the true chain, in nats per token; the expected optimum."""
     return float(-transitions.log()[ids[:, :-1], ids[:, 1:]].mean())
 
 
 def losses_of(model, ids: Tensor) -> list[Tensor]:
-    """Mean nats of each loop."""
+    """Cross-entropy of each loop, in nats per token."""
     ctx = model.prepare(ids[:, :-1])
     states = enumerate(model.states(ctx, LOOPS), start=1)
     logits = [model.logits(model.read_out(ctx, state, k)) for k, state in states]
@@ -65,7 +64,7 @@ def losses_of(model, ids: Tensor) -> list[Tensor]:
 
 
 def objective(name: str, found: list[Tensor]) -> Tensor:
-    """What is minimised."""
+    """Training loss `name` from the losses of the loops."""
     if name == "last loop only":
         return found[-1]
     if name == "uniform mean":
@@ -82,7 +81,7 @@ def objective(name: str, found: list[Tensor]) -> Tensor:
 
 
 def learn(name: str, seed: int) -> tuple[list[float], float]:
-    """Held-out loss of each loop after training, and that of the source itself."""
+    """Train a model; return the held-out loss of each loop and that of the true chain."""
     generator = torch.Generator().manual_seed(seed)
     transitions = chain(generator)
     model = build_model(SHAPE, torch.device("cpu"), torch.float32, seed)
@@ -101,8 +100,8 @@ def learn(name: str, seed: int) -> tuple[list[float], float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"uniform guessing: {math.log(V):.3f} nats")
-    print("| loss | first loop | last loop, above the source itself | refinement % |")
+    print(f"uniform distribution: {math.log(V):.3f} nats")
+    print("| loss | first loop | last loop above optimum | refinement % |")
     print("|---|---|---|---|")
     for name in LOSSES:
         runs = [learn(name, seed) for seed in range(3)]

@@ -1,9 +1,9 @@
 """
-Write the table of tests/README.md from the results of test runs.
+Write the results in tests/README.md from JUnit XML files of test runs.
 
     bash tests/run.sh --junitxml=ordinary.xml -m "not slow and not net"
     bash tests/run.sh --junitxml=slow.xml -m slow
-    python -m dev.reliability ordinary.xml slow.xml   # of a test in several, the last counts
+    python -m dev.reliability ordinary.xml slow.xml   # later files override earlier ones
 """
 
 import re
@@ -30,18 +30,18 @@ FAMILIES = {
 
 @dataclass
 class Result:
-    """One test of one run."""
+    """Result of a test."""
 
     name: str
     file: str
     mark: str
     outcome: str
     counted: dict[str, int]
-    """What it recorded: kills, inputs, requests."""
+    """Counts recorded with record_property: kills, inputs, requests."""
 
 
 def read(path: Path) -> tuple[str, list[Result]]:
-    """A run's day, and its tests."""
+    """Read the date and the results of a test run."""
     suite = next(iter(ET.parse(path).getroot().iter("testsuite")))
     mark = "slow" if "slow" in path.stem else "ordinary"
     results = []
@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[str, list[Result]]:
 
 
 def row(case: str, results: list[Result]) -> str:
-    """A case's line of the table."""
+    """Table row of a case."""
     files = ", ".join(f"`{file}.py`" for file in sorted({r.file for r in results}))
     marks = Counter(r.mark for r in results)
     outcomes = Counter(r.outcome for r in results)
@@ -69,7 +69,7 @@ def row(case: str, results: list[Result]) -> str:
 
 
 def table(paths: Iterable[Path]) -> str:
-    """The part of the README between the marks."""
+    """The generated part of tests/README.md."""
     by_case: dict[str, list[Result]] = defaultdict(list)
     sums: Counter[str] = Counter()
     days, totals, escapes = set(), Counter(), 0

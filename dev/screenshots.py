@@ -1,12 +1,11 @@
 """
-Take the pictures of the chat page that stand in dev/chat_page/.
+Take the screenshots of the chat page in dev/chat_page/.
 
     uv sync --inexact --group browser
     python -m scripts.chat_web &
     python dev/screenshots.py http://127.0.0.1:8000
 
-Imports the conversations below, so any model will do: they show what the page can display, not
-what a model answers.
+Imports the conversations below, so any model works: they show the page, not a model's answers.
 """
 
 import json
@@ -65,13 +64,13 @@ CHATS = [
 
 
 def conversation(*turns: object) -> list[dict]:
-    """Messages of the user and the assistant in turn."""
+    """Messages that alternate between user and assistant."""
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 def import_chats(page: Page) -> None:
-    """Put all conversations into the page, the one of the picture last."""
+    """Import all conversations into the page, the displayed one last."""
     long = conversation(
         "What are the stages of training?",
         STAGES,
@@ -88,7 +87,7 @@ def import_chats(page: Page) -> None:
 
 
 def take_picture(browser: Browser, url: str, name: str) -> None:
-    """The conversation as it looks in one of the views."""
+    """Take the screenshots of one view."""
     page = browser.new_context(**VIEWS[name]).new_page()
     page.goto(url)
     page.wait_for_selector("#model option", state="attached")

@@ -1,16 +1,16 @@
-# Sourced by speedrun.sh and tests/run.sh: make sure that uv and Rust are there, and install.
-# uv comes from its Python package, Rust from the system's package manager; where neither works, says
-# what to do by hand. GROUPS_WANTED="--group interop" adds an optional group of packages.
-# TORCH_BACKEND=cu126 (or cu128, auto, ...) replaces a PyTorch that cannot use the GPUs by another build.
+# Sourced by speedrun.sh and tests/run.sh: install uv, Rust and the Python packages.
+# uv is installed with pip, Rust with the system's package manager; if that fails, an error explains
+# the manual installation. GROUPS_WANTED="--group interop" adds an optional dependency group.
+# TORCH_BACKEND=cu126 (or cu128, auto, ...) replaces a PyTorch build that cannot use the GPUs.
 
 UV_VERSION=0.13.9
 RUST_MINIMUM=1.85 # rust-version of rustbpe/Cargo.toml
 INSTALL_GB=8
 export PATH="$PWD/.uv/bin:$HOME/.local/bin:$HOME/.cargo/bin:$PATH"
 
-need() { # need <command> <how to install it by hand>
+need() { # need <command> <manual installation>
     command -v "$1" >/dev/null && return
-    echo "error: $1 is not installed, and no package manager here could install it
+    echo "error: $1 is not installed, and installing it automatically failed
   fix:  $2" >&2
     exit 2
 }
@@ -27,7 +27,7 @@ rust_is_new_enough() {
         cargo --version | awk -v need="$RUST_MINIMUM" \
             '{ split($2, have, "."); split(need, least, "."); exit !(have[1] > least[1] || have[2] >= least[2]) }'
 }
-with_apt() { # rustup where the distribution has it, else the Rust that Debian 12 keeps current for browsers
+with_apt() { # rustup if the distribution has it, else Debian's current Rust for browser builds (cargo-web)
     $root apt-get update -qq
     $root apt-get install -qq -y rustup && rustup default stable && return
     $root apt-get install -qq -y cargo-web || $root apt-get install -qq -y cargo
@@ -45,24 +45,24 @@ if ! command -v cargo >/dev/null; then
         brew install rust
     fi >/dev/null 2>&1 || true
 fi
-by_hand="install Rust $RUST_MINIMUM or newer as https://rustup.rs says, then run this again"
-need cargo "$by_hand"
+manual="install Rust $RUST_MINIMUM or newer from https://rustup.rs, then rerun this command"
+need cargo "$manual"
 if ! rust_is_new_enough; then
     echo "error: $(cargo --version) is older than Rust $RUST_MINIMUM
-  fix:  $by_hand" >&2
+  fix:  $manual" >&2
     exit 2
 fi
 
 if [ ! -d .venv ]; then
     free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1000000) }')
     if [ "$free" -lt "$INSTALL_GB" ]; then
-        echo "error: the installation takes about $INSTALL_GB GB, but $PWD has $free GB free
-  fix:  make room, or move the repository to a larger disk" >&2
+        echo "error: the installation needs about $INSTALL_GB GB, but $PWD has $free GB free
+  fix:  free some space, or move the repository to a larger disk" >&2
         exit 2
     fi
 fi
-echo "setup: installing packages (PyTorch brings CUDA: about 6 GB on disk, once)"
-# bytecode: once, not at the start of every stage; inexact: leaves in place what others installed
+echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk, once)"
+# compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
 uv sync --quiet --inexact --compile-bytecode ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-}
 source .venv/bin/activate
 torch_works() { python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and sys.argv[1] != "cpu")' "$1" 2>/dev/null; }

@@ -1,10 +1,10 @@
 """
-Is the mean of three fine-tunings better than the best of them? Three times, on the embedded world.
+Model soups: is the weight average of three fine-tuned models better than the best of them?
 
     python -m dev.soups --base=d4
 
 Reads   mid_checkpoints/<base>/ under the base directory
-Writes  sweeps/soups/ there, merged checkpoints soup-*, and soups.csv beside the ledger
+Writes  sweeps/soups/ there, with soups.csv, and merged checkpoints soup-*
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from nanochat.lab.sweep import (
 from nanochat.records import plain_value
 from nanochat.report import render_table
 
-SEEDS = 3  # in a soup
+SEEDS = 3  # per soup
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Soups:
     base: str = "d4"
     """Tag of the midtrained checkpoint to start from."""
     repeats: int = 3
-    """Soups, each of seeds of its own."""
+    """Number of soups, each with its own seeds."""
     num_iterations: int = 80
-    """Steps of every fine-tuning."""
+    """Optimizer steps per fine-tuning run."""
     total_batch_size: int = 2048
-    """Tokens of every step."""
+    """Tokens per optimizer step."""
     eval_tokens: int = 65536
-    """Validation tokens that judge."""
+    """Validation tokens for comparing models."""
     sweep: SweepConfig = field(default_factory=lambda: SweepConfig(devices=2))
 
 
 def fine_tuning(cfg: Soups, seed: int) -> Job:
-    """One ingredient."""
+    """Fine-tuning job of one seed."""
     words = (
         f"scripts.chat_sft --source=mid:{cfg.base} --num_iterations={cfg.num_iterations} "
         f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 "
@@ -53,7 +53,7 @@ def fine_tuning(cfg: Soups, seed: int) -> Job:
 
 
 def merging(cfg: Soups, number: int, parents: list[Done], flags: str) -> Job:
-    """One soup."""
+    """Job that merges `parents` into a soup."""
     models = "|".join(f"sft:{parent.tag}" for parent in parents)
     words = (
         f"scripts.lab.merge --models={models} --eval_tokens={cfg.eval_tokens} --tag={{tag}} {flags}"
@@ -80,7 +80,7 @@ def main(cfg: Soups) -> None:
 
 
 def row(number: int, flags: str, values: dict[str, Any]) -> list[str]:
-    """One soup in the table."""
+    """Table row of one soup."""
     names = ("Best parent's bpb", "Mean of the parents' bpb", "Merged bpb")
     change = values["Merged minus best"]
     return [

@@ -1,5 +1,5 @@
 """
-Print the FLOPs that the training of a base model took.
+Print the training FLOPs of a base model.
 
     python -m dev.spent d4
 
@@ -14,6 +14,6 @@ from nanochat.checkpoint import find_checkpoint
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m dev.spent <model_tag>")
-    with contextlib.redirect_stdout(sys.stderr):  # what is reported of damaged checkpoints
+    with contextlib.redirect_stdout(sys.stderr):  # messages about damaged checkpoints
         checkpoint = find_checkpoint("base", sys.argv[1])
     print(checkpoint.state["progress"]["flops"])

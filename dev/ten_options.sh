@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Do questions with up to ten options, made from ARC's own, teach anything about four, or about ten?
+# Does training on ARC questions with up to ten options help on four or on ten options?
 #
-#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh     # after dev/korean_study.sh: its bases
+#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh     # uses the bases of dev/korean_study.sh
 #
-# The control learns ARC-Easy as it is, the arm as many tokens of it with further options (BM25).
-# Both are asked ARC's test questions with four options and with ten. Writes the section
+# The control trains on ARC-Easy, the other arm on the same number of tokens with options added by
+# BM25. Both are evaluated on ARC's test questions with four and with ten options. Writes the section
 # "Sweep ten-options" and sweeps/ten-options/ below NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,14 +1,12 @@
 """
-One measurement of one tokenizer library, in a process of its own.
+Benchmark one tokenizer library once, in a separate process.
 
-    python dev/tokenizer_peer.py job.json    # prints what it measured as JSON
+    python dev/tokenizer_peer.py job.json    # prints the result as JSON
 
-Run by scripts/bench.py, for our own crate and, in environments of their own, for its peers: two of
-them share the import name rustbpe. So this file imports nothing but the library it measures. Each
-measurement is a first pass: nothing was trained or encoded before, and the clock starts when the
-texts are in memory and the vocabulary is loaded. `digest` names the result (the tokens of a
-vocabulary, the ids of all texts), so that equal results can be seen to be equal; `megabytes` what
-the work added to the peak of the process.
+Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
+only the library under test, because two of them have the import name rustbpe. Each measurement is a
+first pass with cold caches; timing starts after texts and vocabulary are loaded. `digest` is a hash
+of the result (vocabulary tokens, or the ids of all texts), `megabytes` the increase of peak memory.
 """
 
 import base64
@@ -30,7 +28,7 @@ Pieces = Callable[[Any], Iterable[bytes]] | None
 
 
 def train_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """Ours and the PyPI package of that name: the same interface."""
+    """Our crate and the PyPI package rustbpe, which have the same interface."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer()
@@ -42,7 +40,7 @@ def train_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
 
 
 def train_tokenizers(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """Hugging Face's library; it breaks ties in its own way, so its result is not compared."""
+    """Hugging Face tokenizers; it breaks ties differently, so its result is not compared."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -58,7 +56,7 @@ def train_tokenizers(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
 
 
 def encode_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """Ours: all texts into one flat array."""
+    """Our crate: all texts into one flat array."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer.from_ranks(ranks(job), job["pattern"])
@@ -79,7 +77,7 @@ def encode_tiktoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
 
 
 def encode_gigatoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """Takes a vocabulary in tiktoken's file format and GPT-4's pattern by its name only."""
+    """gigatoken; its vocabulary has tiktoken's file format, its pattern is selected by name."""
     import gigatoken
     import numpy as np
 
@@ -102,13 +100,13 @@ WORK = {
 
 
 def ranks(job: Job) -> list[tuple[bytes, int]]:
-    """A vocabulary in tiktoken's file format: a token in base64 and its id on each line."""
+    """Read a vocabulary in tiktoken's file format: a base64 token and its rank per line."""
     lines = [line.split() for line in Path(job["ranks"]).read_text().splitlines()]
     return [(base64.b64decode(token), int(i)) for token, i in lines]
 
 
 def main(job: Job) -> None:
-    os.environ["RAYON_NUM_THREADS"] = str(job["threads"])  # all but tiktoken go by this
+    os.environ["RAYON_NUM_THREADS"] = str(job["threads"])  # read by all but tiktoken
     texts = json.loads(Path(job["texts"]).read_text())
     work, pieces = WORK[job["what"], job["library"]](job, texts)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

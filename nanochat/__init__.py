@@ -1,44 +1,44 @@
 """
-Train your own chat model: text -> tokenizer -> base -> mid -> SFT -> RL -> chat.
+Train a chat model end to end: text -> tokenizer -> base -> mid -> SFT -> RL -> chat.
 
-The core, in reading order; a module imports only from those above it:
+Core modules in reading order; each imports only from modules above it:
 
     common          files, locks, stop signals
-    config          command-line flags from dataclasses
-    hardware        peak throughput and memory of devices
+    config          command-line flags from config dataclasses
+    hardware        peak FLOPS and memory of devices
     distributed     ranks, devices, dtypes, collectives, heartbeats
     stats           means, standard errors, paired tests
-    sandbox_child   the process inside the sandbox
-    sandbox         run untrusted Python; the calculator and python tools of a model
+    sandbox_child   the sandboxed child process
+    sandbox         untrusted Python execution; calculator and Python tools
     tokenizer       byte-pair encoding with special tokens
     chat_format     conversations as tokens, with the loss mask
-    hub             files of data sets on the Hugging Face Hub
-    dataset         text files; text from the hub, a folder, or the built-in data set
-    dataloader      packed rows -> batches, a pure function of (rows, seed, step)
+    hub             downloads from the Hugging Face Hub
+    dataset         text from the Hub, a folder, or the built-in dataset
+    dataloader      packed rows -> batches; a batch depends only on (rows, seed, step)
     packing         documents -> packed rows
-    mixture         several data sets in proportion
+    mixture         mixtures of datasets
     chat_packing    conversations -> packed rows
-    attention       attention kernels, batches of sequences, the KV cache
+    attention       attention kernels, variable-length batches, the KV cache
     loss            cross-entropy without materialized logits
     gpt             the transformer
     optim           schedules, update rules, Muon + AdamW
-    scaling         everything that follows from depth
+    scaling         hyperparameters derived from depth
     engine          generation: sampling, decode step, tools
-    records         one JSON file for each section of the report
-    logger          metrics of a run: screen, file, Weights & Biases
-    preflight       kernels, memory, disk and time before a run
+    records         one JSON record per section of the report
+    logger          metrics of a run: console, file, Weights & Biases
+    preflight       checks before a run: kernels, memory, disk, time
     eval_bpb        bits per byte
-    eval_core       few-shot tasks and CORE
-    eval_chat       tasks answered in chat
+    eval_core       few-shot tasks and the CORE metric
+    eval_chat       tasks in chat format
     plots           figures of the report
-    report          summaries of the records, report.md
-    anomaly         non-finite steps, spikes, ranks that differ
+    report          report.md from the records
+    anomaly         non-finite steps, loss spikes, rank divergence
     checkpoint      checkpoints of a run
-    train           the training loop of every stage
-    evaluators      evaluation during pretraining
-    finetune        mid training and SFT
+    train           training loop of all stages
+    evaluators      evaluations during pretraining
+    finetune        midtraining and SFT
     rl              reinforcement learning
 
-Tracks plug into it: nanochat.serve (chat page and API), hf (Hugging Face), golf (a 16 MB artifact),
-recursion, lab (experiments), bench (measurements).
+Tracks extend the core: nanochat.serve (chat page and API), hf (Hugging Face), golf (a 16 MB
+artifact), recursion, lab (experiments), bench (benchmarks).
 """

@@ -1,5 +1,5 @@
 """
-Anomalies of a training run: non-finite numbers, spikes, ranks whose weights differ.
+Anomaly detection in training: non-finite values, loss spikes, ranks with different weights.
 
     loss, gradient norm of a step -> AnomalyDetector -> "good", "spike" or "bad"
 """
@@ -14,44 +14,44 @@ from torch import Tensor
 
 from nanochat.distributed import DistContext
 
-SPIKE_RATIO = 2.0  # times the highest loss of the window, and at least
-SPIKE_NATS = 0.5  # above it: a loss near 0 may double by chance
-SPIKE_WINDOW = 8  # steps: short, because the loss falls fast in the beginning
-SPIKE_FIRST = 3  # steps that must have been seen before one can be called a spike
-MAX_BAD_STEPS = 5  # non-finite steps in a row that stop the run; each is skipped
+SPIKE_RATIO = 2.0  # minimum ratio of a spike to the highest loss of the window
+SPIKE_NATS = 0.5  # minimum difference: a loss near 0 may double by chance
+SPIKE_WINDOW = 8  # steps; short, because the loss falls fast at first
+SPIKE_FIRST = 3  # minimum number of steps before spikes are detected
+MAX_BAD_STEPS = 5  # consecutive non-finite steps that stop the run; each is skipped
 
 Verdict = Literal["good", "spike", "bad"]
 
 
 class NotFinite(RuntimeError):
-    """The loss, the gradient or the weights are not finite, and the run cannot go on."""
+    """The loss, gradients or weights are not finite, and the run cannot continue."""
 
 
 class RanksDiffer(RuntimeError):
-    """Ranks that must hold the same weights do not."""
+    """Weights differ between ranks."""
 
 
 @dataclass
 class AnomalyState:
-    """What the detector remembers of a run; saved with each checkpoint."""
+    """State of the detector, saved with each checkpoint."""
 
     bad_steps: int = 0
-    """Steps skipped because something was not finite."""
+    """Number of steps skipped as non-finite."""
     spikes: int = 0
-    """Steps whose loss was far above those before them."""
+    """Number of loss spikes."""
     losses: list[float] = field(default_factory=list)
-    """The latest losses that were neither."""
+    """Window of the latest losses, without anomalies."""
 
 
 class AnomalyDetector:
-    """Classifies the steps of a run. `spikes` is off where a loss has no level, as in RL."""
+    """Classifies training steps. Set `spikes` to False if the loss has no stable level (RL)."""
 
     def __init__(self, state: AnomalyState, machine: DistContext, spikes: bool = True):
         self.state, self.machine, self.spikes = state, machine, spikes
         self.bad_in_a_row = self.spikes_in_a_row = 0
 
     def classify(self, loss: float, norm: float) -> Verdict:
-        """Classify a step by its loss and gradient norm; changes nothing."""
+        """Classify a step by its loss and gradient norm, without recording it."""
         if not math.isfinite(loss + norm):
             return "bad"
         if not self.spikes or len(self.state.losses) < SPIKE_FIRST:
@@ -61,9 +61,9 @@ class AnomalyDetector:
 
     def record(self, step: int, loss: float, norm: float, rows: Callable[[], str]) -> Verdict:
         """
-        Count a step, and report it where it is bad or a spike; `rows` names what it trained on.
+        Classify and record a step; log anomalies. `rows` returns a description of its batch.
 
-        As many spikes in a row as the window is long are a new level of the loss.
+        After SPIKE_WINDOW consecutive spikes, the loss is accepted as the new level.
         """
         verdict, state = self.classify(loss, norm), self.state
         self.bad_in_a_row = self.bad_in_a_row + 1 if verdict == "bad" else 0
@@ -71,9 +71,9 @@ class AnomalyDetector:
         state.bad_steps += verdict == "bad"
         state.spikes += verdict == "spike"
         if verdict != "good":
-            problem = f"skipped on all ranks ({self.bad_in_a_row} in a row)"
+            problem = f"skipped on all ranks ({self.bad_in_a_row} consecutive)"
             if verdict == "spike":
-                problem = f"a spike, above {max(state.losses):.4f}, the highest of the steps before"
+                problem = f"loss spike (highest loss before: {max(state.losses):.4f})"
             self.machine.print0(
                 f"step {step}: loss {loss:.4f}, gradient norm {norm:.4g}: {problem}; rows {rows()}"
             )
@@ -83,7 +83,7 @@ class AnomalyDetector:
 
 
 def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity, or None."""
+    """Name of the first tensor with a NaN or infinity, or None."""
     floats = {name: x for name, x in named.items() if x.is_floating_point()}
     finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
     return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
@@ -91,9 +91,9 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
 
 def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step: int) -> None:
     """
-    Raise RanksDiffer, on every rank, naming the first parameter that is not the same on all.
+    Raise RanksDiffer on every rank, with the name of the first parameter that differs.
 
-    named: float32 tensors. Sums of their bits are compared, so a single flipped bit is found.
+    named: float32 tensors. Compares sums of their bits, so it detects a single flipped bit.
     """
     if machine.world_size == 1:
         return
@@ -101,10 +101,10 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
     found = machine.gather(torch.stack(sums).tolist())
     for i, name in enumerate(named):
         values = [sums[i] for sums in found]
-        common = max(values, key=values.count)  # of equals, rank 0's
+        common = max(values, key=values.count)  # ties: rank 0's
         if others := [rank for rank, value in enumerate(values) if value != common]:
             raise RanksDiffer(
-                f"before step {step} the ranks do not hold the same weights: {name} differs on "
-                f"rank {', '.join(map(str, others))} of {machine.world_size}. A device or a link "
-                "is at fault; --resume=auto goes on from the last checkpoint, best without it"
+                f"weights differ between ranks before step {step}: {name} differs on rank "
+                f"{', '.join(map(str, others))} of {machine.world_size}; check that device and "
+                "its links, and restart with --resume=auto, preferably without it"
             )

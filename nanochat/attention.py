@@ -1,5 +1,5 @@
 """
-Attention: rotary positions, kernels behind one call, batches of sequences, and the KV cache.
+Attention: rotary embeddings, interchangeable kernels, variable-length batches, KV cache.
 
     q (B, T, H, D), k and v (B, T, G, D) -> attend -> (B, T, H, D)
     KVCache(slots x capacity) -> view(slots, T) -> one forward pass writes and reads it
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ---- Rotary positions ----------------------------------------------------------------------------
+# ---- Rotary embeddings ---------------------------------------------------------------------------
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of positions, (..., 1, D/2) each
 
@@ -24,34 +24,34 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines of positions, (..., 1, D/2) ea
 def rotary(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
 ) -> Rope:
-    """Cosines and sines (..., 1, D/2) of positions (...). RoFormer, arXiv:2104.09864."""
+    """Cosines and sines (..., 1, D/2) of positions (...). Source: RoFormer, arXiv:2104.09864."""
     step = torch.arange(0, head_dim, 2, device=positions.device).float()
     angle = positions.float()[..., None, None] * theta ** (-step / head_dim)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) of x (B, T, heads, D) by their position's angle."""
+    """Rotate channel pairs (i, i + D/2) of x (B, T, heads, D) by the angle of their position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-# ---- Attention in blocks of queries, for CPUs and a compiler -------------------------------------
-# Batched matmuls of a block of queries with the keys it may see; torch.compile fuses the rest into
-# one pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 with a mask (measured:
-# T 512, bfloat16, forward and backward, dev/LOG.md); without compilation it is faster.
+# ---- Blockwise attention, for CPUs with torch.compile --------------------------------------------
+# Batched matmuls of a block of queries with its visible keys; torch.compile fuses the rest into one
+# pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 times with a mask (measured:
+# T 512, bfloat16, forward and backward, dev/LOG.md), but it is faster uncompiled.
 
 
-QUERIES = 128  # in a block
+QUERIES = 128  # per block
 
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None, scale: float
 ) -> Tensor:
     """
-    Attention where `mask` (B or 1, 1, T, T) is True; it lies within the causal `window`.
+    Attention with a bool `mask` (B or 1, 1, T, T), which must lie within the causal `window`.
 
-    Shapes as in `attention.attend`. Every query must see a key, itself say.
+    Shapes as in `attend`. Every query must see at least one key.
     """
     B, T, H, D = q.shape
     G = k.size(2)
@@ -61,13 +61,13 @@ def attend_blocks(
 
 
 def spans(T: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, first key, end of both) of each block."""
+    """Yield (first query, first key, end of both) of each block."""
     for first in range(0, T, QUERIES):
         yield first, 0 if window is None else max(0, first - window), min(T, first + QUERIES)
 
 
 class Blocks(torch.autograd.Function):
-    """q (B, G, R, T, D) in groups of R heads that share k and v (B, G, T, D)."""
+    """Blockwise attention: q (B, G, R, T, D), R heads sharing each of k and v (B, G, T, D)."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window, scale: float):
@@ -111,9 +111,9 @@ class Blocks(torch.autograd.Function):
 
 def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
-    The sum of what each block adds to its keys, (B, G, T, D) of parts (B, G, end - first key, D).
+    Sum the blocks' contributions to each key: parts (B, G, end - first key, D) -> (B, G, T, D).
 
-    Taken key by key: sums into slices would compile into nested conditions.
+    One range of keys at a time: adding into slices would compile to nested conditions.
     """
     ends = sorted({end for _, s, j in blocks for end in (s, j)})
     sums = []
@@ -128,7 +128,7 @@ def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """(B, G, ..., D) as a batch of matrices, (B * G, n, D)."""
+    """(B, G, ..., D) -> batch of matrices (B * G, n, D)."""
     return x.reshape(x.size(0) * x.size(1), -1, x.size(-1))
 
 
@@ -151,11 +151,11 @@ def attend(
     """
     Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
 
-    q (B, T, H, D); k, v (B, T, G, D) with G dividing H. `scale` multiplies the scores, by
-    default D^-0.5. `mask`: what `make_mask` returned for this shape, so that layers share it; or
-    (B, 1, T, T) bool within the causal window, True where a query sees a key. `cache`: a view and
-    the number of a layer in it; k and v are added to it, and a mask (B, 1, T, M) is one of all that
-    it holds. Returns (B, T, H, D) in the dtype of q.
+    q (B, T, H, D); k, v (B, T, G, D), where G divides H. `scale` multiplies the scores; default:
+    D^-0.5. `mask`: the result of `make_mask`, which layers can share, or (B, 1, T, T) bool within
+    the causal window, True for visible keys. `cache`: a view and a layer index; k and v are stored
+    there, and a mask (B, 1, T, M) refers to all cached tokens. Returns (B, T, H, D) in the dtype
+    of q.
     """
     scale = float(q.size(-1) ** -0.5) if scale is None else scale
     if cache is not None:
@@ -179,9 +179,9 @@ def make_mask(
     backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    The causal mask of rows x (B, T, ...) as `backend` takes it, None where it takes `window` alone;
-    with `segments` (B, T), their `segment_mask`; with a `cache`, its mask. A model makes it once
-    for all layers of a forward pass.
+    Causal mask for x (B, T, ...) in the form `backend` expects, None if `window` is enough for it.
+    With `segments` (B, T), their `segment_mask`; with `cache`, its mask. A model calls this once
+    per window and forward pass.
     """
     if cache is not None:
         return cache.mask(window)
@@ -197,18 +197,18 @@ def make_mask(
 
 
 def within(distance: Tensor, window: int | None) -> Tensor:
-    """Bool in the same shape: does a query see the key that lies `distance` tokens back?"""
+    """Bool of the same shape: whether a query sees the key `distance` tokens back."""
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
 def visible(T: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, T) bool: does query i (row) see key j (column)?"""
+    """(T, T) bool: whether query i (row) sees key j (column)."""
     i = torch.arange(T, device=device)
     return within(i[:, None] - i[None, :], window)
 
 
 def segment_mask(segments: Tensor, window: int | None) -> Tensor:
-    """(B, T) numbers -> (B, 1, T, T) bool: a token sees its past within its own segment."""
+    """Segment ids (B, T) -> (B, 1, T, T) bool: causal attention within each segment."""
     same = segments[:, :, None] == segments[:, None, :]
     return (same & visible(segments.size(1), window, segments.device))[:, None]
 
@@ -216,7 +216,7 @@ def segment_mask(segments: Tensor, window: int | None) -> Tensor:
 def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """The definition, with the (T, T) scores written out in float32; in float64 if q, k, v are."""
+    """Reference implementation: full (T, T) scores in float32, or float64 if q, k, v are."""
     group, dtype = q.size(2) // k.size(2), q.dtype
     precise = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.transpose(1, 2).to(precise) for x in (q, k, v))  # (B, heads, T, D)
@@ -229,8 +229,8 @@ def attend_plain(
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
     """
-    PyTorch's fused kernels. `mask` as in `attend`, None is causal; a tensor costs their speed. A
-    `block_mask` selects FlexAttention, which skips the blocks that a window hides. CUDA.
+    PyTorch's fused kernels. `mask` as in `attend`: None is causal, a tensor is slower. A
+    `block_mask` selects FlexAttention (CUDA), which skips blocks outside the window.
     """
     gqa = q.size(2) != k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -245,8 +245,8 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Ten
 
 def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """
-    A few queries over many stored tokens: q (B, T, H, D), keys (B, G, D, M), values (B, G, M, D),
-    mask (B, 1, T, M) bool -> (B, T, H, D). Two plain matmuls, the fastest way for T = 1.
+    Attention of a few queries over cached tokens: q (B, T, H, D), keys (B, G, D, M), values
+    (B, G, M, D), mask (B, 1, T, M) bool -> (B, T, H, D). Two plain matmuls, fastest for T = 1.
     """
     B, T, H, D = q.shape
     G = keys.size(1)
@@ -261,12 +261,12 @@ def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: 
 @lru_cache(maxsize=16)
 def block_mask(T: int, window: int | None, device: torch.device) -> Any:
     """
-    FlexAttention's block-sparse form of `visible`, made once per shape. Inside a compiled function
-    the cache does not count: there the mask must be an argument.
+    FlexAttention's block-sparse form of `visible`, cached per shape. Compiled functions bypass the
+    cache, so pass them the mask as an argument.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    with torch.inference_mode(False):  # an evaluation may make what training then uses
+    with torch.inference_mode(False):  # training may reuse a mask that an evaluation created
         return create_block_mask(
             lambda b, h, i, j: within(i - j, window), None, None, T, T, device=str(device)
         )
@@ -274,14 +274,14 @@ def block_mask(T: int, window: int | None, device: torch.device) -> Any:
 
 @lru_cache(maxsize=1)
 def compiled_flex():
-    """FlexAttention is fast only when compiled; shapes are fixed during a run."""
+    """Compiled FlexAttention (slow uncompiled). Shapes are fixed during a run."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """FlashAttention 3 (arXiv:2407.08608) where its package is installed. Hopper GPUs."""
+    """FlashAttention 3 (arXiv:2407.08608), if its package is installed. Hopper GPUs."""
     from flash_attn_interface import flash_attn_func  # type: ignore
 
     sizes = (-1 if window is None else window, 0)
@@ -289,7 +289,7 @@ def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float
     return y[0] if isinstance(y, tuple) else y
 
 
-# ---- Batches of sequences of different lengths ---------------------------------------------------
+# ---- Batching of variable-length sequences -------------------------------------------------------
 
 Item = TypeVar("Item")
 
@@ -298,9 +298,9 @@ def fill_batches(
     items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
 ) -> Iterator[list[Item]]:
     """
-    Consecutive items, together while they take at most `max_tokens` with padding; at least one.
+    Group consecutive items into batches of at most `max_tokens` padded tokens, at least one item.
 
-    shape: the rows of an item, and the tokens of the longest of them.
+    shape: returns the number of rows of an item and the tokens of the longest row.
     """
     batch: list[Item] = []
     rows = longest = 0
@@ -316,25 +316,25 @@ def fill_batches(
 
 
 def pad_right(sequences: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Sequences as one tensor (B, T), filled up on the right, where no token sees the filling."""
+    """Right-padded tensor (B, T) of the sequences; causal attention never sees the padding."""
     T = max(map(len, sequences))
     return torch.tensor([[*ids, *[filler] * (T - len(ids))] for ids in sequences], device=device)
 
 
 # ---- KV cache ------------------------------------------------------------------------------------
-# A slot holds one sequence. Sequences of different lengths share a batch.
+# A slot holds one sequence. A batch may mix sequences of different lengths.
 
 
-BLOCK = 32  # tokens; a step reads a multiple of this number
+BLOCK = 32  # tokens; a decode step reads a multiple of it
 
 
 class KVCache:
     """
-    Room for `slots` sequences of up to `capacity` tokens. `lengths[s]` tokens of slot s are valid.
+    Cache for `slots` sequences of up to `capacity` tokens. `lengths[s]` tokens of slot s are valid.
 
-    shape: (layers, slots, n_kv_head, head_dim); a layer that a token passes N times counts N times.
-    Takes 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`, from the start;
-    `room` is at least a token more than any step reads, or a compiled step would be compiled anew.
+    shape: (layers, slots, n_kv_head, head_dim); a layer that runs N times per token counts N times.
+    Preallocates 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`; `room` is at
+    least one token more than any step reads, or a compiled step would be recompiled.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):
@@ -343,29 +343,29 @@ class KVCache:
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK
         self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
         self.lengths, kind = [0] * slots, {"device": device, "dtype": dtype}
-        # Keys lie with the tokens last, so that a query multiplies them as they are: on a CPU a
-        # step over 64 slots takes 1.1 ms instead of 7.6 a layer (bf16, one core, 2026-11)
+        # Tokens are the last dimension of keys, ready for the matmul with queries: on a CPU, a step
+        # over 64 slots takes 1.1 instead of 7.6 ms per layer (bf16, one core, 2026-11)
         self.keys = [torch.zeros((slots, G, D, self.room), **kind) for _ in range(layers)]
         self.values = [torch.zeros((slots, G, self.room, D), **kind) for _ in range(layers)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values together."""
+        """Size of keys and values in bytes."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def view(self, slots: Sequence[int], T: int) -> "CacheView":
-        """For a forward pass over T new tokens in each of `slots`. Raises ValueError if full."""
+        """View for a pass over T new tokens in each of `slots`. Raises ValueError if full."""
         past = [self.lengths[s] for s in slots]
         reach = max(past) + T
         if reach > self.capacity:
-            raise ValueError(f"{reach} tokens do not fit a cache of {self.capacity}")
+            raise ValueError(f"{reach} tokens exceed the cache capacity of {self.capacity}")
         device, in_order = self.tokens.device, list(slots) == list(range(len(slots)))
         positions = torch.tensor(past, device=device)[:, None] + torch.arange(T, device=device)
         which = None if in_order else torch.tensor(slots, device=device)
         return CacheView(self, which, positions, reach, fresh=not any(past))
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make `target` begin with the first `length` tokens of `source`."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target, ..., :length] = keys[source, ..., :length]
             values[target, :, :length] = values[source, :, :length]
@@ -376,47 +376,47 @@ class KVCache:
 @dataclass(eq=False)
 class CacheView:
     """
-    What one forward pass needs of a cache: where its B x T tokens stand, and what they see.
+    View of a cache for one forward pass: positions of its B x T new tokens, and their mask.
 
-    The caller adds what counts of the T tokens to `cache.lengths` afterwards; the rest (padding on
-    the right) is overwritten by the next pass.
+    Afterwards, the caller adds the number of valid tokens to `cache.lengths`; the next pass
+    overwrites the rest (right padding).
     """
 
     cache: KVCache
     slots: Tensor | None
-    """(B,); None = the first B, read without a copy."""
+    """Slot indices (B,); None = the first B slots, read without a copy."""
     positions: Tensor
-    """(B, T), of each new token in its sequence."""
+    """Position of each new token in its sequence, (B, T)."""
     reach: int
-    """No token sees this position or a later one."""
+    """Number of cache positions read; no token sees a later one."""
     fresh: bool = False
-    """The new tokens are all there is, so plain causal attention will do."""
+    """Whether the slots were empty before, so plain causal attention suffices."""
 
     @property
     def rows(self) -> Tensor:
-        """(B, 1), the slot of each sequence."""
+        """Slot index of each sequence, (B, 1)."""
         B, device = self.positions.size(0), self.positions.device
         return (torch.arange(B, device=device) if self.slots is None else self.slots)[:, None]
 
     def preceding(self, tokens: Tensor) -> Tensor:
-        """Store the new tokens (B, T): the one in front of each, -1 where a sequence begins."""
+        """Store new tokens (B, T); returns the previous token of each, -1 at position 0."""
         self.cache.tokens[self.rows, self.positions] = tokens
         before = self.cache.tokens[self.rows, (self.positions - 1).clamp(min=0)]
         return before.masked_fill(self.positions == 0, -1)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values of a layer, (B, T, G, D) each."""
+        """Store keys and values of the new tokens in a layer, (B, T, G, D) each."""
         self.cache.keys[layer][self.rows, :, :, self.positions] = k
         self.cache.values[layer][self.rows, :, self.positions] = v
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All that may be seen in a layer: keys (B, G, D, M) and values (B, G, M, D)."""
+        """Cached keys (B, G, D, M) and values (B, G, M, D) of a layer; M = `reach`."""
         stored, B = (self.cache.keys[layer], self.cache.values[layer]), self.positions.size(0)
         keys, values = (x.narrow(0, 0, B) if self.slots is None else x[self.slots] for x in stored)
         return keys.narrow(3, 0, self.reach), values.narrow(2, 0, self.reach)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """(B, 1, T, M) bool: which stored tokens each new one sees. None: its row's past."""
+        """(B, 1, T, M) bool: cached tokens that each new token sees; None = plain causal."""
         if self.fresh:
             return None
         key = torch.arange(self.reach, device=self.positions.device)

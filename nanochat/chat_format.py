@@ -1,5 +1,5 @@
 """
-Conversations as tokens: which ids a model sees, and which of them it is trained to produce.
+Chat format: render conversations as token ids, with a mask of the tokens that carry loss.
 
     messages -> turns -> render -> (ids, mask)
                       -> render_prompt -> ids up to the next answer
@@ -8,10 +8,10 @@ Conversations as tokens: which ids a model sees, and which of them it is trained
     mask 0          0       0         0              0             1         1
 
 A message is {"role": "system", "user" or "assistant", "content": text or a list of parts}. A part
-is {"type", "text"}: `text`, and in an assistant's message also `python` (a tool call, trained) and
-`python_output` (its result, not trained). System text is read as the user's. Neighboring messages
-of one speaker are one turn, with a blank line between them; neighboring text parts are one text.
-Text is only ever encoded as text: no message can contain a special token, whatever is typed in it.
+is {"type", "text"} with type `text` or, in assistant messages, `python` (a tool call, with loss) or
+`python_output` (its result, no loss). System messages become user text. Consecutive messages of one
+speaker form one turn, with a blank line in between; consecutive text parts are concatenated. Text
+never encodes to special tokens, whatever a user types.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +19,31 @@ from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
 
-PARTS = {  # type of a part -> its first and last token, is it trained?
+PARTS = {  # type of a part -> start token, end token, 1 = with loss
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
 Message = Mapping[str, Any]
 SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
-SEPARATOR = {"type": "text", "text": "\n\n"}  # between neighboring messages of one speaker
+SEPARATOR = {"type": "text", "text": "\n\n"}  # between consecutive messages of one speaker
 
 
 class Turn(NamedTuple):
-    """What one speaker says until the other one does."""
+    """Consecutive messages of one speaker, merged."""
 
     speaker: str
     """user or assistant."""
     parts: list[Message]
-    """No text part is empty, and no two text parts stand side by side."""
+    """No text part is empty, and no two text parts are adjacent."""
 
 
 def render(
     tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
 ) -> tuple[list[int], list[int]]:
     """
-    A whole conversation: ids, and for each 1 where it is trained, else 0; cut at `max_tokens`.
+    Return the ids and loss mask (0 or 1) of a conversation, truncated to `max_tokens`.
 
-    Raises ValueError, naming the message, where roles or contents are not as described above.
+    Raises ValueError naming a message with an invalid role or content.
     """
     ids, mask = [tokenizer.bos_id], [0]
     for turn in turns(messages):
@@ -54,12 +54,12 @@ def render(
 
 
 def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
-    """One turn with its first and last token: ids, and for each 1 where it is trained."""
+    """Return the ids and loss mask of one turn, including its start and end token."""
     trained = int(turn.speaker == "assistant")
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:
         part_ids, part_trained = tokenizer.encode(part["text"]), trained
-        if part["type"] != "text":  # only an assistant has such parts
+        if part["type"] != "text":  # only in assistant turns
             first, last, part_trained = PARTS[part["type"]]
             part_ids = [tokenizer.special(first), *part_ids, tokenizer.special(last)]
         ids += part_ids
@@ -71,10 +71,10 @@ def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], continue_last: bool = False
 ) -> list[int]:
     """
-    The conversation up to where the assistant speaks next. An answer at the end is left out; with
-    `continue_last` it stays, without its end, so that the model goes on with it.
+    Return the ids of a conversation up to the start of the next assistant turn.
 
-    Raises ValueError as `render` does.
+    A final assistant turn is dropped, unless it is the only turn. With `continue_last` it is kept
+    without its end token, so that the model continues it. Raises ValueError as `render` does.
     """
     spoken = turns(messages)
     answered = spoken[-1].speaker == "assistant" and (continue_last or len(spoken) > 1)
@@ -87,11 +87,11 @@ def render_prompt(
 
 
 def turns(messages: Sequence[Message]) -> list[Turn]:
-    """Who speaks in turn. Raises ValueError naming a message that is not as described above."""
+    """Merge messages into turns. Raises ValueError naming an invalid message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ValueError(f"a conversation is a list of messages, got {type(messages).__name__}")
+        raise ValueError(f"conversation must be a list of messages, got {type(messages).__name__}")
     if not messages:
-        raise ValueError("a conversation needs at least one message")
+        raise ValueError("conversation needs at least one message")
     found: list[Turn] = []
     for i, message in enumerate(messages):
         speaker, parts = check(i, message)
@@ -109,22 +109,22 @@ def turns(messages: Sequence[Message]) -> list[Turn]:
 
 
 def check(i: int, message: Message) -> tuple[str, list[Message]]:
-    """Who speaks in message `i`, and its parts that are not empty. Raises ValueError naming it."""
+    """Return the speaker and non-empty parts of message `i`. Raises ValueError if invalid."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"message {i} is not an object with a role and a content: {message!r:.80}")
+        raise ValueError(f"message {i} is not an object with role and content: {message!r:.80}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in SPEAKERS:
-        raise ValueError(f"message {i} has role {role!r:.80}, not system, user or assistant")
+        raise ValueError(f"message {i} has role {role!r:.80}; use system, user or assistant")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         kind = type(content).__name__
-        raise ValueError(f"message {i}: content is text or a list of parts, got {kind}")
+        raise ValueError(f"message {i}: content must be a string or a list of parts, got {kind}")
     known = ("text", *PARTS) if role == "assistant" else ("text",)
     for part in content:
         is_known = isinstance(part, Mapping) and part.get("type") in known
         if not is_known or not isinstance(part.get("text"), str):
             raise ValueError(
-                f"message {i} has a part {part!r:.80}; parts of the {role} are {', '.join(known)}"
+                f"message {i} has invalid part {part!r:.80}; {role} parts are {', '.join(known)}"
             )
     return SPEAKERS[role], [part for part in content if part["type"] != "text" or part["text"]]

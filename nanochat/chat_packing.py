@@ -1,12 +1,12 @@
 """
-Pack conversations into rows whose tokens carry the loss mask.
+Pack conversations into packed sequences (rows) whose tokens carry the loss mask.
 
     conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
     a batch of rows -> signed_inputs_and_targets -> tokens, targets with IGNORE
 
-A token that is trained is stored as its id, any other as ~id, which is negative: the mask is in the
-sign. Padding is BOS and not counted. A conversation without a trained token is left out. A bucket
-is encoded once, whichever mixtures take from it.
+A token with loss is stored as its id, a token without as ~id (negative), so the sign is the mask.
+Padding is BOS without loss. Conversations with no loss token are skipped. A bucket is encoded once,
+for all mixtures.
 """
 
 import multiprocessing
@@ -41,9 +41,9 @@ from nanochat.tokenizer import Tokenizer
 # ---- Encoding and packing one bucket of conversations --------------------------------------------
 
 
-CHAT_RULE = 3  # part of the fingerprint: raise it when the same conversations give other rows
+CHAT_RULE = 3  # part of the fingerprint: increment it when the same conversations pack differently
 BATCH = 256  # conversations encoded, or handed to the packer, at a time
-POOL_SHARE = 10_000  # conversations for each process: fewer do not repay its start
+POOL_SHARE = 10_000  # conversations per worker process; fewer do not amortize its startup
 
 Conversations = Iterable[Sequence[Message]]
 read_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
@@ -51,19 +51,19 @@ read_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
 
 @dataclass(frozen=True)
 class Encoded:
-    """The conversations of a bucket that count, one after the other, without a BOS in front."""
+    """The encoded conversations of a bucket, concatenated, without BOS."""
 
     fingerprint: str
     ids: np.ndarray
-    """Signed, int32."""
+    """int32: id with loss, ~id without."""
     ends: np.ndarray
-    """Where each begins and ends, (n + 1,) int64."""
+    """Conversation i is `ids[ends[i] : ends[i + 1]]`; (n + 1,) int64."""
     trained: int
-    """Tokens that carry loss."""
+    """Number of tokens with loss."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens that each takes in a row, its BOS included."""
+        """Tokens of each conversation in a row, including its BOS."""
         return np.diff(self.ends) + 1
 
     def __len__(self) -> int:
@@ -85,11 +85,11 @@ def encode(
     report: Callable[[str], None] = lambda progress: None,
 ) -> Encoded:
     """
-    Conversations as tokens, from the disk where that was done before.
+    Encode conversations, or load them from disk if they were encoded before.
 
-    about: JSON-ready, decides which there are, and in which order. Those longer than a row lose
-    their end. verify: compare the files with their SHA-256; damaged ones are written again.
-    report: called with the progress. Raises ValueError where no conversation is left.
+    about: JSON-ready; identifies the conversations and their order. verify: check the SHA-256 of
+    files on disk; if damaged, encode again. report: called with progress messages. Conversations
+    longer than a row are truncated. Raises ValueError if none is left.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
@@ -100,20 +100,20 @@ def encode(
             write_json(folder / "index.json", made_of)
         counts = read_sealed(record)
     if not counts["conversations"]:
-        raise ValueError(f"there is no conversation to train on in {dict(about)}")
+        raise ValueError(f"no conversation to train on in {dict(about)}")
     ids = np.memmap(folder / "ids.bin", np.int32, "r")
     ends = np.load(folder / "ends.npy", mmap_mode="r")
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"])
 
 
 def read_record(record: Path, verify: bool) -> dict[str, Any] | None:
-    """The record of encoded conversations; None where they are damaged, which is printed."""
+    """Return the record of an encoding; None if missing, or damaged (printed)."""
     try:
         counts = read_sealed(record) if record.exists() else None
         for name, digest in counts["sha256"].items() if counts and verify else ():
             path = record.with_name(name)
             if not path.exists() or sha256_file(path) != digest:
-                raise ValueError(f"{path} is damaged: its SHA-256 is not the recorded one")
+                raise ValueError(f"{path} is damaged: its SHA-256 does not match the record")
     except ValueError as error:
         print(f"{error}: encoding these conversations again", flush=True)
         return None
@@ -128,10 +128,10 @@ def write_encoded(
     report: Callable[[str], None],
 ) -> None:
     """
-    Encode to files; the record comes last, so that half of them is none. Memory holds some batches
-    and the length of every conversation, however many there are.
+    Encode conversations to files. The record is written last, so a partial encoding is never used.
+    Memory: a few batches and the length of every conversation.
     """
-    tokenizer.save(folder)  # for the processes of the pool
+    tokenizer.save(folder)  # for the worker processes
     total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
     lengths: list[int] = []
     done = trained = 0
@@ -144,7 +144,7 @@ def write_encoded(
             done += len(batch)
             report(f"{done:,}{total} conversations")
     np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
-    skipped = done - len(lengths)  # because nothing in them counts
+    skipped = done - len(lengths)  # no token with loss
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
@@ -153,26 +153,24 @@ def write_encoded(
 def encode_batches(
     conversations: Conversations, tokenizer_path: Path, row_length: int
 ) -> Iterator[list[np.ndarray]]:
-    """
-    What `encode_batch` makes of the conversations, in order, by all cores where there are many.
-    """
+    """Yield the results of `encode_batch` in order, using all cores for many conversations."""
     job = partial(encode_batch, tokenizer_path, row_length)
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)
     if workers < 2:
         yield from map(job, batched(conversations))
         return
-    context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA would hang
+    context = multiprocessing.get_context("spawn")  # forking a process that uses CUDA can hang
     pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
     waiting = deque()
     try:
         for batch in batched(conversations):
             waiting.append(pool.submit(job, batch))
-            if len(waiting) > 2 * workers:  # what is read and not yet written stays bounded
+            if len(waiting) > 2 * workers:  # limits the batches in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except ValueError as error:  # of a conversation: raised here, so that it is the user's to fix
+    except ValueError as error:  # raise it here, so that it is reported as a user error
         raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -181,21 +179,21 @@ def encode_batches(
 def encode_batch(
     tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
 ) -> list[np.ndarray]:
-    """The signed ids of some conversations, without BOS; none of one in which nothing counts."""
+    """Return the signed ids of each conversation without BOS; empty if no token has loss."""
     tokenizer = read_tokenizer(tokenizer_path)  # once in each process
     every = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in conversations]
     return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
 
 def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """BATCH items at a time."""
+    """Yield lists of BATCH items."""
     source = iter(items)
     while batch := list(islice(source, BATCH)):
         yield batch
 
 
 def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
-    """What decides encoded conversations or their rows, with its fingerprint."""
+    """Return what determines an encoding or its rows, with its fingerprint."""
     made_of = {
         "conversations": dict(about),
         "tokenizer": tokenizer.fingerprint,
@@ -209,8 +207,9 @@ def open_chat_rows(
     about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
-    The rows of conversations, packed already or not: shard "train", and "val" for validation;
-    `verifies` as for `Rows`.
+    Open rows of conversations, which need not be packed yet: shards "train" and "val".
+
+    `verifies`: see `Rows`.
     """
     made_of = recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
@@ -222,7 +221,7 @@ def open_chat_rows(
 def pack_encoded(
     rows: Rows, shard: str, pieces: Iterable[np.ndarray], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Pack encoded conversations into a shard, unless that has been done; its record."""
+    """Pack encoded conversations into a shard unless done before; return its record."""
     with locked(lock_path(rows, shard), f"packing {shard}"):
         if not rows.is_packed(shard):
             packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
@@ -232,18 +231,18 @@ def pack_encoded(
 
 
 def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
-    """ids where they count, ~id elsewhere, int32."""
+    """Return ids with loss unchanged and ids without loss as ~id, int32."""
     plain = np.array(ids, np.int32)
     return np.where(np.array(mask, bool), plain, ~plain)
 
 
 def flatten(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays as one, and where each begins and ends."""
+    """Concatenate arrays; return the result and their offsets, (n + 1,)."""
     return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
 
 def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
-    """Signed rows (B, T + 1) -> tokens and targets (B, T), int64; `ignore` where none counts."""
+    """Signed rows (B, T + 1) -> inputs and targets (B, T), int64; `ignore` = no loss."""
     ids = np.where(rows < 0, ~rows, rows).astype(np.int64)
     targets = np.where(rows < 0, ignore, rows).astype(np.int64)
     return ids[:, :-1], targets[:, 1:]
@@ -261,9 +260,9 @@ def mixed_chat_rows(
     machine: DistContext,
 ) -> Rows:
     """
-    The rows of `tokens` of each bucket; one process of each node packs.
+    Return the packed rows of `tokens` tokens of each bucket; one process per node packs them.
 
-    Which conversations of a bucket are taken, where it is not whole, depends on the seed.
+    The seed selects the conversations of a bucket that is used in part.
     """
     about = {
         "seed": seed,
@@ -283,7 +282,7 @@ def mixed_chat_rows(
 def mix_conversations(
     buckets: Sequence[Encoded], tokens: Sequence[int], seed: int
 ) -> Iterator[np.ndarray]:
-    """The conversations of a pass, in order."""
+    """Yield the conversations of one pass, in order."""
     lengths = [bucket.lengths for bucket in buckets]
     taken = [choose_conversations(lengths[b], tokens[b], seed, b) for b in range(len(buckets))]
     sizes = [each[which] for each, which in zip(lengths, taken, strict=True)]
@@ -293,12 +292,13 @@ def mix_conversations(
 
 def choose_conversations(lengths: np.ndarray, tokens: int, seed: int, bucket: int) -> np.ndarray:
     """
-    Which conversations make up about `tokens` tokens: all of them as often as they fit whole, then
-    some more. Every time in another order.
+    Return the indices of conversations with about `tokens` tokens in total.
+
+    Full repeats of the bucket come first, then a part of it, each in another order.
     """
     times = -(-tokens // int(lengths.sum())) if tokens else 0
     order = [permutation(seed, time, bucket, len(lengths)) for time in range(times)]
     every = np.concatenate([np.empty(0, np.int64), *order]).astype(np.int64)
     ends = np.cumsum(lengths[every])
-    middles = ends - lengths[every] / 2  # one more is taken where that comes closer
+    middles = ends - lengths[every] / 2  # round to the nearest conversation
     return every[: int(np.searchsorted(middles, tokens))]

@@ -1,11 +1,11 @@
 """
-Checkpoints: files that are written whole and verified, and the checkpoints of one run.
+Checkpoints: atomic writes with verification, and the checkpoints of one run.
 
     model, optimizer, state -> write_checkpoint -> <stage>_checkpoints/<tag>/step_<n>/ -> load_model
-    lock -> resume or make room -> save ... save -> the last one safe on disk -> unlock
+    lock -> resume or move old checkpoints -> save ... save -> wait for the last one -> unlock
 
-A folder appears under its name when everything in it is on disk. Files have digests; a checkpoint
-that fails them is skipped, and the previous good one is used.
+A folder gets its final name once everything in it is on disk. Files have SHA-256 digests; a
+checkpoint that fails verification is skipped in favor of the previous good one.
 """
 
 import contextlib
@@ -45,18 +45,18 @@ FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
 SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
-# .replaced: the same step was being saved again when the process died
+# .replaced: the process was killed while saving the same step again
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint whose files are not what its state.json says."""
+    """A checkpoint whose files do not match its state.json."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved step. `state` is the content of state.json; tensors are read on demand."""
+    """One saved step. `state` is the content of state.json; tensors are loaded on demand."""
 
     folder: Path
     step: int
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Names the content: model, optimizer and tokenizer."""
+        """Identifies the content: model, optimizer and tokenizer."""
         return common.fingerprint({n: f["sha256"] for n, f in self.state["files"].items()})
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Checkpoint:
         return load_file(self.folder / OPTIM_FILE)
 
     def next_commands(self, machine: DistContext) -> str:
-        """What a training prints last: where its checkpoint is, and the next command."""
+        """Lines printed after training: the checkpoint folder and the next commands."""
         stage, tag = self.state["stage"], self.folder.parent.name
         many = f"torchrun --nproc_per_node={machine.local_size} -m scripts.{{}} --"
         run = many if machine.world_size > 1 else "python -m scripts.{}"
@@ -91,7 +91,7 @@ class Checkpoint:
 
 
 def stage_folder(stage: str) -> Path:
-    """Where the checkpoints of a stage (base, mid, sft, rl) live. Raises ValueError for others."""
+    """Checkpoint folder of a stage (base, mid, sft, rl). Raises ValueError for other names."""
     if stage not in FOLDERS:
         raise ValueError(f"stage {stage!r} is not one of {', '.join(FOLDERS)}")
     return base_dir() / f"{FOLDERS[stage]}_checkpoints"
@@ -108,12 +108,12 @@ def save_checkpoint(
     weights: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """
-    Write `folder`/step_<step>, then point `latest` at it and drop all but the newest `keep`.
-    weights: those of the model, by default as they are now.
+    Write `folder`/step_<step>, point `latest` at it and delete all but the newest `keep`.
 
-    The old checkpoints stay untouched until the new one is complete; when writing fails, what
-    was begun is removed and the error, an OSError where the disk is at fault, is raised. One
-    process at a time may call this (`RunLock`).
+    weights: tensors of the model to save. Default: the current ones.
+    Old checkpoints stay untouched until the new one is complete. If writing fails, the partial one
+    is removed and the error is raised, an OSError for disk errors. Only one process at a time may
+    call this (`RunLock`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
@@ -144,7 +144,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    with contextlib.suppress(OSError):  # it is committed: the rest can wait for the next save
+    with contextlib.suppress(OSError):  # already committed; cleanup can wait for the next save
         (folder / "latest").write_text(final.name + "\n")
         sweep(folder)
     for old, path in list(step_folders(folder).items())[:-keep]:
@@ -154,13 +154,13 @@ def save_checkpoint(
 
 
 def weights_on_host(model: GPT, copy: bool = False) -> dict[str, Tensor]:
-    """The weights as a file wants them; those of a model on the CPU are only copied if asked to."""
+    """Contiguous weights on the CPU; `copy` also copies those that are already there."""
     weights = model.state_dict().items()
     return {name: p.detach().to("cpu", copy=copy).contiguous() for name, p in weights}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises OSError where the disk is full or broken."""
+    """Write a safetensors file. Raises OSError if the disk is full or fails."""
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
@@ -169,9 +169,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """
-    Remove what an interrupted save left behind; put back what it was about to replace.
+    Remove the files of an interrupted save and restore the checkpoint it was replacing.
 
-    For the one process that writes: to another, a save under way looks like an interrupted one.
+    Only for the process that writes: to others, a save in progress looks like an interrupted one.
     """
     for path in folder.glob(".replaced_*"):
         original = folder / path.name.replace(".replaced_", "step_")
@@ -181,25 +181,25 @@ def sweep(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The content of a state.json. Raises CorruptCheckpoint unless it is what was written."""
+    """Read a state.json. Raises CorruptCheckpoint for another format, ValueError if damaged."""
     state = common.read_json(path)
     was = state.get("format") if isinstance(state, dict) else None
     if was != FORMAT:
-        raise CorruptCheckpoint(f"{path} has format {was}, not {FORMAT}")
+        raise CorruptCheckpoint(f"{path} has checkpoint format {was}, not {FORMAT}")
     return common.read_sealed(path)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """The committed steps of a folder in numeric order, and where they are."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # step_ comes after .replaced_
+    """Saved steps of a folder and their paths, in numeric order."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # step_ sorts after .replaced_
     found = {int(m[1]): path for path in paths if (m := STEP_FOLDER.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """
-    A saved step. Raises CorruptCheckpoint naming the first file that differs from its digest, and
-    where the folder or the list of files is not that of this step.
+    Read and verify a saved step. Raises CorruptCheckpoint naming the first file that does not match
+    its digest, or if state.json lists no files or has another step.
     """
     state = read_state(folder / "state.json")
     try:
@@ -210,7 +210,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
         raise CorruptCheckpoint(f"{folder}/state.json does not list files ({error!r})") from error
     if state["step"] != step:
         raise CorruptCheckpoint(
-            f"{folder} was renamed: its state.json is that of step {state['step']}; rename the "
+            f"{folder} was renamed: its state.json is from step {state['step']}; rename the "
             f"folder to {saved}"
         )
     for name, (size, digest) in files.items():
@@ -224,28 +224,28 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     """
-    The newest good checkpoint of a folder, or exactly `step`; None where there is none.
+    Return the newest good checkpoint of a folder, or exactly `step`; None if there is none.
 
-    Damaged checkpoints are reported and skipped. Raises CorruptCheckpoint when the step asked
-    for is damaged, or when there are checkpoints and all are.
+    Corrupt checkpoints are reported and skipped. Raises FileNotFoundError if `step` does not exist,
+    ValueError if it is corrupt, and CorruptCheckpoint if all checkpoints are.
     """
     folders = step_folders(folder)
     if step is not None and step not in folders:
-        raise FileNotFoundError(f"no step {step} in {folder}; there are {list(folders)}")
+        raise FileNotFoundError(f"no step {step} in {folder}; available: {list(folders)}")
     if step is not None:
         return read_checkpoint(folders[step], step)
     for number, path in reversed(folders.items()):
         try:
             return read_checkpoint(path, number)
         except (OSError, ValueError) as error:
-            print(printable(f"skipping a damaged checkpoint: {error}"), flush=True)
+            print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
     if folders:
-        raise CorruptCheckpoint(f"no good checkpoint is left in {folder}")
+        raise CorruptCheckpoint(f"all checkpoints in {folder} are corrupt")
     return None
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
-    """The newest state of a folder that can be read; its files are not verified."""
+    """The newest readable state of a folder, or None; its files are not verified."""
     for path in reversed(step_folders(folder).values()):
         with contextlib.suppress(OSError, ValueError):
             return read_state(path / "state.json")
@@ -254,9 +254,9 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
 
 def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None) -> Checkpoint:
     """
-    The checkpoint of a stage: tag and step where given, else the tag written last, its last step.
+    Return a checkpoint of a stage. Default: the last good step of the most recently saved tag.
 
-    Raises MissingInput naming the script that makes one.
+    Raises MissingInput with the script that creates one.
     """
     root, command = stage_folder(stage), f"python -m scripts.{SCRIPTS[stage]}"
     if tag is None:
@@ -272,60 +272,60 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
 
 def parse_checkpoint_ref(name: str) -> Checkpoint:
     """
-    The checkpoint that stage[:tag[:step]] names, as in sft, base:d4 or base:d4:400.
+    Return the checkpoint of stage[:tag[:step]], as in sft, base:d4 or base:d4:400.
 
-    Raises ValueError for another form, MissingInput where there is no such checkpoint.
+    Raises ValueError if the reference is malformed, MissingInput if there is no such checkpoint.
     """
     found = CHECKPOINT_REF.fullmatch(name)
     if not found or found["stage"] not in FOLDERS:
-        raise ValueError(f"{name!r} names no checkpoint: stage[:tag[:step]], as in base:d4:400")
+        raise ValueError(f"invalid checkpoint {name!r}; use stage[:tag[:step]], as in base:d4:400")
     step = int(found["step"]) if found["step"] else None
     return find_checkpoint(found["stage"], found["tag"], step)
 
 
 def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    What of a checkpoint's state says where its model comes from, wherever it is taken; with the
-    tokens of its batches where it has any (RL has none).
+    State to carry over when the model is saved elsewhere: its source, provenance and batch size in
+    tokens (RL has none).
     """
     batch = {k: v for k, v in state["identity"].items() if k == "batch_tokens"}
     return {"source": state["source"], "provenance": state["provenance"], "identity": batch}
 
 
 def newest_stage() -> str:
-    """The last of base, mid, sft, rl that has a checkpoint. Raises MissingInput where none has."""
+    """Last of base, mid, sft, rl that has a checkpoint. Raises MissingInput if none has."""
     for stage in reversed(FOLDERS):
         if next(stage_folder(stage).glob("*/latest"), None):
             return stage
-    raise MissingInput(f"there is no model in {base_dir()}", "bash speedrun.sh")
+    raise MissingInput(f"no model in {base_dir()}", "bash speedrun.sh")
 
 
-# Other models than GPT: a field that only their configuration has -> a module with `read_config`,
+# Models other than GPT: a field that only their config has -> a module with `read_config`,
 # `new_model` and `callbacks`
 ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
 def architecture_of(cfg: GPTConfig | Mapping[str, Any]) -> Any:
-    """The module of a configuration, or of its values; None for a plain GPT."""
+    """Module of a model config, or of its values; None for a plain GPT."""
     values = cfg if isinstance(cfg, Mapping) else vars(cfg)
     names = (module for name, module in ARCHITECTURES.items() if name in values)
     return next(map(importlib.import_module, names), None)
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
-    """The model configuration that a checkpoint holds. Raises ValueError for a deleted option."""
+    """Model config of a checkpoint. Raises ValueError for an option that was removed."""
     module = architecture_of(values)
     return module.read_config(values) if module else config_from(GPTConfig, values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """A model of a configuration, its weights not drawn yet."""
+    """Create a model without initializing its weights."""
     module = architecture_of(cfg)
     return module.new_model(cfg, dtype) if module else GPT(cfg, dtype)
 
 
 def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity that an earlier commit gave a run, as this one has it."""
+    """Convert an identity that was recorded by an earlier version."""
     upgraded = dict(recorded)
     for name in {"optim", "schedule", "rl"} & recorded.keys():
         kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
@@ -337,8 +337,8 @@ def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """
-    A new model on `device`. Its weights follow from the seed alone: a CPU draws them, one parameter
-    at a time, so that a process needs host memory for the largest of them only.
+    Create a model on `device`. Its weights depend only on the seed: they are drawn on the CPU, one
+    parameter at a time, which needs host memory only for the largest parameter.
     """
     with device:
         model = new_model(cfg, dtype)
@@ -348,8 +348,8 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
 
 def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | None = None) -> GPT:
     """
-    Rebuild the model of a checkpoint on the machine's device, from its saved config; for rows of
-    another length where `max_seq_len` says so.
+    Rebuild the model of a checkpoint on the machine's device, from its saved config. `max_seq_len`
+    overrides its row length.
     """
     cfg = read_config(checkpoint.state["model"])
     with torch.device("meta"):
@@ -360,51 +360,51 @@ def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | 
 
 
 # ---- The checkpoints of one run: lock, resume, save, prune ---------------------------------------
-# One run writes to a folder at a time. Weights that are not finite are never saved, so they never
-# push a good checkpoint out. A save may run asynchronously; the next one waits for it.
+# One run writes to a folder at a time. Non-finite weights are never saved, so they never displace a
+# good checkpoint. A save may run asynchronously; the next one waits for it.
 
 
-LOSS_BETA = 0.9  # of the moving average of the training loss
+LOSS_BETA = 0.9  # decay of the moving average of the training loss
 
 
 @dataclass
 class Progress:
-    """Everything about a run that is neither weight nor setting; saved with each checkpoint."""
+    """State of a run other than weights and settings; saved with each checkpoint."""
 
     step: int = 0
-    """Steps done."""
+    """Completed steps."""
     loss_average: float = 0.0
     """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
     train_seconds: float = 0.0
-    """Time spent in timed steps, by all attempts together."""
+    """Time of all timed steps, over all attempts."""
     flops: float = 0.0
-    """Spent on all steps, forward and backward."""
+    """FLOPs of all steps, forward and backward."""
     clock_seconds: float = 0.0
-    """Time spent in all steps, the mean of the ranks; compared with a budget of seconds."""
+    """Time of all steps; under a time budget, the mean over ranks."""
     averaged: bool = False
-    """The weights are the average that the run ended with: it cannot be made longer."""
+    """The weights are the final average, so the run cannot be extended."""
     finished: bool = False
-    """All steps are done, as far as this run was planned."""
+    """All planned steps are done."""
     optimizer_missing: bool = False
-    """The checkpoint that was loaded holds no optimizer state: it cannot be made longer."""
+    """The loaded checkpoint has no optimizer state, so the run cannot be extended."""
     health: AnomalyState = field(default_factory=AnomalyState)
     min_val: float | None = None
     last_val: float | None = None
     step_seconds: list[float] = field(default_factory=list)
-    """The latest steps, for a median; not saved."""
+    """Times of the latest timed steps, for the median; not saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: x for name, x in asdict(self).items() if name != "step_seconds"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved; earlier commits saved more."""
+        """Restore saved values; those that only earlier versions saved are ignored."""
         for name in self.state_dict().keys() & state.keys():
             setattr(self, name, state[name])
         known = {k: v for k, v in state["health"].items() if hasattr(AnomalyState(), k)}
         self.health = AnomalyState(**known)
 
     def add_step(self, loss: float | None, flops: float, seconds: float, timed: bool) -> None:
-        """Count a step; `loss` is None where it was no good one, `timed` for the throughput."""
+        """Count a step. `loss` is None for a bad step or spike; throughput counts `timed` steps."""
         if loss is None:
             loss = self.smooth_loss if self.step else 0.0
         self.loss_average = LOSS_BETA * self.loss_average + (1 - LOSS_BETA) * loss
@@ -417,33 +417,32 @@ class Progress:
 
     @property
     def smooth_loss(self) -> float:
-        """The moving average without its bias towards 0; NaN before the first step."""
+        """Bias-corrected moving average of the loss; NaN before the first step."""
         return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
 
     def require_resumable(self) -> None:
-        """Raise UsageError where training cannot go on; call it where steps are left to train."""
+        """Mark the run unfinished; raise UsageError if it cannot be extended."""
         self.finished = False
         if self.averaged or self.optimizer_missing:
             why = "averaged weights" if self.averaged else "no optimizer state"
             raise UsageError(
-                f"the run ended after step {self.step} and holds {why}: it cannot be made longer",
-                "train all steps anew with --resume=never, and with --save_optimizer, which keeps "
-                "the optimizer state, or without --ema_decay",
+                f"the run ended after step {self.step} with {why} and cannot be extended",
+                "retrain all steps with --resume=never, and with --save_optimizer (to keep the "
+                "optimizer state) or without --ema_decay",
             )
 
 
 @dataclass(frozen=True)
 class SavingConfig:
     resume: Literal["never", "auto"] = "never"
-    """auto: continue from the newest checkpoint of this tag, where there is one. What torchrun
-    restarts after a failure continues in any case."""
+    """auto: resume from the newest checkpoint of this tag, if any. A run that torchrun restarts
+    after a failure always resumes."""
     keep: int = 2
     """Checkpoints to keep; older ones are deleted."""
     allow_data_change: bool = False
-    """Continue although text, tokenizer or rows are not those the checkpoint was trained on."""
+    """Resume even if text, tokenizer or rows have changed."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a full or broken disk does to a run: stop it, or cost it that checkpoint. That the last
-    save fails is always an error."""
+    """If a save fails: stop, or continue without that checkpoint (the final save must succeed)."""
 
     def __post_init__(self) -> None:
         require_at_least(self, keep=1)
@@ -452,29 +451,29 @@ class SavingConfig:
 @dataclass(eq=False)
 class Checkpoints:
     """
-    The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Every rank has one.
+    The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Create one on every rank.
 
-    A context manager: inside, only this run may write there.
+    As a context manager, it locks the folder for this run.
     """
 
     folder: Path
     machine: DistContext
     cfg: SavingConfig = SavingConfig()
     keep_optimizer: bool = True
-    """Whether the checkpoint of the finished run holds the optimizer state; all others do."""
+    """Whether the final checkpoint includes the optimizer state; all others do."""
     saved: Checkpoint | None = None
-    """The newest one that this process wrote, on the main rank."""
+    """Newest checkpoint saved by this process; main rank only."""
     pending: tuple[int, Future[Checkpoint]] | None = None
-    """Step that is being saved."""
+    """Step being saved, and its result."""
 
     def __post_init__(self) -> None:
         self.asynchronous = self.machine.device.type == "cuda"
-        """Return from `save` once the state is on the host, where a synchronous save has it too."""
+        """`save` returns once the state is on the host; the disk write continues in a thread."""
         self.lock = RunLock(self.folder.parent / f".{self.folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> Self:
-        """Raises UsageError, on every rank, where another run writes to the folder."""
+        """Lock the folder. Raises UsageError, on every rank, if another run is using it."""
 
         def take_lock() -> None:
             self.lock.acquire(self.machine.launch)
@@ -501,15 +500,14 @@ class Checkpoints:
         final: bool = False,
     ) -> None:
         """
-        Save the state of all ranks; `final` returns only when it is safe on disk.
+        Save the state of all ranks; `final` waits until it is on disk. Call on every rank.
 
-        Every rank calls this. Raises NotFinite naming the first tensor that holds a number which
-        is not finite, RanksDiffer where the ranks hold other weights, and OSError where the disk
-        fails a save that matters (`on_save_error`).
+        Raises NotFinite naming the first tensor with non-finite values, RanksDiffer if the weights
+        differ between ranks, and OSError if the disk fails (unless `on_save_error` allows it).
         """
         self.require_finite(model, optimizer)
         require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
-        problem = self.wait()  # the one before: a disk has one writer, and memory room for one
+        problem = self.wait()  # of the previous save: one at a time on disk and in memory
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict()
@@ -528,10 +526,10 @@ class Checkpoints:
         if problem and (final or self.cfg.on_save_error == "stop"):
             raise OSError(problem)
         if problem:
-            self.machine.print0(f"{problem}; the training goes on")
+            self.machine.print0(f"{problem}; continuing")
 
     def wait(self) -> str | None:
-        """Wait for the save under way; the error message where the disk failed it."""
+        """Wait for the pending save. Returns an error message if the disk failed."""
         if self.pending is None:
             return None
         (step, future), self.pending = self.pending, None
@@ -539,17 +537,17 @@ class Checkpoints:
             with self.machine.working(f"saving step {step}"):
                 self.saved = future.result()
         except OSError as error:
-            return f"no checkpoint of step {step}: {error}"
+            return f"saving step {step} failed: {error}"
         return None
 
     def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
-        """Raises NotFinite, on every rank, naming the first tensor that is not finite on one."""
+        """Raise NotFinite, on every rank, naming the first tensor that is not finite on any."""
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
-            last = max(step_folders(self.folder), default="none is saved")
-            fix = f"--resume=auto goes on from the last good step: {last}"
-            raise NotFinite(f"{found[0]} holds numbers that are not finite, not saved; {fix}")
+            last = max(step_folders(self.folder), default="none")
+            fix = f"--resume=auto resumes from the last good step: {last}"
+            raise NotFinite(f"{found[0]} has non-finite values and was not saved; {fix}")
 
     # ---- beginning ---------------------------------------------------------------------------
 
@@ -557,11 +555,11 @@ class Checkpoints:
         self, identity: Mapping[str, Any], model: GPT, optimizer: MuonAdamW, num_steps: int
     ) -> Progress:
         """
-        Load the newest good checkpoint where that was asked for, or where torchrun restarted this
-        run after a failure; else move what an earlier run of this name left out of the way.
+        Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
+        failure; otherwise move the checkpoints of an earlier run with this name aside.
 
-        Raises CorruptCheckpoint where none is good, ValueError naming what differs when it belongs
-        to another `identity` (model, batch, seed, rows), unless only rows differ and
+        Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
+        checkpoint has another `identity` (model, batch, seed, rows), unless only rows differ and
         `allow_data_change` is set.
         """
         progress = Progress()
@@ -569,25 +567,25 @@ class Checkpoints:
             if self.machine.is_main and step_folders(self.folder):
                 when = time.strftime("%y%m%d-%H%M%S")
                 aside = self.folder.rename(f"{self.folder}.before-{when}")
-                self.machine.print0(f"the checkpoints of an earlier run are now in {aside}")
+                self.machine.print0(f"moved the checkpoints of an earlier run to {aside}")
             self.machine.barrier()
             return progress
         found = self.newest()
         if found is None:
             return progress
         recorded = upgrade_identity(found.state["identity"])
-        if "init_lr_frac" in identity:  # which earlier commits did not record
+        if "init_lr_frac" in identity:  # not recorded by earlier versions
             recorded.setdefault("init_lr_frac", identity["init_lr_frac"])
         changed = differences(recorded, identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(
-                f"{found.folder} belongs to another run:\n  "
+                f"{found.folder} was trained with other settings:\n  "
                 + "\n  ".join(changed)
-                + "\nuse another --model_tag, or --allow_data_change where only rows differ"
+                + "\nuse another --model_tag, or --allow_data_change if only rows differ"
             )
         for line in changed:
-            self.machine.print0(f"continuing although {line}")
+            self.machine.print0(f"resuming despite {line}")
         model.load_state_dict(found.model_tensors())
         progress.load_state_dict(found.state["progress"])
         progress.optimizer_missing = not found.has_optimizer
@@ -598,9 +596,9 @@ class Checkpoints:
 
     def was_restarted(self, num_steps: int) -> bool:
         """
-        Whether an earlier attempt of this very launch has saved something.
+        Whether an earlier attempt of this launch saved a checkpoint.
 
-        A node that came later does not know of restarts, so an unfinished run is enough.
+        A node that joins late counts no restarts, so an unfinished run is enough.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 
@@ -613,16 +611,16 @@ class Checkpoints:
 
     def newest(self) -> Checkpoint | None:
         """
-        The newest good checkpoint, verified by one rank of each node; None where there is none.
+        Return the newest good checkpoint, verified by one rank per node; None if there is none.
 
-        Raises CorruptCheckpoint, on every rank, where all are damaged, or where nodes differ.
+        Raises CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
         """
 
         def open_newest() -> Checkpoint | None:
             try:
                 return open_checkpoint(self.folder)
             except CorruptCheckpoint as error:
-                raise CorruptCheckpoint(f"{error}; --resume=never moves all aside") from error
+                raise CorruptCheckpoint(f"{error}; --resume=never moves them aside") from error
 
         found = self.machine.on_node("verifying checkpoints", open_newest)
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
@@ -630,13 +628,13 @@ class Checkpoints:
         for rank, other in enumerate(names):
             if other != names[0]:
                 message = f"rank {rank} finds {other} in {self.folder}, rank 0 {names[0]}"
-                raise CorruptCheckpoint(f"{message}; all nodes need the same files: a shared disk")
+                raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
         return found
 
     def disk_bytes(self, model: GPT, saves: int) -> int:
         """
-        Bytes that `saves` more saves take on the disk, the last of them that of the finished run:
-        those to keep and the one being written, at most.
+        Additional bytes on disk for `saves` more saves, the last of them final: at most the
+        checkpoints to keep and the one being written.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
         sizes = [checkpoint_bytes(model)] * (saves - 1)
@@ -645,6 +643,6 @@ class Checkpoints:
 
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
-    """Estimated size of one checkpoint, with its optimizer state or without."""
+    """Estimated size of a checkpoint in bytes, with or without optimizer state."""
     state = state_bytes(model)
     return 4 * model.num_params() + (state if optimizer else 0)

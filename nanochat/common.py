@@ -1,9 +1,7 @@
 """
-Files, locks and stop signals.
+Files, locks and stop signals. Does not import other modules of the project.
 
     base directory, atomic writes | locks, free space | SIGTERM -> flag
-
-Imports no other module of the project.
 """
 
 import hashlib
@@ -26,9 +24,8 @@ from filelock import FileLock, Timeout
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Control characters but tab and newline, separators of lines, surrogates, what reorders text
-# (bidirectional controls, Unicode UAX 9) and what is invisible, but for the joiners of emoji and
-# scripts
+# Control characters except tab and newline, line separators, surrogates, bidirectional controls
+# (Unicode UAX 9), and invisible characters except the joiners of emoji and scripts
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     r"\ud800-\udfff\ufeff\ufff9-\ufffb]"
@@ -37,64 +34,64 @@ UNPRINTABLE = re.compile(
 
 class MissingInput(FileNotFoundError):
     """
-    MissingInput(what is missing, command that makes it): an earlier stage has not run.
+    MissingInput(what is missing, command that creates it): an earlier stage has not run.
 
     Scripts print it without a traceback (`config.start`).
     """
 
     def __str__(self) -> str:
-        return "{}\n  make it with:  {}".format(*self.args)
+        return "{}\n  run:  {}".format(*self.args)
 
 
 class UsageError(RuntimeError):
     """
-    UsageError(why, fix): a run that cannot go on as it was asked to.
+    UsageError(reason, fix): the run cannot continue as configured.
 
     Scripts print it without a traceback (`config.start`).
     """
 
     def __str__(self) -> str:
-        return "{}\n  way out:  {}".format(*self.args)
+        return "{}\n  fix:  {}".format(*self.args)
 
 
 def printable(text: Any) -> str:
     """
-    Text from elsewhere (models, data, users, errors) for a terminal or a log: what could control
-    the terminal, or show something else than what is there, as Python's escapes.
+    Escape characters that could control a terminal or disguise text, to print untrusted text (from
+    models, data, users or errors).
     """
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def base_dir() -> Path:
-    """The folder of everything generated: NANOCHAT_BASE_DIR, by default out/ in the repository."""
+    """Folder of all generated files: NANOCHAT_BASE_DIR, default out/ in the repository."""
     path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def require_name(flag: str, name: str) -> str:
-    """`name`, which must name a folder below another. Raises ValueError for one that leads out."""
+    """Return `name`; raise ValueError if it is an absolute path or contains `..`."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, - and _")
     return name
 
 
 def fingerprint(value: Any) -> str:
-    """16 hex digits that name a JSON value: equal values, equal names, on every machine."""
+    """Hash of a JSON value, 16 hex digits; equal values have equal hashes on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in pieces."""
+    """SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """
-    Write a file so that a reader sees the old content or the new, never a part, even after
-    a power cut. The temporary file is removed when writing fails.
+    Write a file atomically and durably: readers see either the old or the new content, even after a
+    power failure. The temporary file is removed if writing fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -103,7 +100,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             stream.write(data.encode() if isinstance(data, str) else data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o644)  # mkstemp makes it private
+        os.chmod(name, 0o644)  # mkstemp creates it with 0o600
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -112,7 +109,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names inside a folder, would survive a power cut."""
+    """Flush a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,17 +118,17 @@ def fsync(path: Path) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Indented JSON with sorted keys, as files have it: the same value gives the same text."""
+    """Deterministic indented JSON with sorted keys."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of `json_text`."""
+    """Write a value as `json_text` with `write_atomic`."""
     write_atomic(path, json_text(value))
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises ValueError naming the file when it does not parse."""
+    """Read a JSON file. Raises ValueError with its path if it is not valid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,15 +136,15 @@ def read_json(path: Path) -> Any:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with the digest of all the rest of it, under `seal`."""
+    """Add a checksum of a JSON object under the key `seal`."""
     return {**value, "seal": hashlib.sha256(json_text(value).encode()).hexdigest()}
 
 
 def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
     """
-    The JSON object that was `sealed` and then `written` as `text`, without its seal.
+    Parse a sealed JSON object and remove its seal. `written` is the function that serialized it.
 
-    Raises ValueError where a single character is not as it was written.
+    Raises ValueError if the text differs in a single character.
     """
     value = json.loads(text)
     if not isinstance(value, dict) or value.pop("seal", None) is None:
@@ -159,8 +156,8 @@ def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """
-    The JSON object that `write_json` wrote `sealed`. Raises ValueError naming the file when it is
-    not, byte for byte, what was written.
+    Read a sealed JSON object written by `write_json`. Raises ValueError with the path if the file
+    was modified.
     """
     try:
         return unseal(path.read_bytes().decode(), json_text)
@@ -169,29 +166,29 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def cpu_info(name: str) -> str:
-    """A field of the first processor in Linux's /proc/cpuinfo; empty elsewhere."""
+    """A field of the first CPU in /proc/cpuinfo; empty on other systems than Linux."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def free_bytes(path: Path) -> int:
-    """Free space, in bytes, on the file system that holds `path`, or would."""
+    """Free bytes on the file system of `path`, which need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 # ---- Locks and free space ------------------------------------------------------------------------
-# Locks are the operating system's: the lock of a process that exited is free again.
+# The operating system releases the locks of a process when it exits.
 
 
-SPARE_BYTES = 256 << 20  # what a download or a packed shard must leave free
+SPARE_BYTES = 256 << 20  # disk space that downloads and packing must leave free
 
 
 @contextmanager
 def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
-    """True while holding a lock file; False when another process keeps it for longer than that."""
+    """Yield True while holding a lock file, or False if it cannot be acquired in time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     with suppress(Timeout):
@@ -204,7 +201,7 @@ def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; when another process has it, say `what` is waited for."""
+    """Hold a lock file; if another process holds it, print `what` and wait."""
     with claimed(path, patience_seconds=2.0) as mine:
         if not mine:
             print(f"waiting for another process: {printable(what)}", flush=True)
@@ -214,23 +211,22 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 class RunLock:
     """
-    One run at a time: a lock file, and beside it one that says who holds it, since when.
+    Lock of a run folder: a lock file and an owner file that describes the process that holds it.
 
-    The process holds the lock, not the file: what a killed run left behind is stale, recognized as
-    such, and taken over.
+    The process holds the lock, not the file, so the files of a killed run are stale and taken over.
     """
 
     def __init__(self, path: Path, own: str = "--model_tag"):
-        """own: the flag by which another run gets a folder of its own."""
+        """own: flag that gives a run its own folder."""
         self.path, self.own = path, own
         self.lock, self.owner = FileLock(path), path.with_name(f"{path.name}.owner")
 
     def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
         """
-        Raises UsageError naming process and host of the run that holds the lock.
+        Acquire the lock. Raises UsageError with process and host if another run holds it.
 
-        One that another attempt of the same `launch` holds is waited for: on a shared disk the
-        lock of a host that died lives on for a while.
+        Waits up to `patience_seconds` if the holder has the same `launch`: on a shared disk, the
+        lock of a crashed host persists for a while.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = self.owner.read_text() if self.owner.exists() else ""
@@ -239,54 +235,53 @@ class RunLock:
             self.lock.acquire(patience_seconds if launch and launch == launch_of_owner else 0)
         except Timeout:
             raise UsageError(
-                f"another run writes there: {owner} holds {self.path}",
+                f"another run is using this folder: {owner} holds {self.path}",
                 f"wait for it or stop it, or give this run another {self.own}",
             ) from None
         if self.owner.exists():
-            print(f"the lock of an earlier run is stale, taken over: {owner}")
+            print(f"taking over stale lock: {owner}")
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         self.owner.write_text(f"{me}\n{launch}")
 
     def release(self) -> None:
-        """Let go, where this run has the lock."""
+        """Release the lock if this process holds it."""
         if self.lock.is_locked:
             self.owner.unlink(missing_ok=True)
             self.lock.release()
 
 
-def require_free(folder: Path, needed_bytes: float, what: str, way_out: str) -> None:
-    """Raise UsageError naming both numbers unless `needed_bytes` and a reserve are free."""
+def require_free(folder: Path, needed_bytes: float, what: str, fix: str) -> None:
+    """Raise UsageError unless `needed_bytes` plus a reserve are free. fix: extra advice."""
     free = free_bytes(folder)
     if needed_bytes + SPARE_BYTES > free:
         needs = f"{needed_bytes / 1e9:.2f} GB and a reserve of {SPARE_BYTES / 1e9:.2f} GB"
         why = f"{what} needs about {needs}, but {folder} has {free / 1e9:.2f} GB free"
-        raise UsageError(why, f"make room, set NANOCHAT_BASE_DIR to a larger disk, or {way_out}")
+        raise UsageError(why, f"free some space, set NANOCHAT_BASE_DIR to a larger disk, or {fix}")
 
 
 # ---- Exit statuses and stop signals --------------------------------------------------------------
 
 
-PREEMPTED = 75  # exit status of a run that saved and stopped because it was asked to
-UNEVALUATED = 76  # of one that trained and saved, but had no memory for its last evaluation
-BROKEN = 78  # of a run that its canaries called broken
-HUNG = 77  # of a rank that waited too long for another one
+PREEMPTED = 75  # saved a checkpoint and stopped on request
+UNEVALUATED = 76  # trained and saved, but ran out of memory in the final evaluation
+BROKEN = 78  # the canaries classified the run as broken
+HUNG = 77  # this rank timed out waiting for another rank
 
 
 class StoppedWaiting(RuntimeError):
-    """A wait ended because the run was asked to stop."""
+    """A wait was aborted because a stop was requested."""
 
 
 class Interrupted(RuntimeError):
-    """An evaluation ended early because the run was asked to stop."""
+    """An evaluation was aborted because a stop was requested."""
 
 
 class StopRequest:
     """
-    Turns SIGTERM, SIGINT and a lost terminal's SIGHUP into a flag that the loop reads between
-    micro-batches.
+    Turns SIGTERM, SIGINT and SIGHUP into a flag that the loop checks between micro-batches.
 
-    A second SIGINT ends the process at once; under nohup SIGHUP goes on meaning nothing.
+    A second SIGINT exits immediately. SIGHUP stays ignored under nohup.
     """
 
     asked = False

@@ -1,14 +1,13 @@
 """
-Dataclass in, command line out.
+Command-line flags from config dataclasses.
 
     frozen dataclass with docstrings -> flat flags with help -> the same dataclass, filled in
 
-`--device_batch_size=8` and `--device-batch-size 8` are the same flag; nested dataclasses share
-one flat namespace; `--x`, `--no-x`, `--x=1` and `--x=0` set a boolean; a list takes commas
-(`--x=a,b`), spaces and repeats; for a setting that may be None, -1 means None ("decide for me"), as
-mostly does leaving the flag out. A setting made by `short` has a letter too: `-x 5`. A bare `--` in
-front of the flags is dropped. Flags that no longer exist, or that other programs have, are
-rejected with the name of ours.
+`--device_batch_size=8` and `--device-batch-size 8` are the same flag. Nested dataclasses share one
+flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`; lists accept commas
+(`--x=a,b`), spaces and repeated flags. For optional settings, -1 means None ("decide for me"),
+usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading bare `--`
+is dropped. Removed flags and common flags of other programs are rejected with the replacement.
 """
 
 import ast
@@ -25,6 +24,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,28 +34,42 @@ import tyro
 from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
 
 C = TypeVar("C")
-ROOM = "make room, or set NANOCHAT_BASE_DIR to a larger disk"
-ACCESS = "give this user access to it, or name another path (generated files: NANOCHAT_BASE_DIR)"
-FOLDER = "a folder is needed there, but a file has that name: name another path"
+ROOM = "free some space, or set NANOCHAT_BASE_DIR to a larger disk"
+ACCESS = "change its permissions, or use another path (generated files: NANOCHAT_BASE_DIR)"
+FOLDER = "this must be a folder, but a file with that name exists; use another path"
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
 }
-REMOVED = {  # flags that several scripts had -> what to do instead
-    "attention": "the fastest kernel that passes its probe is used",
-    "checkpoint_activations": "leave out --device_batch_size, and the largest that fits is found",
+REMOVED = {  # flags removed from several scripts -> replacement
+    "attention": "the fastest attention kernel that passes a check is used",
+    "checkpoint_activations": "omit --device_batch_size to use the largest size that fits",
     "wandb_mode": "set WANDB_MODE=offline or WANDB_MODE=disabled in the environment",
     "once": "it is now --skip_if_done",
-    "data_dir": "a local folder is named by --dataset=<folder>",
+    "data_dir": "use --dataset=<folder> for a local folder",
     "hourly_rate": "it is a flag of scripts.report",
-    "mixture_tokens": "a mixture of conversations ends with its budget: --mixture=a,b@500000t",
-    "mixture_alpha": "a mixture ends with it: --mixture=a,b@^0.5",
-    "buckets": '--mixture=own.json with {"mixture": "...", "buckets": {...}} names own buckets',
-    **dict.fromkeys(("revision", "val_shard"), "open the text with scripts.data and this flag"),
-    **dict.fromkeys(("from_tag", "from_step"), "--source=stage:tag:step names tag and step"),
+    "mixture_tokens": "append the token budget to the mixture: --mixture=a,b@500000t",
+    "mixture_alpha": "append the exponent to the mixture: --mixture=a,b@^0.5",
+    "buckets": 'define buckets with --mixture=own.json: {"mixture": "...", "buckets": {...}}',
+    **dict.fromkeys(("revision", "val_shard"), "pass it to scripts.data when preparing the text"),
+    **dict.fromkeys(("from_tag", "from_step"), "use --source=stage:tag:step"),
     **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
     "async_save": "checkpoints are saved asynchronously on GPUs",
+}
+GROUPS = {  # title in --help -> flags, most used first; all other flags come before them
+    "Model": "depth source model_tag step model_step max_seq_len arch window_pattern value_every "
+    "bigram_rows",
+    "Data": "dataset num_shards mixture val_mixture tokenizer_tag revision val_shard",
+    "Optimization": "num_iterations num_epochs target_param_data_ratio target_flops "
+    "total_batch_size device_batch_size matrix_lr embedding_lr unembedding_lr init_lr_frac "
+    "warmup_steps warmdown_ratio final_lr_frac weight_decay grad_clip seed",
+    "Sampling": "temperature top_k top_p max_new_tokens max_tokens",
+    "Evaluation": "eval_every eval_tokens eval_half sample_every core_metric_every "
+    "core_metric_max_per_task eval_bundle",
+    "Checkpoints": "save_every keep resume skip_if_done save_optimizer allow_data_change "
+    "on_save_error",
+    "Runtime": "run device_type dtype compile deterministic collective_timeout_minutes report_dir",
 }
 BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 
@@ -64,8 +78,8 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     """
     Parse the command line and run a script's `main`.
 
-    An error that the user can fix ends with its message and exit status 2, or that of its own;
-    internal errors keep their traceback. An interrupt ends with status 130.
+    User errors print a message and exit with status 2 or the error's own `status`; internal errors
+    keep their traceback. An interrupt exits with status 130.
     """
     atexit.register(silence_teardown)  # registered first, so it runs last
     sys.excepthook = print_traceback
@@ -84,17 +98,17 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
 
 def user_message(error: BaseException) -> str | None:
     """
-    What to print in place of a traceback; None for an internal error.
+    Message to print instead of a traceback; None for an internal error.
 
-    Users can fix what this code rejects by a `raise` of ValueError or RuntimeError, and what the
-    operating system reports. The same exceptions from within a library are internal errors.
+    User errors are OSError, and ValueError or RuntimeError raised by a `raise` statement of this
+    repository. The latter two are internal errors if a library raises them.
     """
     if isinstance(error, MissingInput | UsageError):
         return str(error)
     if isinstance(error, OSError):
         fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return (message or type(error).__name__) + (fix and f"\n  way out:  {fix}")
+        return (message or type(error).__name__) + (fix and f"\n  fix:  {fix}")
     if not isinstance(error, ValueError | RuntimeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -104,13 +118,13 @@ def user_message(error: BaseException) -> str | None:
 
 
 def print_traceback(*error: Any) -> None:
-    """As Python prints it, but messages may hold text from elsewhere: file names, data."""
+    """Print a traceback with escaped control characters, which messages may contain."""
     lines = traceback.format_exception(*error)
     print(printable("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 def silence_teardown() -> None:
-    """Spare the reader the pages of leak warnings that triton prints when a process ends."""
+    """Suppress the leak warnings that triton prints when a process exits."""
     if "triton" in sys.modules:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -120,55 +134,61 @@ def parse(
     default: C, doc: str | None = None, args: Sequence[str] | None = None, retired: Mapping = {}
 ) -> C:
     """
-    Fill a config dataclass from `args` (default: the command line).
+    Fill a config dataclass from `args` (default: sys.argv).
 
-    `retired` maps the name of a flag that is not here to a sentence naming what is.
-    Exits with status 2 and a message naming the nearest flag when one is unknown.
+    retired: name of a removed flag -> message that names its replacement. Exits with status 2 on
+    an unknown flag, suggesting the closest one.
     """
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["--"]:
         args = args[1:]
-    known = {f.name: annotation for f, annotation, _ in leaves(default)}
-    letters = {a: f"--{f.name}" for f, *_ in leaves(default) for a in f.metadata.get("aliases", ())}
+    every = list(leaves(default))
+    known = {f.name: annotation for _, f, annotation, _ in every}
+    letters = {a: f"--{f.name}" for _, f, *_ in every for a in f.metadata.get("aliases", ())}
     retired = {**REMOVED, **retired}
     for arg in args:
         if any("\ud800" <= char <= "\udfff" for char in arg):
-            refuse(f"{arg!r} is not valid UTF-8; write it in UTF-8")
+            refuse(f"{arg!r} is not valid UTF-8; encode it as UTF-8")
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if arg.startswith("--") and name in retired and name not in known:
-            refuse(f"there is no --{name} here: {retired[name]}")
+            refuse(f"unknown flag --{name}: {retired[name]}")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    filled = tyro.cli(
-        with_help(default),
+    groups = tyro.cli(
+        group_flags(default),
         args=normalize(args, known, letters),
         prog=f"python -m {spec.name}" if spec else None,
-        description=(doc or "").replace("\nWrites ", "\n\nWrites "),
+        description=(doc or "").strip().replace("\nWrites ", "\n\nWrites "),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
-    return fill(default, filled)
+    values = {**vars(groups)}
+    for title in GROUPS.keys() & values:
+        values |= vars(values[title])
+    return fill(default, values)
 
 
 def short(letter: str, default: Any) -> Any:
-    """A setting that can also be given by one letter: `temperature: float = short("t", 0.0)`."""
+    """A field that also has a one-letter flag: `temperature: float = short("t", 0.0)`."""
     return dataclasses.field(default=default, metadata={"aliases": [f"-{letter}"]})
 
 
-def leaves(cfg: Any) -> Iterator[tuple[dataclasses.Field, Any, Any]]:
-    """Field, annotation and value of every setting, nested dataclasses included."""
+def leaves(cfg: Any) -> Iterator[tuple[type, dataclasses.Field, Any, Any]]:
+    """Yield class, field, annotation and value of every setting, including nested dataclasses."""
     hints = typing.get_type_hints(type(cfg))
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
         if dataclasses.is_dataclass(value):
             yield from leaves(value)
         else:
-            yield f, hints[f.name], value
+            yield type(cfg), f, hints[f.name], value
 
 
+@lru_cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Name -> the string below a setting, its lines joined to one; inherited ones included."""
+    """Field name -> docstring as a single line, including inherited fields."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    docs = field_docs(cls.__bases__[0]) if dataclasses.is_dataclass(cls.__bases__[0]) else {}
+    inherited = dataclasses.is_dataclass(cls.__bases__[0])
+    docs = dict(field_docs(cls.__bases__[0])) if inherited else {}
     for pair in pairwise(tree.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
@@ -176,42 +196,44 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def with_help(cfg: Any) -> type:
-    """A twin of a config's class: its values are defaults, its help is where tyro looks for it."""
-    hints, docs = typing.get_type_hints(type(cfg)), field_docs(type(cfg))
-    fields: list[Any] = []
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if dataclasses.is_dataclass(value):
-            twin = with_help(value)
-            fields.append((f.name, twin, dataclasses.field(default_factory=twin)))
-            continue
-        aliases = f.metadata.get("aliases")
-        hint = "" if value is None else None  # its help says what None means
-        shown = tyro.conf.arg(help=docs.get(f.name), help_behavior_hint=hint, aliases=aliases)
-        fields.append((f.name, typing.Annotated[hints[f.name], shown], value))
-    return dataclasses.make_dataclass(type(cfg).__name__, fields)
+def group_flags(cfg: Any) -> type:
+    """Dataclass for tyro with a nested dataclass for each of `GROUPS`; values become defaults."""
+    flags: dict[str, Any] = {}
+    for owner, f, annotation, value in leaves(cfg):
+        kinds = [kind for kind in options(annotation) if kind is not types.NoneType]
+        text, is_auto = field_docs(owner).get(f.name, ""), value in (None, "", ())
+        shown = tyro.conf.arg(
+            help=text if is_auto else text.split(" Default:")[0],
+            help_behavior_hint="" if is_auto else None,
+            aliases=f.metadata.get("aliases"),
+            metavar=kinds[0].__name__.upper() if kinds[0] in (int, float, str, bool) else None,
+        )
+        flags[f.name] = (f.name, typing.Annotated[annotation, shown], value)
+    nested = []
+    for title, names in GROUPS.items():
+        if group := [flags.pop(name) for name in names.split() if name in flags]:
+            cls = dataclasses.make_dataclass(title, group)
+            nested.append((title, cls, dataclasses.field(default_factory=cls)))
+    return dataclasses.make_dataclass(type(cfg).__name__, [*flags.values(), *nested])
 
 
-def fill(cfg: C, twin: Any) -> C:
-    """A config with the values of its twin."""
-    values = {name: getattr(twin, name) for name in vars(cfg)}
-    nested = {n: fill(v, values[n]) for n, v in vars(cfg).items() if dataclasses.is_dataclass(v)}
-    return dataclasses.replace(cfg, **values | nested)  # type: ignore
+def fill(cfg: C, values: Mapping[str, Any]) -> C:
+    """Replace all settings of a config, including those of nested dataclasses."""
+    own = vars(cfg).items()
+    new = {k: fill(v, values) if dataclasses.is_dataclass(v) else values[k] for k, v in own}
+    return dataclasses.replace(cfg, **new)  # type: ignore
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; any other annotation alone."""
+    """Types of a union; for any other annotation, the annotation itself."""
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def normalize(args: list[str], known: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
     """
-    Translate the forms of a boolean to `--flag True`, those of a list to `--flag a b`, letters to
-    flags, and `-1` to None for settings that may be it.
-
-    Exits with status 2 on a flag that is not `known`, naming the nearest one.
+    Normalize booleans to `--flag True`, lists to `--flag a b`, letters to flags, and -1 to None for
+    optional settings. Exits with status 2 on an unknown flag, suggesting the closest one.
     """
     result: list[str] = []
     lists: dict[str, list[str]] = {}
@@ -247,14 +269,14 @@ def normalize(args: list[str], known: Mapping[str, Any], letters: Mapping[str, s
 
 
 def refuse(message: str) -> typing.NoReturn:
-    """End the program the way a command line does: message on stderr, status 2."""
+    """Print an error to stderr and exit with status 2."""
     print(f"error: {printable(message)}; see --help", file=sys.stderr)
     raise SystemExit(2)
 
 
-def require_at_least(cfg: Any, **least: float) -> None:
-    """Raise ValueError for a setting below its least value; None is allowed."""
-    for name, bound in least.items():
+def require_at_least(cfg: Any, **minimum: float) -> None:
+    """Raise ValueError if a setting is below its minimum; None is allowed."""
+    for name, bound in minimum.items():
         value = getattr(cfg, name)
         if value is not None and value < bound:
             raise ValueError(f"{name} must be at least {bound}, got {value}")
@@ -262,12 +284,12 @@ def require_at_least(cfg: Any, **least: float) -> None:
 
 def settings(cfg: Any) -> dict[str, Any]:
     """
-    Every setting as a flat JSON-ready dict, in declaration order.
+    All settings as a flat JSON-serializable dict, in declaration order.
 
-    None ("decide for me") becomes -1, -1.0 or "" by the setting's type, as the report prints it.
+    None ("decide for me") becomes -1, -1.0 or "", depending on the type.
     """
     flat: dict[str, Any] = {}
-    for f, annotation, value in leaves(cfg):
+    for _, f, annotation, value in leaves(cfg):
         if value is None:
             kinds = options(annotation)
             value = -1 if int in kinds else -1.0 if float in kinds else ""

@@ -1,16 +1,16 @@
 """
-Packed rows on disk, and the batches of a run as a pure function of (rows, seed, step).
+Packed sequences (rows) on disk, and batches as a pure function of (rows, seed, step).
 
     rows/<name>/<shard>.bin, <shard>.json -> Rows -> batch(step) -> (rows, max_seq_len + 1) ids
     Rows of several sources, in proportion -> MixedRows -> batch(step), the same way
 
-A run reads an endless sequence of epochs. Within an epoch the shards come in their frozen order,
-the rows of each permuted by (seed, epoch, shard). Step s of a run with R rows per step takes rows
-s * R to (s + 1) * R - 1 of that sequence, and every rank its slice of them. So there is no state:
-stopping, resuming, or another number of ranks changes nothing about what a step sees.
+A run reads an endless sequence of epochs. Within an epoch, shards come in a fixed order and the
+rows of each are permuted by (seed, epoch, shard). Step s of a run with R rows per step reads rows
+s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is no state: a step
+gets the same rows after a resume or with another number of ranks.
 
-A shard is complete when its .json exists, which is written last. Shards may still be packed while a
-run reads (packing.py): a step whose shard is missing waits for it. Each shard is compared with its
+A shard is complete once its .json exists, which is written last. Training can start while shards
+are being packed (packing.py): a step waits for a missing shard. Each shard is verified against its
 record once per run, before its first row is returned.
 """
 
@@ -35,18 +35,18 @@ from nanochat.common import (
 )
 
 # ---- Interleaving buckets in proportion ----------------------------------------------------------
-# An item has a random position in the stretch that it would take up by its size, were its bucket
-# spread out evenly.
+# Each item is placed at random within the interval that it would occupy, by size, if its bucket
+# were spread evenly.
 
 
 def interleave(
     sizes: Sequence[np.ndarray], seed: int, part: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    The order of all items, of `sizes` per bucket: for each the index of its bucket, and which one
-    of that bucket it is, both (n,). `part` gives another order of the same seed.
+    Return an order of all items: index of the bucket and index within the bucket, both (n,).
 
-    Raw words of PCG64, as in `permutation`: their stream never changes with numpy.
+    sizes: item sizes of each bucket. part: selects another order for the same seed. Uses the raw
+    PCG64 stream, as `permutation` does, because it never changes between numpy versions.
     """
     lengths = [len(each) for each in sizes]
     raw = np.random.PCG64([seed, part, len(sizes)]).random_raw(sum(lengths))
@@ -65,44 +65,43 @@ def interleave(
 
 
 POLL_SECONDS = 0.1
-SILENCE_SECONDS = 30.0  # a packing process that shows no life for this long is taken for dead
-PACK_AGAIN = "run the same command again: it packs these rows anew"
+SILENCE_SECONDS = 30.0  # packing is considered dead after this long without a heartbeat
+PACK_AGAIN = "run the same command again to repack these rows"
 
 
 class RowSequence(ABC):
-    """An endless sequence of packed rows; every step of a run takes the next ones of it."""
+    """An endless sequence of packed rows; every training step reads the next ones."""
 
     recipe: Mapping[str, Any]
-    """Decides the rows; JSON-ready. Every checkpoint holds it."""
+    """JSON-ready settings that determine the rows; saved in every checkpoint."""
 
     @property
     def fingerprint(self) -> str:
-        """Names the rows: text, shards and their order, tokenizer, length, rule, proportions."""
+        """Hash of text, shards and their order, tokenizer, length, packing rule and proportions."""
         return self.recipe["fingerprint"]
 
     @abstractmethod
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """The `row_ids` of rows by their numbers in the sequence."""
+        """Return the `row_ids` of rows given by their index in the sequence."""
 
     @abstractmethod
     def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
-        """
-        The rows of `row_ids`, once all of the shards of `step_ids` were verified in this run.
-        """
+        """Return the rows of `ids`, after verifying all shards in `step_ids` once per run."""
 
     def row_ids(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """
-        Which rows a batch holds: (n, 3), how often each came before in the run, index of its shard
-        and of the row in its file; of a mixture (n, 4), with the index of the bucket after the
-        first. Raises ValueError where rows_per_step does not divide among the ranks.
+        Return the rows of a batch as (n, 3): earlier uses in the run, index of the shard, index in
+        the shard. A mixture returns (n, 4), with the index of the bucket as second column.
+
+        Raises ValueError if rows_per_step is not a multiple of world_size.
         """
         share, rest = divmod(rows_per_step, world_size)
         if rest or share < 1:
             raise ValueError(
-                f"{rows_per_step} rows per step do not divide among {world_size} ranks; "
-                f"take {world_size * max(1, share)}"
+                f"rows_per_step {rows_per_step} is not a multiple of world_size {world_size}; "
+                f"use {world_size * max(1, share)}"
             )
         first = step * rows_per_step + rank * share
         return self.locate(first + np.arange(share, dtype=np.int64), seed)
@@ -111,12 +110,12 @@ class RowSequence(ABC):
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """
-        This rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), stored dtype.
+        Return this rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), in the
+        stored dtype. Waits for shards that are being packed.
 
-        Waits for shards that are being packed. Raises ValueError where rows_per_step does not
-        divide, RuntimeError with the packer's message when packing failed, MissingInput when
-        nothing packs what is missing, UsageError when a shard of the step, whichever rank reads it,
-        is damaged.
+        Raises ValueError if rows_per_step is not a multiple of world_size, MissingInput if nothing
+        is packing a missing shard, UsageError if packing failed or any shard of the step (also of
+        other ranks) is damaged, StoppedWaiting if a stop is requested while waiting.
         """
         mine = self.row_ids(step, rows_per_step, seed, rank, world_size)
         return self.read(mine, self.row_ids(step, rows_per_step, seed))
@@ -124,34 +123,34 @@ class RowSequence(ABC):
 
 @dataclass(eq=False)
 class Rows(RowSequence):
-    """The rows of one run: the shards of a source, cut by one tokenizer, in rows of one length."""
+    """The rows of one run: shards of a source, with one tokenizer and one row length."""
 
     folder: Path
-    """It may hold more shards than this run reads."""
+    """Directory; may contain more shards than this run reads."""
     train_shards: list[str]
     val_shard: str
     dtype: Any
     vocab_size: int
     recipe: Mapping[str, Any]
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Shard -> files of the source that are packed into it, in order."""
+    """Shard -> files of the source packed into it, in order."""
     verifies: bool = True
-    """False where another rank of the same node verifies the same shards; only the token ids of the
-    rows that are returned are then checked."""
+    """Verify shards against their records. False if another rank of the node does; then only the
+    token ids of returned rows are checked."""
     should_stop: Callable[[], bool] = lambda: False
-    """True ends a wait; set by the training stage."""
+    """Waiting ends when this returns True; set by the training stage."""
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype).newbyteorder("<")
         self.shards = [*self.train_shards, self.val_shard]
         self.max_seq_len = self.recipe["max_seq_len"]
         self.row_length = self.max_seq_len + 1
-        """Tokens in a row: max_seq_len inputs and one more, the last target."""
+        """Tokens per row: max_seq_len inputs plus the last target."""
         self.alive_path = self.folder / "packing.alive"
-        """Touched every second while a process packs."""
+        """Heartbeat file, touched every second while a process packs."""
         self.error_path = self.folder / "packing.error"
-        """Why packing failed, when it did."""
-        self._starts = [0]  # index in the epoch of each shard's first row, as far as known
+        """Error message of a failed packing process."""
+        self._starts = [0]  # index in the epoch of the first row of each shard, if known
         self._checks: dict[str, Future[str | None]] = {}
         self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
@@ -160,10 +159,10 @@ class Rows(RowSequence):
     # Training
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """The `row_ids` of a single source: (n, 3)."""
+        """Return the `row_ids` of a single source, (n, 3)."""
         epochs = np.zeros_like(numbers)
         if self._count_rows(until=int(numbers.max())):
-            assert self._starts[-1], f"{self.folder} holds no training row"
+            assert self._starts[-1], f"{self.folder} has no training rows"
             epochs, numbers = np.divmod(numbers, self._starts[-1])
         starts = np.array(self._starts)
         shards = np.searchsorted(starts, numbers, side="right") - 1
@@ -175,25 +174,22 @@ class Rows(RowSequence):
         return np.stack([epochs, shards, rows], axis=1)
 
     def epochs_for(self, rows_needed: int) -> float | None:
-        """
-        The number of epochs; None while not all shards are packed and those that are do not
-        suffice.
-        """
+        """Return the number of epochs; None if it depends on shards that are not packed yet."""
         if not self._count_rows() and self._starts[-1] < rows_needed:
             return None
         return rows_needed / max(1, self._starts[-1])
 
     @property
     def packed_train_rows(self) -> int:
-        """Training rows there are by now, without a gap from the first shard on."""
+        """Number of training rows in the shards before the first one that is not packed."""
         self._count_rows()
         return self._starts[-1]
 
     def _count_rows(self, until: int = -1) -> bool:
         """
-        Count the rows of packed shards, in order, and wait for more up to row number `until`.
+        Count the rows of packed shards in order; wait for shards up to row `until`.
 
-        Returns whether all shards are counted: then the length of an epoch is known.
+        Returns whether all shards are counted, i.e. the length of an epoch is known.
         """
         for shard in self.train_shards[len(self._starts) - 1 :]:
             if self._starts[-1] > until and not self.is_packed(shard):
@@ -208,18 +204,17 @@ class Rows(RowSequence):
         self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1, half: int = 0
     ) -> Iterator[np.ndarray]:
         """
-        This rank's share of the first `num_rows` validation rows, at most all of them; of one
-        `half` of these, 1 or 2, where one is given. Raises UsageError where that has no row and
-        for damaged rows.
+        Yield this rank's share of the first `num_rows` validation rows, in a fixed random order.
 
-        The rows are the same for any batch size, number of ranks and number of training shards,
-        and are drawn from all of the shard. Yields (at most rows_per_batch, max_seq_len + 1).
+        `half` 1 or 2 selects every other row of the shard. The rows do not depend on batch size,
+        ranks or number of training shards. Yields (at most rows_per_batch, max_seq_len + 1).
+        Raises UsageError if there are no rows or they are damaged.
         """
         total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
             raise UsageError(
-                f"--eval_half={half} has no row: {self.val_shard} holds {total} validation rows",
-                "--eval_half=0, or more validation text",
+                f"--eval_half={half} is empty: {self.val_shard} has {total} validation rows",
+                "use --eval_half=0, or more validation text",
             )
         order = permutation(0, 0, 0, total)
         self.verify([self.val_shard])
@@ -229,14 +224,14 @@ class Rows(RowSequence):
             yield self._read_shard(self.val_shard, order[i : min(i + rows_per_batch, last)])
 
     # -----------------------------------------------------------------------------------------
-    # Damage
+    # Verification
 
     def verify(self, shards: Sequence[str], ahead: Iterable[str] = ()) -> None:
         """
-        Compare shards with their records, each once, in a thread. Waits for those that are being
-        packed, and for the result; for that of the packed ones of `ahead` the next call waits.
+        Verify shards against their records, each once, in a thread. Waits for shards that are being
+        packed and for the results. Packed shards in `ahead` are verified in the background.
 
-        Raises UsageError naming the file of a damaged one. It then counts as not packed.
+        Raises UsageError naming the file of a damaged shard, which then counts as not packed.
         """
         if not self.verifies:
             return
@@ -247,24 +242,24 @@ class Rows(RowSequence):
         for shard in shards:
             if damage := self._checks[shard].result():
                 self.discard(shard)
-                raise UsageError(f"{damage}; nothing was trained on it", PACK_AGAIN)
+                raise UsageError(f"{damage}; it was not used for training", PACK_AGAIN)
 
     def damage(self, shard: str) -> str | None:
-        """The damage of a packed shard; None when its rows are what was packed."""
+        """Describe the damage of a packed shard; None if it is intact."""
         path, counts = self.bin_path(shard), self.counts(shard)
         if sha256_file(path) != counts["sha256"]:
-            return f"{path} is damaged: its SHA-256 is not the recorded one"
+            return f"{path} is damaged: its SHA-256 does not match the record"
         return self.foreign_id(np.memmap(path, self.dtype, "r"), path) if counts["rows"] else None
 
     def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
-        """Names a token id in rows that the vocabulary does not have; None without one."""
-        largest = max(int(rows.max()), ~int(rows.min()))  # ~id is stored where none counts
+        """Describe a token id in rows that is outside the vocabulary; None if all are valid."""
+        largest = max(int(rows.max()), ~int(rows.min()))  # tokens without loss are stored as ~id
         if largest >= self.vocab_size:
-            return f"{path} holds token id {largest}, but the vocabulary size is {self.vocab_size}"
+            return f"{path} has token id {largest}, but the vocabulary size is {self.vocab_size}"
         return None
 
     def discard(self, shard: str) -> None:
-        """Forget a shard: it is to be packed again."""
+        """Mark a shard as not packed by deleting its record."""
         self.counts_path(shard).unlink(missing_ok=True)
         self._checks.pop(shard, None)
 
@@ -272,15 +267,15 @@ class Rows(RowSequence):
     # Files
 
     def bin_path(self, shard: str) -> Path:
-        """The rows of a shard."""
+        """Path of the rows of a shard."""
         return self.folder / f"{flat(shard)}.bin"
 
     def counts_path(self, shard: str) -> Path:
-        """The record of a shard; its presence says that the rows are complete."""
+        """Path of the record of a shard; it exists only if the rows are complete."""
         return self.folder / f"{flat(shard)}.json"
 
     def is_packed(self, shard: str) -> bool:
-        """True when all rows of a shard are there and its record is sound."""
+        """True if a shard has a valid record and rows of the recorded size."""
         try:
             return bool(self.counts(shard))
         except (FileNotFoundError, ValueError):
@@ -288,40 +283,42 @@ class Rows(RowSequence):
 
     def counts(self, shard: str) -> dict[str, Any]:
         """
-        The record of a packed shard. Raises FileNotFoundError where there is none, ValueError where
-        it is damaged or does not match the size of the file of rows.
+        Return the record of a packed shard.
+
+        Raises FileNotFoundError if there is none, ValueError if it is damaged or does not match the
+        size of the rows on disk.
         """
         path, record = self.bin_path(shard), self.counts_path(shard)
         counts = read_sealed(record)
         expected = counts["rows"] * self.row_length * self.dtype.itemsize
         actual = path.stat().st_size if path.exists() else 0
         if actual != expected:
-            raise ValueError(f"{path} has {actual} bytes, its record {record} says {expected}")
+            raise ValueError(f"{path} has {actual} bytes, but its record {record} says {expected}")
         return counts
 
     def totals(self, shards: list[str] | None = None) -> dict[str, int]:
-        """Sums of the records of packed shards, by default of the training shards."""
+        """Sum the records of packed shards, by default of the training shards."""
         packed = [self.counts(s) for s in shards or self.train_shards if self.is_packed(s)]
         names = "rows documents documents_cut tokens extra_bos dropped text_bytes skipped".split()
         total = {name: sum(counts[name] for counts in packed) for name in names}
-        return {"shards": len(packed), "places": total["rows"] * self.row_length, **total}
+        return {"shards": len(packed), "positions": total["rows"] * self.row_length, **total}
 
     def wait(self, shard: str) -> dict[str, Any]:
-        """The record of a shard, once it is packed. Raises as `batch` does."""
+        """Return the record of a shard once it is packed. Raises as `batch` does."""
         if not self.is_packed(shard):
             print(f"waiting for {shard} to be packed", flush=True)
-        beat, heard = stamp(self.alive_path), time.monotonic()
+        beat, beat_time = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
             if self.should_stop():
-                raise StoppedWaiting(f"asked to stop while {shard} was being packed")
+                raise StoppedWaiting(f"stop requested while waiting for {shard}")
             if stamp(self.error_path) not in (None, self._old_error):
                 failure = self.error_path.read_text()
-                raise UsageError(f"packing {shard} failed: {failure}", "mend it and run this again")
+                raise UsageError(f"packing {shard} failed: {failure}", "fix the cause and rerun")
             if (now := stamp(self.alive_path)) != beat:
-                beat, heard = now, time.monotonic()
-            if time.monotonic() - heard > SILENCE_SECONDS:
+                beat, beat_time = now, time.monotonic()
+            if time.monotonic() - beat_time > SILENCE_SECONDS:
                 raise MissingInput(
-                    f"the rows of {shard} are not in {self.folder}, and nothing is packing them",
+                    f"{shard} is not packed in {self.folder}, and no process is packing it",
                     f"python -m scripts.data --max_seq_len={self.max_seq_len}",
                 )
             time.sleep(POLL_SECONDS)
@@ -329,9 +326,9 @@ class Rows(RowSequence):
 
     def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
         """
-        As in `RowSequence`; the shard that follows is verified meanwhile.
+        See `RowSequence`; verifies the following shard in the background.
 
-        Raises UsageError for damaged rows, and for foreign token ids where another rank verifies.
+        Raises UsageError for damaged rows, and without `verifies` for invalid token ids.
         """
         indices = np.unique(step_ids[:, 1]).tolist()
         ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]
@@ -345,7 +342,7 @@ class Rows(RowSequence):
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
         shape, path = (self.wait(shard)["rows"], self.row_length), self.bin_path(shard)
         rows = np.memmap(path, self.dtype, "r", shape=shape)[indices]
-        # The rank that verifies may not be done: a foreign id would end in a device assert
+        # The verifying rank may not be done, and an invalid id would cause a device-side assert
         if not self.verifies and (problem := self.foreign_id(rows, path)):
             raise UsageError(problem, PACK_AGAIN)
         return rows
@@ -354,10 +351,10 @@ class Rows(RowSequence):
 @lru_cache(maxsize=8)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     """
-    The order of the `n` rows of a shard in an epoch.
+    Return the order of the `n` rows of a shard in an epoch.
 
-    Sorts raw words of PCG64, a stream that numpy promises never to change, unlike that of
-    Generator.permutation: a run can be resumed under another numpy.
+    Sorts the raw PCG64 stream, which numpy guarantees never to change (unlike that of
+    Generator.permutation), so a run can be resumed with another numpy version.
     """
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
@@ -365,17 +362,16 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
 
 
 def require_half(half: int) -> None:
-    """Raise ValueError for a half of the validation rows that is none."""
+    """Raise ValueError unless `half` is 0, 1 or 2."""
     if half not in (0, 1, 2):
-        raise ValueError(f"--eval_half={half}: 1 or 2, or 0 for all validation rows")
+        raise ValueError(f"--eval_half={half} must be 1, 2, or 0 (all validation rows)")
 
 
 def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+    Rows (B, T + 1) -> inputs and targets, (B, T) int64 each.
 
-    A target is `ignore` where it is padding: a BOS after a BOS (`packing`). Every row begins with a
-    BOS.
+    Every row starts with BOS. A BOS after a BOS is padding (packing.py); its target is `ignore`.
     """
     ids = rows.astype(np.int64)
     is_bos = ids == ids[:, :1]
@@ -384,12 +380,12 @@ def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.nd
 
 
 def flat(shard: str) -> str:
-    """A shard's name as one flat file name; different names never give the same."""
+    """Map a shard's name to a file name without slashes, injectively."""
     return shard.replace("%", "%25").replace("/", "%2F")
 
 
 def stamp(path: Path) -> int | None:
-    """When a file last changed, or None while it does not exist."""
+    """Modification time of a file in ns, or None if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -398,10 +394,10 @@ def stamp(path: Path) -> int | None:
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str = "") -> list[str]:
     """
-    What differs between two descriptions (`Rows.recipe`, or what holds one), a line per setting.
+    List the differences between two descriptions that contain a `Rows.recipe`, one per setting.
 
-    A run that resumes compares what its checkpoint says with what is at hand. A description with
-    a fingerprint is judged by that: where the same text lies on the disk is no difference.
+    A resumed run compares its checkpoint with the current settings. Descriptions with the same
+    fingerprint are equal, even if the text is in another folder.
     """
     was, now = recorded.get("fingerprint"), current.get("fingerprint")
     if was is not None and was == now:
@@ -421,11 +417,11 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
 # ---- Rows of several sources ---------------------------------------------------------------------
 
 
-COLUMNS = [0, 2, 3]  # those of a mixture's `row_ids` that a bucket's have
+COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that make up those of a bucket
 
 
 class MixedRows(RowSequence):
-    """The rows of a mixture: `buckets` in order, each with its rows and how many a pass takes."""
+    """Rows of a mixture; `buckets` maps names to rows and the number used per pass, in order."""
 
     def __init__(self, buckets: Mapping[str, tuple[Rows, int]]):
         self.parts = [rows for rows, _ in buckets.values()]
@@ -451,14 +447,14 @@ class MixedRows(RowSequence):
         return out
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """The `row_ids` of a mixture: (n, 4)."""
+        """Return the `row_ids` of a mixture, (n, 4)."""
         passes, indices = np.divmod(numbers, self.rows_per_pass)
         buckets, own = np.empty_like(numbers), np.empty_like(numbers)
         for number in np.unique(passes).tolist():
             now = passes == number
             bucket, item = order_of_pass(self.counts, seed, number)
             buckets[now], own[now] = bucket[indices[now]], item[indices[now]]
-        own += passes * np.array(self.counts)[buckets]  # numbers in each bucket's own sequence
+        own += passes * np.array(self.counts)[buckets]  # indices in the sequence of each bucket
         out = np.empty((len(numbers), 4), np.int64)
         for i in np.unique(buckets).tolist():
             here = buckets == i
@@ -466,11 +462,11 @@ class MixedRows(RowSequence):
         return out
 
     def epochs_for(self, rows_needed: int) -> float | None:
-        """The number of passes through the mixture."""
+        """Return the number of passes through the mixture."""
         return rows_needed / self.rows_per_pass
 
 
 @lru_cache(maxsize=2)
 def order_of_pass(counts: tuple[int, ...], seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a pass through `counts` rows of each bucket."""
+    """Return the `interleave` order of a pass through `counts` rows per bucket."""
     return interleave([np.ones(count, np.int64) for count in counts], seed, number)

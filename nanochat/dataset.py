@@ -1,12 +1,12 @@
 """
-Text to train on: files of a hub data set, of a local folder, or that a program wrote.
+Text sources: a dataset on the Hub, a local folder, or a generated dataset.
 
-    file -> check_file -> file_texts -> in_batches -> lists of texts
+    file -> find_problem -> file_texts -> in_batches -> lists of texts
     DataConfig -> open_source -> Source: ordered shards -> documents(shard) -> lists of texts
 
-The first use of a source writes a manifest under the base directory: commit, list of files,
-validation shard, SHA-256 of every file as it comes in. From then on it is enforced: a later run
-reads the very same text or is rejected. Only a hub source uses the network.
+The first use of a source writes a manifest under the base directory: commit, file list, validation
+shard, and the SHA-256 of every file once it is read. Later runs must read exactly the same text or
+raise an error. Only Hub sources use the network.
 """
 
 import gzip
@@ -28,9 +28,9 @@ from nanochat.common import base_dir, fingerprint, locked, read_json, sha256_fil
 from nanochat.config import require_at_least
 from nanochat.hub import HubRepo, pin_repo
 
-# ---- The texts in a file -------------------------------------------------------------------------
-# Parquet with a column `text`, or one JSON object with a `text` per line. Memory stays bounded by
-# READ_ROWS rows, whatever the size of the file.
+# ---- Reading files -------------------------------------------------------------------------------
+# Parquet with a `text` column, or JSON lines with a `text` field. At most READ_ROWS parquet rows
+# are in memory at a time.
 
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
@@ -40,10 +40,10 @@ BATCH_CHARS = 1 << 22
 
 def find_damage(path: Path, whole: bool = False) -> str | None:
     """
-    Why a file cannot be read, or None.
+    Return why a file cannot be read, or None.
 
-    Opens parquet files; with `whole`, decodes all content of parquet and JSON lines, which finds
-    damage where no digest is known.
+    Reads only the footer of parquet files; `whole` decodes all content (parquet and JSON lines),
+    for files without a known digest.
     """
     try:
         if path.suffix == ".parquet":
@@ -52,33 +52,33 @@ def find_damage(path: Path, whole: bool = False) -> str | None:
         elif whole:
             deque(json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
-        return f"it is no readable parquet file ({str(error).splitlines()[0]})"
+        return f"not a readable parquet file ({str(error).splitlines()[0]})"
     except ValueError as error:
         return str(error)
     return None
 
 
 def find_problem(path: Path, whole: bool = False) -> str | None:
-    """Why a file is no file of texts, or None: `find_damage`, or no column `text` of strings."""
-    problem = "it is empty" if path.stat().st_size == 0 else find_damage(path, whole)
+    """Return why a text file is unusable (damaged, or no string column `text`), or None."""
+    problem = "file is empty" if path.stat().st_size == 0 else find_damage(path, whole)
     if problem or path.suffix != ".parquet":
         return problem
     schema = pq.read_schema(path)
     if "text" not in schema.names:
-        return f"it has no column `text`; its columns are {', '.join(schema.names)}"
+        return f"no column `text`; the columns are {', '.join(schema.names)}"
     column = schema.field("text").type
     try:
         pa.array([], column).cast(pa.large_binary())
     except pa.ArrowException:
-        return f"its column `text` holds {column}, not strings"
+        return f"column `text` holds {column}, not strings"
     return None
 
 
 def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
     """
-    The texts of a file, in order. Raises ValueError naming a file that cannot be read.
+    Yield the texts of a file, in order. Raises ValueError for an unreadable file.
 
-    Texts that are left out are counted in `skipped`, under `null`, `empty` and `undecodable`.
+    Skipped texts are counted in `skipped` under `null`, `empty` and `undecodable`.
     """
     for raw in (parquet_texts if path.suffix == ".parquet" else jsonl_texts)(path):
         try:
@@ -91,29 +91,29 @@ def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
 
 
 def parquet_texts(path: Path) -> Iterator[bytes | None]:
-    """The texts of a parquet file as UTF-8, a few rows in memory at a time."""
+    """Yield the texts of a parquet file as UTF-8 bytes, or None for null."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
                 yield from batch.column(0).cast(pa.large_binary()).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; replace it or leave it out") from error
+        raise ValueError(f"{path} is damaged: {error}; replace it or remove it") from error
 
 
 def jsonl_texts(path: Path) -> Iterator[bytes | None]:
-    """The texts of a file with one JSON object per line, as UTF-8."""
+    """Yield the texts of a JSON-lines file as UTF-8 bytes, or None for null."""
     for number, value in json_lines(path):
         fields = value if isinstance(value, dict) else {}
         text = fields.get("text", 0)
         if not isinstance(text, str | None):
-            found = ", ".join(fields)[:200] or "no fields"
-            raise line_error(path, number, f"not an object with a string `text` but with {found}")
-        # Half a surrogate pair becomes bytes that are no UTF-8
+            found = ", ".join(fields)[:200] or "none"
+            raise line_error(path, number, f"expected a string `text`; the fields are {found}")
+        # A lone surrogate becomes invalid UTF-8
         yield None if text is None else text.encode(errors="surrogatepass")
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line of JSON in a file. Raises ValueError naming file and line."""
+    """Yield (line number, value) of each non-blank line. Raises ValueError with file and line."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
@@ -125,13 +125,13 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def line_error(path: Path, number: int, problem: str) -> ValueError:
-    """The error for a line of a file, with the fix."""
-    fix = "correct the line or leave the file out"
+    """Build the error for a line of a file."""
+    fix = "fix the line or leave the file out"
     return ValueError(f"{path}, line {number}: {problem}; {fix}")
 
 
 def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Gather texts into lists of about BATCH_CHARS characters."""
+    """Group texts into lists of about BATCH_CHARS characters."""
     batch: list[str] = []
     chars = 0
     for text in texts:
@@ -144,26 +144,23 @@ def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-# ---- Sources of text: ordered, frozen shards with a fingerprint ----------------------------------
-# A single file is two shards: its documents before number `tail_start`, and those from there on.
+# ---- Text sources: ordered, frozen shards with a fingerprint -------------------------------------
+# A single file is split into two shards at document `tail_start`: training, then validation.
 
 
-TAIL = "tail-of-"  # and the name of the only file: the shard of its last documents
-TAIL_SHARE = 0.01  # of the characters of the file; of a short one TAIL_CHARS, but at most a tenth
+TAIL = "tail-of-"  # prefix of the validation shard of a single file
+TAIL_SHARE = 0.01  # fraction of the characters; TAIL_CHARS for short files, at most a tenth
 TAIL_CHARS = 8192  # about one row of 2,048 tokens
 
 
 @dataclass(frozen=True)
 class DataConfig:
     dataset: str | None = None
-    """Where text comes from: a data set repository on the hub with parquet files that have a
-    column `text`, such as karpathy/climbmix-400b-shuffle; or `embedded`, the built-in data set,
-    which needs no network; or a local folder with .parquet, .jsonl or .jsonl.gz files that have a
-    field `text`: any name that exists on the disk or begins with `.`, `/` or `~`. Default: what the
-    earlier stages used."""
+    """Text source: a Hub dataset with parquet files (karpathy/climbmix-400b-shuffle), `embedded`
+    (the built-in dataset, no network), or a local folder of .parquet, .jsonl or .jsonl.gz files
+    with a `text` field. Default: the source of the earlier stages."""
     num_shards: int | None = None
-    """Number of training shards to use, counted from the first. Default: all; they are downloaded
-    only as they are needed."""
+    """Training shards to use, from the first. Default: all."""
 
     def __post_init__(self) -> None:
         require_at_least(self, num_shards=1)
@@ -171,43 +168,43 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FirstUseConfig(DataConfig):
-    """Also the settings that the first use of a source decides for all later ones."""
+    """Adds the settings that are fixed by the first use of a source."""
 
     revision: str | None = None
-    """Branch, tag or commit of the repository. Default: main at first use, pinned from then on."""
+    """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """File kept for validation. Default: the last one in the order of names; of a single file, its
-    last documents (about 1% of the text)."""
+    """Validation file. Default: the last one by name; for a single file, its last documents (about
+    1% of the text)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """An ordered, frozen list of training shards and one validation shard, all of them files."""
+    """A frozen, ordered list of training shards and one validation shard, stored in files."""
 
     name: str
-    """How --dataset names it: a repository, the path of a folder, or a built-in data set."""
+    """Value for --dataset: a repository, the path of a folder, or a built-in dataset."""
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
-    """Decides the text in a shard of a given name; not which shards are taken."""
+    """Determines the text of each shard by name, whichever shards are used."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
-    """Of a single file: `tail_start`, the first document for validation, of all `documents`."""
+    """Single file: `tail_start`, the first validation document, and the number of `documents`."""
     manifest: Path
     folder: Path
-    """Of the files."""
+    """Directory of the files."""
     repo: HubRepo | None
-    """Fetches the files of a hub data set; the other ones are there."""
+    """Fetches the files of a Hub dataset; None for local files."""
 
     @property
     def fingerprint(self) -> str:
-        """Names the text: the data and the ordered list of shards taken from it."""
+        """Hash of the identity and the ordered list of shards in use."""
         shards = {"train_shards": self.train_shards, "val_shard": self.val_shard}
         return fingerprint({"identity": self.identity, **shards})
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready; `open_source(DataConfig(), recorded)` opens the very same source from it."""
+        """JSON-ready description; `open_source(DataConfig(), described)` reopens this source."""
         return {
             "dataset": self.name,
             "revision": self.repo and self.repo.commit,
@@ -221,7 +218,7 @@ class Source:
         return [*self.train_shards, self.val_shard]
 
     def shard_sizes(self) -> dict[str, int]:
-        """Bytes of each shard as it is stored."""
+        """Stored bytes per shard; estimated for the tail of a single file."""
         sizes = {shard: self.files[file_of(shard)]["bytes"] for shard in self.shards()}
         if self.tail:
             share = 1 - self.tail["tail_start"] / self.tail["documents"]
@@ -229,17 +226,17 @@ class Source:
         return sizes
 
     def path(self, shard: str) -> Path:
-        """Where the file of a shard is, or will be; shards of built-in data sets have no suffix."""
+        """Local path of a shard's file, which may not exist yet. Built-in shards have no suffix."""
         file = file_of(shard)
         return self.folder / (file if file.endswith(SUFFIXES) else f"{file}.jsonl")
 
     def missing_bytes(self, shards: Iterable[str]) -> int:
-        """How much would have to be downloaded to read these shards."""
+        """Bytes to download before these shards can be read."""
         missing = {file_of(shard) for shard in shards if not self.path(shard).exists()}
         return sum(self.files[file]["bytes"] for file in missing)
 
     def fetch(self, shard: str) -> Path:
-        """Make a shard readable: download what is missing, verify what is there."""
+        """Download a shard's file if it is missing, verify it, and return its path."""
         if self.repo:
             return self.repo.fetch(file_of(shard))
         require_unchanged(self.path(shard), self.files[file_of(shard)], self.manifest)
@@ -247,16 +244,16 @@ class Source:
 
     def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
         """
-        The texts of a shard, in order, in lists of about BATCH_CHARS characters.
+        Yield the texts of a shard, in order, in lists of about BATCH_CHARS characters.
 
-        Null, empty and undecodable texts are left out, and counted in `skipped` under `null`,
-        `empty` and `undecodable`. Raises ValueError naming a file that cannot be read.
+        Null, empty and undecodable texts are skipped and counted in `skipped`, as in `file_texts`.
+        Raises ValueError for an unreadable file or one without text.
         """
         path, skips, start = self.fetch(shard), Counter(), self.tail.get("tail_start")
         texts = file_texts(path, skips)
         if shard.startswith(TAIL):
             deque(itertools.islice(texts, start), maxlen=0)
-            skips.clear()  # counted with the training part
+            skips.clear()  # counted for the training part
         else:
             texts = itertools.islice(texts, start)
         batch = None
@@ -266,31 +263,31 @@ class Source:
             skipped.update(skips)
         if batch is None:
             fix = f"use fewer --num_shards, or delete {self.manifest} to start over"
-            raise ValueError(f"{path} holds no text; {fix}")
+            raise ValueError(f"{path} contains no text; {fix}")
 
     def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
-        """The texts of a shard one by one, at most so many from the first."""
+        """Yield the texts of a shard one by one; `most` limits their number."""
         return itertools.islice(itertools.chain.from_iterable(self.documents(shard)), most)
 
 
 def file_of(shard: str) -> str:
-    """The name of the file that holds a shard."""
+    """Name of the file that holds a shard."""
     return shard.removeprefix(TAIL)
 
 
 def find_tail(path: Path) -> dict[str, int]:
     """
-    Which documents of a source's only file are for validation: number `tail_start` and later ones.
+    Split a source's only file: documents from `tail_start` on are for validation.
 
-    They are the fewest of the last that hold TAIL_SHARE of the characters, or TAIL_CHARS of a short
-    text; at most half of the documents, and at most half of the characters unless the last
-    document alone has more. Raises ValueError for a file with a single document.
+    The tail is the shortest one that holds TAIL_SHARE of the characters (TAIL_CHARS for short
+    files), but at most half of the documents, and at most half of the characters unless the last
+    document alone is longer. Raises ValueError for fewer than two documents.
     """
     lengths = np.fromiter(map(len, file_texts(path, Counter())), np.int64)
     documents, chars = len(lengths), int(lengths.sum())
     if documents < 2:
-        why = f"holds {documents} documents with text, but training and validation need one each"
-        fix = "divide it into documents, or add a file with validation text"
+        why = f"has {documents} non-empty documents; training and validation need one each"
+        fix = "split it into documents, or add a file for validation"
         raise ValueError(f"{path} is the only file and {why}; {fix}")
     from_end = np.cumsum(lengths[::-1])  # characters of the last document, the last two, ...
     wanted = min(chars / 10, max(TAIL_SHARE * chars, TAIL_CHARS))
@@ -304,39 +301,39 @@ def find_tail(path: Path) -> dict[str, int]:
 
 
 # ---- Opening a source ----------------------------------------------------------------------------
-# Its manifest is under the base directory. It is written at first use, after all checks.
+# The manifest is written under the base directory at first use, after all checks have passed.
 
 
-Prepare = Callable[[str, int | None], Any]  # name of a data set, number of shards
-LARGE_BYTES = 1 << 28  # reading more than that is announced
+Prepare = Callable[[str, int | None], Any]  # name of a dataset, number of shards
+LARGE_BYTES = 1 << 28  # log a line before reading a larger file
 
 
 def open_source(
     cfg: DataConfig, recorded: dict[str, Any] | None = None, prepare: Prepare | None = None
 ) -> Source:
     """
-    The source that `cfg` names; or, where it names none, the one an earlier stage `recorded`.
+    Open the source that `cfg` selects, or else the one `recorded` by an earlier stage.
 
-    recorded: `Source.describe()` of then. Settings given in `cfg` beside it still apply.
-    prepare: called before a data set is opened, to write one that a program generates.
-    Raises ValueError, naming the fix, when there is nothing to open or it is not what it was; then
-    nothing is recorded.
+    recorded: `Source.describe()` of that stage; settings in `cfg` override it.
+    prepare: called before the source is opened, to write a generated dataset.
+    Raises ValueError with the fix if there is no source or its text has changed; nothing is
+    recorded in that case.
     """
     wanted, must_be = FirstUseConfig(**asdict(cfg)), None
     if wanted.dataset is None:
         if recorded is None or "mixture" in recorded:
             ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
-            raise ValueError(f"nothing names a single text: give {ways}")
+            raise ValueError(f"no single text source is given; use {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
         names = ("num_shards", "revision", "val_shard")
         own = {name: getattr(wanted, name) for name in names}
         settings = {k: recorded.get(k) if own[k] is None else own[k] for k in names}
-        # A folder was once named by a flag of its own
+        # Older records store a folder as `data_dir`
         wanted = FirstUseConfig(recorded.get("dataset") or recorded["data_dir"], **settings)
     name = wanted.dataset or ""
     if prepare:
         prepare(name, wanted.num_shards)
-    of_hub = wanted.revision is not None  # no other text has revisions
+    of_hub = wanted.revision is not None  # only Hub datasets have revisions
     if not of_hub and name.startswith((".", "/", "~")):
         return open_folder(wanted, must_be)
     home = base_dir() / "data" / name.replace("/", "--")
@@ -354,13 +351,13 @@ def open_source(
 def make_source(
     cfg: FirstUseConfig, manifest: dict, path: Path, folder: Path, repo: HubRepo | None = None
 ) -> Source:
-    """The source of a `manifest` that is at `path`, its files in `folder`, `repo` fetches them."""
+    """Build the source of a `manifest` at `path` with files in `folder`, fetched by `repo`."""
     files, tail = manifest["files"], manifest.get("tail", {})
     train, val_shard = choose_shards(cfg, list(files), manifest["val_shard"], path)
     name, split = str(cfg.dataset), {"tail_start": tail["tail_start"]} if tail else {}
     if repo:
         identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
-    else:  # a built-in data set says what decides its texts
+    else:  # the manifest of a built-in dataset has its own identity
         digests = {file: entry["sha256"] for file, entry in files.items()}
         identity = manifest.get("identity") or {"kind": "local", "files": digests, **split}
     return Source(name, train, val_shard, identity, files, tail, path, folder, repo)
@@ -370,60 +367,62 @@ def choose_shards(
     cfg: FirstUseConfig, files: list[str], recorded: str | None, path: Path
 ) -> tuple[list[str], str]:
     """
-    The training shards, as many as asked for, and the validation shard: the one that the manifest
-    at `path` has recorded; at first use the one asked for, or the last.
+    Return the training shards and the validation shard.
+
+    The validation shard is the one `recorded` in the manifest at `path`; at first use,
+    cfg.val_shard or the last one. Raises ValueError if a setting contradicts that.
     """
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     val_shard = cfg.val_shard or options[-1]
     if val_shard not in options:
-        why = f"has {len(files)} files, {files[0]} to {files[-1]}; name one of several"
+        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one of at least two"
         if recorded:
-            why = f"keeps {recorded}, and later stages rely on that: delete {path} to start over"
+            why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
     train = [file for file in files if file != val_shard]
     if cfg.num_shards is not None and not 1 <= cfg.num_shards <= len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {cfg.dataset} has {len(train)} training shards; "
-            f"use --num_shards={len(train)}, or leave it out for all of them"
+            f"use --num_shards={len(train)}, or leave it out to use all"
         )
     return train[: cfg.num_shards], val_shard
 
 
 def require_recorded(source: Source, recorded: str | None) -> None:
-    """Raise ValueError unless the source has the `recorded` fingerprint, where there is one."""
+    """Raise ValueError if the source does not have the `recorded` fingerprint; None accepts any."""
     if recorded not in (None, source.fingerprint):
         raise ValueError(
-            f"{source.name} is not the text that was recorded: fingerprint {source.fingerprint}, "
-            f"recorded {recorded}; bring the old files back, or accept the new ones by --dataset"
+            f"the text of {source.name} has changed: fingerprint {source.fingerprint}, recorded "
+            f"{recorded}; restore the old files, or pass --dataset to accept the new ones"
         )
 
 
 def save_last_source(described: Mapping[str, Any], tokenizer_tag: str) -> None:
-    """Record the text a stage used, for later stages with the same tokenizer that name none."""
+    """Record a stage's text source as the default of later stages with the same tokenizer."""
     write_json(base_dir() / "data" / f"used_with_{tokenizer_tag}.json", dict(described))
 
 
 def load_last_source(tokenizer_tag: str) -> dict[str, Any] | None:
-    """What `save_last_source` recorded last, for `open_source`."""
+    """Return the last record of `save_last_source`, or None."""
     path = base_dir() / "data" / f"used_with_{tokenizer_tag}.json"
     return read_json(path) if path.exists() else None
 
 
 # ---- A local folder ------------------------------------------------------------------------------
-# It is only read. A file is hashed when it is new or its size or time changed.
+# Never written to. A file is hashed if it is new or its size or modification time changed.
 
 
 def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     """
-    The source of a folder, which must have the `recorded` fingerprint.
+    Open a folder, which must have the `recorded` fingerprint.
 
-    Raises ValueError naming files that came, went, changed or cannot be read.
+    Raises ValueError naming files that were added, removed, changed or cannot be read.
     """
     folder = Path(cfg.dataset or "").expanduser().resolve()
     if not folder.is_dir():
         is_file = folder.is_file()
-        fix = f"use the folder it is in: --dataset={folder.parent}" if is_file else "check the path"
-        raise ValueError(f"--dataset={cfg.dataset}: there is no such folder; {fix}")
+        fix = f"use its folder: --dataset={folder.parent}" if is_file else "check the path"
+        raise ValueError(f"--dataset={cfg.dataset}: no such folder; {fix}")
     name = str(folder)
     cfg = replace(cfg, dataset=name)
     path = base_dir() / "data" / f"{folder.name}-{fingerprint(name)[:8]}" / "manifest.json"
@@ -431,13 +430,13 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         old = read_json(path) if path.exists() else {}
         names = find_files(folder)
         if not names:
-            fix = "add one whose rows or lines have a field `text`"
-            raise ValueError(f"{folder} holds no {', '.join(SUFFIXES)} file; {fix}")
+            fix = "add one whose rows or lines have a `text` field"
+            raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file; {fix}")
         known = old.get("files", dict.fromkeys(names))
         if changes := sorted(known.keys() ^ set(names)):
             raise ValueError(
-                f"{folder} has other files than {path} recorded: {', '.join(changes[:5])} "
-                "came or went; bring the old state back, or delete that manifest to start over"
+                f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
+                "restore the old files, or delete that manifest to start over"
             )
         _, val_shard = choose_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_entry(folder / file, known[file], path) for file in names}
@@ -452,18 +451,18 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
 
 
 def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None:
-    """Raise ValueError for a file that is not as the `manifest` has it."""
+    """Raise ValueError if a file is missing or its SHA-256 is not the one in the `manifest`."""
     if not path.is_file() or sha256_file(path) != known["sha256"]:
-        fix = "bring the old file back, or delete that manifest to accept the new one"
-        raise ValueError(f"{path} is not the file it was by the SHA-256 in {manifest}; {fix}")
+        fix = "restore the old file, or delete that manifest to accept the new one"
+        raise ValueError(f"{path} is missing or does not match its SHA-256 in {manifest}; {fix}")
 
 
 def find_files(folder: Path) -> list[str]:
     """
-    The names of the files with text below a folder, sorted; links to folders are followed.
+    Return the sorted names of the text files below a folder; links to folders are followed.
 
-    Raises ValueError for an entry that is no regular file and for a link that makes text come
-    twice, OSError for a folder that cannot be read.
+    Raises ValueError for an entry that is not a regular file and for a link that would repeat text,
+    OSError for an unreadable folder.
     """
 
     def stop(error: OSError) -> None:
@@ -474,19 +473,20 @@ def find_files(folder: Path) -> list[str]:
         real = Path(below).resolve()
         if real in seen or (seen and folder.is_relative_to(real)):
             other = seen.get(real, folder)
-            raise ValueError(f"{below} leads to {real}, which is read as {other} too; remove one")
+            raise ValueError(f"{below} links to {real}, already read as {other}; remove one")
         seen[real] = below
         paths = [Path(below, f) for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
         if wrong := [path for path in paths if not path.is_file()]:
-            raise ValueError(f"{wrong[0]} is a broken link or no regular file; remove it")
+            raise ValueError(f"{wrong[0]} is a broken link or not a regular file; remove it")
         names += [path.relative_to(folder).as_posix() for path in paths]
     return sorted(names)
 
 
 def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
     """
-    The manifest's entry of a file: bytes, time of the last change, SHA-256. Raises ValueError where
-    it is not as `known`; a new file is read to its end.
+    Return the manifest entry of a file: bytes, modification time and SHA-256.
+
+    A new file is read to its end. Raises ValueError if it is unusable or differs from `known`.
     """
     stat = file.stat()
     entry: dict[str, Any] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -499,29 +499,29 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
         return {**entry, "sha256": known["sha256"]}
     problem = find_problem(file)
     if not problem and not deque(file_texts(file, Counter()), maxlen=1):  # read to the end
-        problem = "it holds no text"
+        problem = "file contains no text"
     if problem:
-        raise ValueError(f"{file}: {problem}; replace it, remove it or leave it out")
+        raise ValueError(f"{file}: {problem}; replace it or remove it")
     return {**entry, "sha256": sha256_file(file)}
 
 
-# ---- A data set on the hub -----------------------------------------------------------------------
+# ---- A dataset on the Hub ------------------------------------------------------------------------
 # Pinned to the commit of its first use. A file is downloaded when it is first read.
 
 
 def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
-    """The source of a repository of the hub; `path` is that of its manifest."""
+    """Open a Hub repository whose manifest is at `path`."""
     name = cfg.dataset or ""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(
-            f"--dataset={name}: a repository of the hub is <owner>/<name>; else name `embedded` or "
-            "a local folder, which exists or begins with ., / or ~, and leave --revision out"
+            f"--dataset={name}: a Hub repository is <owner>/<name>; otherwise use `embedded` or a "
+            "local folder that exists or starts with ., / or ~, and leave --revision out"
         )
     with locked(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)
         files = list(manifest["files"])
         if not files:
-            raise ValueError(f"{name} holds no parquet file; jsonl is read from a local folder")
+            raise ValueError(f"{name} has no parquet file; only local folders may hold jsonl files")
         _, val_shard = choose_shards(cfg, files, manifest.get("val_shard"), path)
         if not path.exists():
             manifest["val_shard"] = val_shard

@@ -1,11 +1,11 @@
 """
-Processes of a run: rendezvous, heartbeats, device, dtype and collectives.
+Distributed runs: rendezvous, heartbeats, device, dtype and collectives.
 
     torchrun's environment -> init_distributed -> DistContext: rank, world_size, device, dtype, sum,
     gather
 
-A single process is a world of one. A rank that waits for others reads their heartbeats: one that
-hangs ends the run with a message that names it, one that does long work is waited for.
+A single process has world size 1. A waiting rank checks the heartbeats of the others: it keeps
+waiting for a rank that reports long work, and ends the run with an error that names a hung rank.
 """
 
 import datetime
@@ -29,11 +29,11 @@ from nanochat.common import HUNG, cpu_info, printable
 from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 
-# ---- Rendezvous: a store for this attempt alone --------------------------------------------------
-# torchrun keeps one store for all attempts of a launch, still with the addresses of dead ranks; a
-# rank that reads one of those waits for a dead process (pytorch#135712; seen with torch 2.15 at the
-# second restart). Counting attempts does not help: a node that joins later counts from zero. So
-# each rank greets with a unique word, and trusts only an answer that repeats it.
+# ---- Rendezvous: a separate store for each attempt -----------------------------------------------
+# torchrun keeps one store for all attempts of a launch, including the addresses of dead ranks. A
+# rank that reads one waits for a dead process (pytorch#135712; seen with torch 2.15 at the second
+# restart). An attempt counter does not help: a node that joins later starts at zero. Instead, each
+# rank sends a unique token and accepts only a reply to this token.
 
 
 POLL_SECONDS = 0.02
@@ -41,47 +41,46 @@ POLL_SECONDS = 0.02
 
 def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
     """
-    A name for this attempt, new and the same on every rank; returns when all ranks have it.
+    Agree on a unique name for this attempt. Returns the name when all ranks have it.
 
-    Raises, on rank 0, TimeoutError naming the ranks that did not come; on others, what the store
-    raises when nobody answers in time.
+    Raises TimeoutError on rank 0, with the missing ranks; on other ranks, the timeout error of the
+    store.
     """
-    word, patience = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
+    token, timeout = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
     if rank:
-        store.set(f"greeting/{rank}", word)
-        store.wait([word], patience)
-        name = store.get(word).decode()
+        store.set(f"greeting/{rank}", token)
+        store.wait([token], timeout)
+        name = store.get(token).decode()
         store.set(f"{name}/{rank}", "")
-        store.wait([f"{name}/complete"], patience)
+        store.wait([f"{name}/complete"], timeout)
         return name
     missing, deadline = list(range(1, world_size)), time.monotonic() + timeout_seconds
     while missing:
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, missing))
             raise TimeoutError(f"rank {ranks} of {world_size} did not join the process group")
-        for each in missing:  # answers the words of dead ranks too
+        for each in missing:  # also replies to tokens of dead ranks
             if store.check([f"greeting/{each}"]):
-                store.set(store.get(f"greeting/{each}").decode(), word)
+                store.set(store.get(f"greeting/{each}").decode(), token)
         time.sleep(POLL_SECONDS)
-        missing = [each for each in missing if not store.check([f"{word}/{each}"])]
-    store.set(f"{word}/complete", "")
-    return word
+        missing = [each for each in missing if not store.check([f"{token}/{each}"])]
+    store.set(f"{token}/complete", "")
+    return token
 
 
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
-# A thread of each rank reports every second that it is running, and whether it waits for others,
-# does long work that it names (`working`), or neither. A waiting rank reads the heartbeats of the
-# others and keeps waiting while one of them names its work. The process exits, with a message that
-# names every other rank, when for the whole timeout one of them sent none, or did something it did
-# not name, or when all of them wait.
+# A thread on each rank sends a heartbeat every second, which reports that the rank is waiting for
+# others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the others
+# and keeps waiting while one of them reports work. It exits, listing the state of all others, if
+# for the whole timeout one of them sent no heartbeat or reported nothing, or all were waiting.
 
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # without a beat: something is wrong with that process or its machine
+SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank counts as silent
 
 
 class Activity(NamedTuple):
-    """What a rank does, and since when."""
+    """Current activity of a rank and its start time."""
 
     kind: Literal["waiting", "working", "unnamed"]
     what: str
@@ -90,23 +89,25 @@ class Activity(NamedTuple):
 
 class Beat(NamedTuple):
     """
-    The last heartbeat of a rank. Times are seconds after the common start: clocks of several
-    machines differ, these do not.
+    Last heartbeat of a rank. Times are seconds since the common start, because clocks differ
+    between machines.
     """
 
     at: float = 0.0
     named: float = 0.0
-    """When it last waited, or did work that it named."""
+    """Last time the rank waited or reported work."""
     worked: float = 0.0
-    """When it last did work that it named."""
-    text: str = "nothing heard of it"
+    """Last time the rank reported work."""
+    text: str = "no heartbeat received"
 
 
 class RankHeartbeat:
     """
-    Heartbeats of one rank, made by all of them at the same moment. `doing` wraps whatever waits for
-    other ranks, and long work that they wait for. When waiting exceeds `timeout_seconds` without a
-    reason, the process exits with status HUNG. Setting `closed` ends the thread.
+    Sends the heartbeats of one rank and checks the others. All ranks create it at the same time.
+
+    Wrap code that waits for other ranks, and long work that they wait for, in `doing`. If a wait
+    exceeds `timeout_seconds` without reported work, the process exits with status HUNG. Set
+    `closed` to end the thread.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float):
@@ -114,13 +115,13 @@ class RankHeartbeat:
         self.silent_seconds = min(SILENT_SECONDS, timeout_seconds / 2)
         self.others = {r: Beat() for r in range(world_size) if r != rank}
         self.started, self.worked = time.monotonic(), 0.0
-        self.activity = Activity("unnamed", "at work by itself", self.started)
+        self.activity = Activity("unnamed", "unreported work", self.started)
         self.closed = threading.Event()
         threading.Thread(target=self.run, daemon=True).start()
 
     @contextmanager
     def doing(self, kind: Literal["waiting", "working"], what: str) -> Iterator[None]:
-        """While inside, beats say that this rank waits for others, or does work they wait for."""
+        """Report, while inside, that this rank waits for others or does work they wait for."""
         before, self.activity = self.activity, Activity(kind, what, time.monotonic())
         try:
             yield
@@ -128,22 +129,22 @@ class RankHeartbeat:
             self.activity = before._replace(since=time.monotonic())
 
     def run(self) -> None:
-        """The thread: send a beat, and check the others when they are waited for too long."""
+        """Thread loop: send heartbeats, and check the other ranks during long waits."""
         while not self.closed.is_set():
             try:
                 self.beat()
-            except Exception as error:  # the store is gone: the launcher, or its machine, died
-                lost = f"the launcher does not answer: {type(error).__name__}"
+            except Exception as error:  # the store is gone: the launcher or its host died
+                lost = f"launcher unreachable: {type(error).__name__}"
                 self.others = {r: beat._replace(text=lost) for r, beat in self.others.items()}
             self.check()
             began = time.monotonic()
             self.closed.wait(BEAT_SECONDS)
-            suspended = time.monotonic() - began - BEAT_SECONDS  # this process was stopped itself
+            suspended = time.monotonic() - began - BEAT_SECONDS  # this process itself was stopped
             if suspended > self.silent_seconds:
                 self.activity = self.activity._replace(since=self.activity.since + suspended)
 
     def beat(self) -> None:
-        """Tell the others what this rank does; read what they do when it waits for long."""
+        """Send the activity of this rank; during a long wait, read those of the others."""
         (kind, what, since), now = self.activity, time.monotonic()
         doing = f"in {what}" if kind == "waiting" else what
         text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {now - since:.0f} s"
@@ -157,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        End this process when waiting can no longer succeed: for the timeout a rank sent no beat or
-        named no work, or none named work.
+        Exit if waiting is pointless: for the whole timeout, one rank sent no heartbeat or reported
+        nothing, or no rank reported work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
@@ -169,12 +170,12 @@ class RankHeartbeat:
         states = []
         for rank in sorted(silence, key=silence.__getitem__, reverse=True):
             quiet = silence[rank] > self.silent_seconds
-            state = f"no sign of life for {silence[rank]:.0f} s" if quiet else "alive"
+            state = f"no heartbeat for {silence[rank]:.0f} s" if quiet else "alive"
             states.append(f"rank {rank}: {state} ({self.others[rank].text})")
         message = (
             f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
             f"--collective_timeout_minutes allows: {'; '.join(states)}. "
-            "Stopping; --resume=auto goes on from the last checkpoint"
+            "Exiting; restart with --resume=auto to resume from the last checkpoint"
         )
         print(printable(message), flush=True)
         os._exit(HUNG)
@@ -184,27 +185,27 @@ class RankHeartbeat:
 
 
 T = TypeVar("T")
-REPORT_SECONDS = 15.0  # between two lines on the progress of long work
-GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's own collectives: heartbeats end hangs
+REPORT_SECONDS = 15.0  # between progress lines of long work
+GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's collectives; heartbeats end hangs
 
 
 @dataclass(frozen=True)
 class DistConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
-    """Where to compute. Default: cuda where there is one, else mps, else cpu."""
+    """Device to compute on. Default: cuda if available, else mps, else cpu."""
     dtype: Literal["bfloat16", "float32"] | None = short("d", None)
-    """Number format of activations and matrix products; weights stay float32. Default: bfloat16
-    where the hardware multiplies it natively (CPUs with AVX512-BF16 or AMX too), else float32."""
+    """Dtype of activations and matmuls; weights stay float32. Default: bfloat16 if the hardware
+    supports it natively (including CPUs with AVX512-BF16 or AMX), else float32."""
     deterministic: bool = False
-    """Use only operations that give the same bits in every run; on a GPU it costs speed."""
+    """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0
-    """How long ranks wait for one that sends no heartbeat, or does not say what it does, before the
-    run stops and names it. A rank that reports its work is waited for without limit."""
+    """Minutes to wait for a rank that sends no heartbeat or reports no work before the run exits;
+    a rank that reports its work has no limit."""
 
 
 @dataclass(frozen=True)
 class DistContext:
-    """One process among `world_size`. `dtype` is the compute dtype; `device` this rank's own."""
+    """One of `world_size` processes. `device` is that of this rank, `dtype` the compute dtype."""
 
     rank: int
     local_rank: int
@@ -212,75 +213,75 @@ class DistContext:
     device: torch.device
     dtype: torch.dtype
     launch: str = ""
-    """Names what torchrun started: the same when it starts the ranks again after a failure."""
+    """Id of the torchrun launch; the same after torchrun restarts the ranks."""
     restarts: int = 0
-    """How often it has done so."""
+    """Number of restarts by torchrun."""
     local_size: int = 1
-    """How many of the processes are on this host."""
+    """Number of processes on this host."""
     heartbeat: RankHeartbeat | None = None
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that prints, logs and writes."""
+        """Whether this is the main rank, which prints, logs and writes files."""
         return self.rank == 0
 
     @property
     def device_name(self) -> str:
-        """The accelerator's name as its driver gives it; `cpu` or `mps` elsewhere."""
+        """Name of the GPU as reported by its driver; otherwise `cpu` or `mps`."""
         return device_name(self.device)
 
     def print0(self, *words: Any) -> None:
-        """Print once, on the main rank."""
+        """Print on the main rank only."""
         if self.is_main:
             print(*map(printable, words), flush=True)
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in float64."""
+        """Sum each value over ranks, in float64."""
         if self.world_size == 1:
             return [float(v) for v in values]
-        with self.waiting("a sum"):
+        with self.waiting("all-reduce"):
             total = torch.tensor(values, dtype=torch.float64, device=self.device)
             dist.all_reduce(total)
             return total.tolist()
 
     def any(self, flag: bool) -> bool:
-        """True when the flag is set on some rank."""
+        """Whether the flag is set on any rank."""
         return self.sum(float(flag))[0] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """The main rank's value, on every rank. It must be picklable."""
+        """Return the main rank's value on every rank. It must be picklable."""
         if self.world_size == 1:
             return value
         box = [value]
-        with self.waiting("a broadcast"):
+        with self.waiting("broadcast"):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         box: list[Any] = [None] * self.world_size
-        with self.waiting("a gathering of values"):
+        with self.waiting("all-gather"):
             dist.all_gather_object(box, value)
         return box
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait for all ranks."""
         if self.world_size > 1:
-            with self.waiting("a barrier"):
+            with self.waiting("barrier"):
                 dist.barrier()
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """While inside, this rank waits for others: for too long, and the run is stopped."""
+        """Context of a wait for other ranks; if it takes too long, the run exits."""
         return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
         """
-        While inside, this rank does long work that others may wait for, without limit as long as
-        its heartbeat goes on. Yields a function that is given the progress of the work: others are
-        told so, and now and then it is printed.
+        Context of long work that other ranks may wait for, without limit while heartbeats arrive.
+        Yields a function that reports progress to the other ranks and prints it every
+        REPORT_SECONDS.
         """
         printed, beat = time.monotonic(), self.heartbeat
 
@@ -297,24 +298,24 @@ class DistContext:
             yield report
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns on the main rank, on every rank; what it raises, too."""
+        """Run `work` on the main rank; every rank returns its result or raises its error."""
         result, error = self.broadcast(self.attempt(what, work) if self.is_main else None)
         if error:
             raise error
         return result
 
     def on_node(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank of this node, on all its ranks; what it raises,
-        too, on the ranks of all nodes."""
+        """Run `work` on the first rank of each node; all ranks of the node return its result. An
+        error on any node is raised on all ranks."""
         mine = self.attempt(what, work) if self.local_rank == 0 else (None, None)
         every = self.gather(mine)
-        for _, error in (mine, *every):  # this rank's own first: it has the traceback
+        for _, error in (mine, *every):  # own error first: it has the traceback
             if error:
                 raise error
         return every[self.rank - self.local_rank][0]
 
     def attempt(self, what: str, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """What `work` returned or raised; meanwhile the other ranks are told that it goes on."""
+        """Run `work` and report it to the other ranks. Returns its result and its error."""
         with self.working(what):
             try:
                 return work(), None
@@ -324,15 +325,15 @@ class DistContext:
                 return None, portable(error)
 
     def synchronize(self) -> None:
-        """Wait for the device's queue, so that a clock read next is true."""
+        """Wait until the device has finished queued work, for correct timings."""
         if self.device.type == "cuda":
-            with self.waiting("the device's queue"):  # collectives are in it
+            with self.waiting("device synchronization"):  # includes collectives
                 torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
     def close(self) -> None:
-        """Leave the process group, all ranks at once: none is torn down while another works."""
+        """Leave the process group after a barrier, so no rank exits while another works."""
         if dist.is_initialized():
             self.barrier()
             if self.heartbeat:
@@ -341,8 +342,8 @@ class DistContext:
 
 
 def portable(error: Exception) -> Exception:
-    """An error that other ranks can receive: one that pickle cannot carry as a RuntimeError."""
-    with suppress(Exception):  # whatever a class of errors does when it is copied
+    """The error itself if it survives pickling, else a RuntimeError with the same message."""
+    with suppress(Exception):  # copying may raise anything
         copy = pickle.loads(pickle.dumps(error))
         if (type(copy), str(copy)) == (type(error), str(error)):
             return error
@@ -350,7 +351,7 @@ def portable(error: Exception) -> Exception:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that are ours to use, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs of this process, as named in CUDA_VISIBLE_DEVICES."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return [name.strip() for name in named.split(",")][:count]
@@ -362,10 +363,10 @@ def init_distributed(
     """
     Join the process group (under torchrun), pick device and dtype, seed torch's global generator.
 
-    `steady`: the process does the same again and again, as training and evaluations do; on a CPU it
-    keeps what it frees for the next time.
+    steady: the workload repeats, as in training and evaluation; on a CPU, the process then keeps
+    freed memory for reuse.
 
-    Raises ValueError when the asked-for device is not there.
+    Raises ValueError if the requested device is not available.
     """
     env = os.environ
     rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
@@ -374,23 +375,23 @@ def init_distributed(
     present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     kind = cfg.device_type or next(kind for kind in present if present[kind])
     if not present[kind]:
-        raise ValueError(f"--device_type={kind}, but PyTorch sees no such device; try cpu")
+        raise ValueError(f"device_type {kind} is not available to PyTorch; use --device_type=cpu")
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # the few fp32 products may use TF32
+        torch.set_float32_matmul_precision("high")  # allow TF32 in the few fp32 matmuls
     if kind == "cpu" and steady:
         keep_freed_memory()
     heartbeat = None
     if world_size > 1 and not dist.is_initialized():
         heartbeat = join(device, rank, world_size, 60 * cfg.collective_timeout_minutes)
     if cfg.deterministic:
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA at startup
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     dtype = getattr(torch, cfg.dtype) if cfg.dtype else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
-    if launch == "none":  # torchrun has no name for it: that of the process that launched us
+    if launch == "none":  # the run has no id: use that of the parent process
         launch = f"{socket.gethostname()}-{os.getppid()}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
@@ -400,12 +401,12 @@ def init_distributed(
 
 
 def join(device: torch.device, rank: int, world_size: int, timeout_seconds: float) -> RankHeartbeat:
-    """Join the process group of this attempt, and start this rank's heartbeat."""
+    """Join the process group of this attempt and start the heartbeats of this rank."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = datetime.timedelta(seconds=timeout_seconds)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master = rank == 0 and not hosted
-    store = dist.TCPStore(address, port, is_master=master, timeout=patience)  # pyright: ignore
+    store = dist.TCPStore(address, port, is_master=master, timeout=timeout)  # pyright: ignore
     attempt = name_attempt(store, rank, world_size, timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -415,13 +416,13 @@ def join(device: torch.device, rank: int, world_size: int, timeout_seconds: floa
         timeout=GROUP_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    dist.barrier()  # from here on the ranks' clocks run together
+    dist.barrier()  # the ranks' heartbeat clocks start together
     beats = dist.PrefixStore(f"{attempt}/beats", store.clone())  # pyright: ignore
     return RankHeartbeat(beats, rank, world_size, timeout_seconds)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where matrix products in it are native, else float32."""
+    """bfloat16 if the device has native bfloat16 matmuls, else float32."""
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:

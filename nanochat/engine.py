@@ -1,13 +1,13 @@
 """
-Generate: sampling, one decode step, and an engine that runs tools.
+Generation: sampling, the decode step, and an engine with continuous batching and tool calls.
 
-    prompts -> prefill -> decode step -> sample -> tool calls -> Completion: ids, logprobs, finish
-    logits (B, V), settings and a uniform number per sequence -> token ids (B,)
+    prompts -> prefill -> decode step -> sample -> tool calls -> Completion: ids, finish reason
+    logits (B, V), settings and one uniform number per sequence -> token ids (B,)
 
-Continuous batching: when a sequence ends, the next waiting one takes its slot. A prompt is
-prefilled once and shared by its samples. What the model generates between <|python_start|> and
-<|python_end|> goes to the tool, whose result is then injected token by token; while a tool runs,
-its sequence leaves the slot to others. A sequence does not depend on the rest of the batch.
+When a sequence finishes, the next queued one takes its slot. A prompt is prefilled once for all
+its samples. Text between <|python_start|> and <|python_end|> is passed to the tool, and the result
+is injected token by token; while the tool runs, other sequences may use the slot. The output of a
+sequence does not depend on the rest of the batch.
 """
 
 import math
@@ -29,26 +29,26 @@ from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
 # ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
-# Each sequence draws from its own generator, so it does not depend on the rest of the batch.
+# Each sequence has its own generator: its output does not depend on the rest of the batch.
 
 
-COLDEST = 2.0**-126  # temperatures below lose digits in float32, or are 0 there
+COLDEST = 2.0**-126  # smallest normal float32; lower temperatures sample greedily
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a completion. Raises ValueError for a setting that is out of range."""
+    """Sampling settings of a completion. Raises ValueError if a setting is out of range."""
 
     max_new_tokens: int = 256
-    """Most tokens of the completion, tool output included."""
+    """Maximum number of new tokens, tool output included."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 = greedy."""
     top_k: int | None = None
-    """Sample from the k most likely tokens. None: all."""
+    """Sample from the k most likely tokens. Default: all tokens."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that together reach this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     seed: int = 0
-    """Sample i of a prompt draws from (seed, i)."""
+    """Random seed; sample i of a prompt uses (seed, i)."""
 
     def __post_init__(self) -> None:
         require_at_least(self, max_new_tokens=1, temperature=0, top_k=1)
@@ -60,13 +60,13 @@ class Sampling:
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
     """
-    The next token of every row. logits (B, V) float32; `uniform` numbers in [0, 1).
+    Sample the next token id of each row from logits (B, V), float32.
 
-    Top-k applies before top-p, to the probabilities at the temperature.
-    Of equally likely tokens top-k keeps as many as fit, top-p all.
+    uniform: one number in [0, 1) per row. Temperature applies first, then top-k, then top-p. Among
+    tied tokens, top-k keeps exactly k tokens and top-p keeps all.
     """
     V = logits.size(1)
-    groups: dict[int, list[int]] = {}  # rows by how many tokens they choose from
+    groups: dict[int, list[int]] = {}  # number of candidate tokens -> rows
     for row, s in enumerate(settings):
         groups.setdefault(1 if s.temperature < COLDEST else min(s.top_k or V, V), []).append(row)
     picked = [0] * len(settings)
@@ -82,35 +82,35 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
 
 
 def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
-    """A token of each row (B,), from the `k` likeliest: logits (B, V), temperatures above 0."""
+    """Sample from the `k` most likely tokens of each row: (B, V) -> (B,). Temperatures > 0."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
 
-    ids, falling = None, k < logits.size(1)
-    if falling:
-        logits, ids = logits.topk(k, dim=-1)  # (B, k), falling
-    behind = logits - logits.amax(dim=-1, keepdim=True)
-    # shares of the likeliest one's
-    weights = (behind / column(s.temperature for s in settings)).exp()
+    ids, descending = None, k < logits.size(1)
+    if descending:
+        logits, ids = logits.topk(k, dim=-1)  # (B, k), in descending order
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    # unnormalized probabilities, largest = 1
+    weights = (shifted / column(s.temperature for s in settings)).exp()
     if any(s.top_p < 1 for s in settings):
-        ordered = weights if falling else weights.sort(dim=-1, descending=True).values
+        ordered = weights if descending else weights.sort(dim=-1, descending=True).values
         mass = column(s.top_p for s in settings) * ordered.sum(dim=-1, keepdim=True)
-        inside = running_sum(ordered) - ordered < mass
-        last = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
-        weights = weights * ((weights >= last) | (column(s.top_p for s in settings) == 1))
+        kept = running_sum(ordered) - ordered < mass
+        cutoff = torch.where(kept, ordered, torch.inf).amin(dim=-1, keepdim=True)
+        weights = weights * ((weights >= cutoff) | (column(s.top_p for s in settings) == 1))
     total = running_sum(weights)
-    mark = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below the total in float32 too
-    place = (total <= mark).sum(dim=-1)
-    return place if ids is None else ids.gather(1, place[:, None])[:, 0]
+    threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # < total in float32 too
+    index = (total <= threshold).sum(dim=-1)
+    return index if ids is None else ids.gather(1, index[:, None])[:, 0]
 
 
 def running_sum(weights: Tensor) -> Tensor:
     """
-    Sums along the last dimension of numbers in [0, 1], float32 of the same shape.
+    Cumulative sum of float32 numbers in [0, 1] along the last dimension.
 
-    In deterministic mode PyTorch has no cumsum of floats on CUDA: there it is that of whole
-    multiples of 2^-40, which is exact in any order.
+    PyTorch has no deterministic float cumsum on CUDA, so deterministic mode sums integer multiples
+    of 2^-40, which is exact in any order.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return weights.cumsum(dim=-1)
@@ -118,53 +118,55 @@ def running_sum(weights: Tensor) -> Tensor:
 
 
 # ---- One decode step, compiled and captured as a CUDA graph --------------------------------------
-# A step of a small model is hundreds of operations on few numbers and costs mostly their launches:
-# compiled they become a few dozen. Sizes stay dynamic: one compilation serves a single sequence,
-# one several, and the next model of the same shape. On a GPU the step is captured once per size as
-# a CUDA graph, which any thread may replay.
+# Kernel launches dominate the decode step of a small model; compilation fuses hundreds of kernels
+# into a few dozen. Shapes are dynamic: models of one shape share a compilation for B = 1 and one
+# for B > 1. On a GPU each size is captured as a CUDA graph, which any thread may replay.
 
 
-# Logits of a compiled step that are further off than this show that it computes something else
+# Largest accepted difference between the logits of the compiled and the eager step
 AGREEMENT = {torch.bfloat16: 1.0, torch.float32: 0.01}
 
 
 def next_logits(
-    model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, places: Tensor
+    model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor:
     """
-    tokens and positions (B, 1), in the first B slots -> (B, V). They attend to the first
-    len(places) positions of the cache: a size that may change without a new compilation.
+    Decode tokens (B, 1) at positions (B, 1) of the first B slots; returns logits (B, V).
+
+    They attend to the first len(key_positions) cache positions, a length that may vary without
+    recompilation.
     """
-    view = CacheView(cache, None, positions, places.size(0))
+    view = CacheView(cache, None, positions, key_positions.size(0))
     return model.logits(model.hidden(tokens, view)[:, -1])
 
 
 @lru_cache(maxsize=1)
 def fused() -> Callable[..., Tensor]:
-    """`next_logits`, compiled."""
-    torch._dynamo.config.recompile_limit = 64  # kinds of model in one process
+    """Return the compiled `next_logits`."""
+    torch._dynamo.config.recompile_limit = 64  # model shapes in one process
     return torch.compile(next_logits)
 
 
 class DecodeStep:
     """
-    The step over one cache; `compiled` fuses it. That takes seconds the first time, and one or two
-    in a later process, from what the compiler keeps on disk. The first step of a single sequence,
-    the first of several, and on a GPU every recording are computed both ways: a step that does
-    not compile, or computes something else, is reported and not used.
+    Decode step over one KV cache, optionally compiled.
+
+    Compilation takes seconds, and one or two with a warm compiler cache on disk. The first step
+    with B = 1, the first with B > 1 and every CUDA graph are checked against the eager step: if
+    compilation fails or the logits differ, that is printed and only the eager step is used.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
         self.model, self.cache = model, cache
         self.compiled = compiled
         self.recorded = model.device.type == "cuda"
-        self.places = torch.arange(cache.room, device=model.device)
+        self.key_positions = torch.arange(cache.room, device=model.device)
         self.checked: set[tuple[int, int]] = set()
         self.recordings: dict[tuple[int, int], Callable[[Tensor, Tensor], Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.recorded else None
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
-        """Logits (B, V) after the newest tokens; the caller then updates `cache.lengths`."""
+        """Logits (B, V) after the newest tokens; the caller must update `cache.lengths`."""
         past = self.cache.lengths[: len(newest)]
         if not self.compiled:
             return self.eager(newest, past)
@@ -177,21 +179,21 @@ class DecodeStep:
             if distance < AGREEMENT[self.model.dtype]:
                 return logits
             reason = f"logits differ by {distance:.3g}"
-        except Exception as error:  # whatever a compiler raises, it does not work here
+        except Exception as error:  # a compiler may raise anything
             reason = f"{type(error).__name__}: {error}"
-        print(f"generation is not compiled: {printable(reason)}", flush=True)
+        print(f"decode step not compiled: {printable(reason)}", flush=True)
         self.compiled = False
         self.recordings.clear()
-        return self.eager(newest, past)  # and what was written is written anew
+        return self.eager(newest, past)  # overwrites what the compiled step stored in the cache
 
     def eager(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
-        """The step as it is: newest ids and lengths of B sequences -> (B, V)."""
+        """Uncompiled step: newest token ids and lengths of B sequences -> logits (B, V)."""
         return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
     def run_compiled(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
         """
-        The same, compiled and on a GPU recorded. There are few sizes of recordings: a batch is
-        filled up with rows in slots that nobody uses.
+        Compiled step; on a GPU, a CUDA graph replay. The batch is padded with unused slots to one
+        of a few sizes.
         """
         if not self.recorded:
             return self.run_fused(*self.inputs(newest, past))
@@ -199,23 +201,23 @@ class DecodeStep:
         unused = [0] * (size[0] - len(past))
         tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
         if size not in self.recordings:
-            self.recordings[size] = self.record(tokens, positions, self.places[: size[1]])
+            self.recordings[size] = self.record(tokens, positions, self.key_positions[: size[1]])
         logits = self.recordings[size](tokens, positions)
-        return logits[: len(past)].clone()  # the next replay writes there
+        return logits[: len(past)].clone()  # the next replay overwrites them
 
     def record(
-        self, tokens: Tensor, positions: Tensor, places: Tensor
+        self, tokens: Tensor, positions: Tensor, key_positions: Tensor
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """
-        The step of one size as a CUDA graph: (tokens, positions) -> logits, the same tensor each
-        time. All recordings of a cache share their memory: no two run at a time, and only their
-        inputs and logits outlive a step.
+        Capture the step as a CUDA graph. Returns a function (tokens, positions) -> logits, the
+        same tensor in every call. All graphs share one memory pool: they never run concurrently,
+        and only inputs and logits outlive a step.
         """
-        self.run_fused(tokens, positions, places)  # compiles, and loads what kernels need
+        self.run_fused(tokens, positions, key_positions)  # compile and load kernels before capture
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: the server loads models
+        # thread_local: other threads may use the device, e.g. the server to load models
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            logits = self.run_fused(tokens, positions, places)
+            logits = self.run_fused(tokens, positions, key_positions)
 
         def replay(new_tokens: Tensor, new_positions: Tensor) -> Tensor:
             tokens.copy_(new_tokens)
@@ -226,76 +228,75 @@ class DecodeStep:
         return replay
 
     def recorded_size(self, past: Sequence[int]) -> tuple[int, int]:
-        """Rows of the recording for sequences of these lengths, and how many places it reads."""
+        """Size of the CUDA graph for these lengths: (batch rows, cache positions read)."""
         rows = min(power_of_two(len(past)), len(self.cache.lengths))
         return rows, min(power_of_two(reach(past)), self.cache.room - BLOCK)
 
-    def run_fused(self, tokens: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-        """The compiled step; of several sequences their number may change, and `places` always."""
-        for tensor in (places, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
+    def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
+        for tensor in (key_positions, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return fused()(self.model, self.cache, tokens, positions, places)
+        return fused()(self.model, self.cache, tokens, positions, key_positions)
 
     def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and positions (B, 1) on the device, and the cache slots that are read."""
+        """Tensors of a step: tokens (B, 1), positions (B, 1), and the cache positions it reads."""
         tokens, positions = (
-            torch.tensor(values, device=self.places.device)[:, None] for values in (newest, past)
+            torch.tensor(x, device=self.key_positions.device)[:, None] for x in (newest, past)
         )
-        return tokens, positions, self.places[: reach(past)]
+        return tokens, positions, self.key_positions[: reach(past)]
 
 
 def reach(past: Sequence[int]) -> int:
-    """How many places of the cache a step reads after sequences of these lengths."""
+    """Number of cache positions a decode step reads, rounded up to BLOCK."""
     return -(-(max(past) + 1) // BLOCK) * BLOCK
 
 
 def power_of_two(n: int) -> int:
-    """The next one from n up."""
+    """Smallest power of two >= n."""
     return 1 << (n - 1).bit_length()
 
 
 # ---- Generation with tools -----------------------------------------------------------------------
 
 
-# Code in, its result out, now or as a future; None: nothing is injected
+# Code -> result or a future of it; None = inject nothing
 Tool = Callable[[str], str | None | Future[str | None]]
-# Tokens of one pass over waiting prompts, padding included: a GPU is filled by many, while on a
-# CPU the least padding counts, that is, prompts of nearly the same length in each pass
+# Maximum number of tokens per prefill batch, padding included. A GPU needs large batches; on a CPU
+# small batches of prompts of similar length waste less on padding.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
-PATIENCE_SECONDS = 0.01  # how long a step waits for a tool when there is nothing else to do
+PATIENCE_SECONDS = 0.01  # wait for a tool result when all sequences are idle
 
 
 @dataclass(eq=False)
 class Completion:
     """
-    One sample of a prompt: grows while the engine runs, whole when `finish` is set.
+    One sample of a prompt; it is complete when `finish` is set.
 
-    `ids` leaves out the token that ended it, `end`; `sampled[i]` is False where a tool's answer was
-    put in.
+    `ids` excludes the stop token `end`; `sampled[i]` is False if ids[i] was injected by a tool.
     """
 
     prompt: list[int]
     settings: Sampling
     index: int
-    """Which sample of its prompt this is."""
+    """Index among the samples of the prompt."""
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
-    """stop: it ended itself; length: it ran into max_new_tokens or the end of the context."""
+    """stop: the model emitted a stop token; length: max_new_tokens or the context is exhausted."""
     end: int | None = None
-    """The token by which it ended itself."""
+    """The sampled stop token."""
     code: list[int] | None = None
-    """Tokens since <|python_start|>, inside a call."""
+    """Tokens since <|python_start|>; None outside a tool call."""
     injected_ids: deque[int] = field(default_factory=deque)
-    """Tokens that will be put in next."""
+    """Tokens to inject next."""
     pending_tool_call: Future[str | None] | None = None
-    """The tool's answer, while it is not there."""
+    """Future of the tool result while the tool is running."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
 
     def cancel(self) -> None:
-        """End it, and the call of a tool that it waits for."""
+        """Mark it as cancelled and cancel its pending tool call."""
         self.finish = self.finish or "cancelled"
         if self.pending_tool_call:
             self.pending_tool_call.cancel()
@@ -304,13 +305,13 @@ class Completion:
 
 class Engine:
     """
-    Generates with `model` (best `gpt.for_inference` of it), at most `slots` sequences at a time.
+    Generates with `model` (preferably `gpt.for_inference(model)`), up to `slots` sequences at once.
 
-    capacity: tokens of a prompt and its completion together, by default the model's context.
-    tool: what answers the model's calls; without one they stay unanswered. compiled: fuse the step
-    that writes a token, which is worth it for thousands of them. `logits` (B, V) are those of the
-    last step, a row for each completion it returned; `on_prefill`, which by default does nothing,
-    is called with a completion and the states (T, C) of the tokens that were prefilled for it.
+    capacity: maximum tokens of prompt plus completion; default: the model's context length.
+    tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
+    step, which pays off after thousands of tokens. `logits` (B, V) are those of the last step, one
+    row per completion it returned. `on_prefill(completion, hidden)` is called after each prefill
+    with the hidden states (T, C), right-padded to the longest prompt of the batch.
     """
 
     def __init__(
@@ -329,28 +330,28 @@ class Engine:
         self.cache = model.new_cache(slots, capacity)
         self.decode_step = DecodeStep(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
-        self.active: list[Completion] = []  # number i has slot i
-        self.calling: list[Completion] = []  # away until their tool has answered
+        self.active: list[Completion] = []  # active[i] occupies slot i
+        self.calling: list[Completion] = []  # waiting for a tool, without a slot
         self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
         self.logits = torch.empty(0)
         self.on_prefill: Callable[[Completion, Tensor], None] = lambda completion, hidden: None
 
-    # ---- what callers use --------------------------------------------------------------------
+    # ---- public interface --------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], settings: Sampling, n: int = 1) -> list[Completion]:
-        """Queue `n` samples of a prompt. Raises ValueError for one that leaves no room."""
+        """Queue `n` samples of a prompt. Raises ValueError as `check` does."""
         self.check(prompt)
-        shared = list(prompt)  # one list for all samples: that is how they know each other
+        shared = list(prompt)  # its identity tells `admit` which samples share a prefill
         samples = [Completion(shared, settings, i) for i in range(n)]
         self.waiting.extend(samples)
         return samples
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raises ValueError for a prompt that is empty or leaves no room for an answer."""
+        """Raise ValueError if a prompt is empty or leaves no room for a completion."""
         if not 0 < len(prompt) < self.cache.capacity:
             raise ValueError(
-                f"the prompt has {len(prompt):,} tokens: it must have at least one, and the "
-                f"context holds {self.cache.capacity:,}, the answer included; ask something shorter"
+                f"the prompt has {len(prompt):,} tokens; it needs at least one, and the context "
+                f"holds {self.cache.capacity:,} including the answer; use a shorter prompt"
             )
 
     def generate(
@@ -360,7 +361,7 @@ class Engine:
         n: int = 1,
         seeds: Iterable[int] | None = None,
     ) -> list[list[Completion]]:
-        """`n` whole completions of each prompt. seeds: of each, by default that of `settings`."""
+        """`n` completions of each prompt. seeds: one per prompt; default: `settings.seed`."""
         each = [replace(settings, seed=seed) for seed in seeds or [settings.seed] * len(prompts)]
         groups = [self.submit(prompt, s, n) for prompt, s in zip(prompts, each, strict=True)]
         while self.busy:
@@ -368,7 +369,7 @@ class Engine:
         return groups
 
     def cancel(self, completion: Completion) -> None:
-        """End a completion now; its slot is free before the next step."""
+        """Cancel a completion and free its slot."""
         completion.cancel()
         for queue in (self.waiting, self.calling):
             if completion in queue:
@@ -377,15 +378,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while something waits or grows."""
+        """True while any completion is queued, active or waiting for a tool."""
         return bool(self.waiting or self.active or self.calling)
 
     @torch.inference_mode()
     def step(self, patience_seconds: float = PATIENCE_SECONDS) -> list[Completion]:
         """
-        Admit queued prompts, then decode one token for each active completion; returns those.
+        Admit queued prompts, then decode one token for each active completion; returns these.
 
-        Where all wait for their tools, it waits `patience_seconds` at most for the first result.
+        If all completions wait for tools, wait up to `patience_seconds` for the first result.
         """
         self.collect_tool_results(patience_seconds)
         self.admit()
@@ -407,30 +408,30 @@ class Engine:
 
     def admit(self) -> None:
         """
-        Give free slots to the queue and prefill the prompts but for their last token, which is the
-        next step's input. Samples of one prompt copy the cache of the first of them.
+        Assign free slots to queued completions and prefill their tokens except the last, which is
+        the input of the next step. Samples of a prompt copy the cache of its first active sample.
         """
-        readers = {id(c.prompt): slot for slot, c in enumerate(self.active)}
-        unread: dict[int, list[int]] = {}  # slot -> what to read into it
+        sources = {id(c.prompt): slot for slot, c in enumerate(self.active)}
+        unfilled: dict[int, list[int]] = {}  # slot -> tokens to prefill
         copies = []
         while self.waiting and len(self.active) < self.slots:
             completion = self.waiting.popleft()
             slot = len(self.active)
             self.active.append(completion)
             self.cache.lengths[slot] = 0
-            reader = slot if completion.ids else readers.setdefault(id(completion.prompt), slot)
-            if reader != slot:
-                copies.append((reader, slot, len(completion.prompt) - 1))
+            source = slot if completion.ids else sources.setdefault(id(completion.prompt), slot)
+            if source != slot:
+                copies.append((source, slot, len(completion.prompt) - 1))
             elif known := (completion.prompt + completion.ids)[:-1]:
-                unread[slot] = known
-        by_length = sorted(unread, key=lambda slot: len(unread[slot]))
-        for slots in fill_batches(by_length, lambda s: (1, len(unread[s])), self.prefill_tokens):
-            self.prefill(slots, [unread[slot] for slot in slots])
+                unfilled[slot] = known
+        by_length = sorted(unfilled, key=lambda slot: len(unfilled[slot]))
+        for slots in fill_batches(by_length, lambda s: (1, len(unfilled[s])), self.prefill_tokens):
+            self.prefill(slots, [unfilled[slot] for slot in slots])
         for copy in copies:
             self.cache.copy(*copy)
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Read a prompt into each of some empty slots, in one pass."""
+        """Prefill several empty slots in one forward pass."""
         tokens = pad_right(prompts, self.tokenizer.bos_id, self.device)  # (B, T)
         hidden = self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))  # (B, T, C)
         for row, slot in enumerate(slots):
@@ -438,7 +439,7 @@ class Engine:
             self.on_prefill(self.active[slot], hidden[row])
 
     def evict(self) -> None:
-        """Free the slots of what is finished or away; the last ones move into the gaps."""
+        """Free the slots of finished and tool-calling completions, filling gaps from the end."""
         for slot in reversed(range(len(self.active))):
             c = self.active[slot]
             if c.pending_tool_call is not None:
@@ -455,7 +456,7 @@ class Engine:
     # ---- one completion ----------------------------------------------------------------------
 
     def advance(self, completion: Completion, token: int) -> None:
-        """Append the sampled token, or the injected one in its place; end or call a tool."""
+        """Append the sampled token, or the next injected one; may finish or start a tool call."""
         c = completion
         sampled = not c.injected_ids
         token = token if sampled else c.injected_ids.popleft()
@@ -471,7 +472,7 @@ class Engine:
             c.finish, c.pending_tool_call = "length", None
 
     def call_tool(self, c: Completion, token: int) -> None:
-        """Collect the tokens of a call; at its end, queue the tool's answer."""
+        """Collect the tokens of a tool call; at its end, run the tool."""
         if token == self.tokenizer.special("<|python_start|>"):
             c.code = []
         elif token != self.tokenizer.special("<|python_end|>"):
@@ -486,13 +487,16 @@ class Engine:
                 self.inject_tool_result(c, answer)
 
     def inject_tool_result(self, c: Completion, answer: str | None) -> None:
-        """Inject the result of a tool behind its call."""
+        """Queue the tokens of a tool result for injection; None = nothing."""
         if answer is not None:
             first, last = map(self.tokenizer.special, ("<|output_start|>", "<|output_end|>"))
             c.injected_ids += [first, *self.tokenizer.encode(answer), last]
 
     def collect_tool_results(self, patience_seconds: float) -> None:
-        """Queue the completions whose tool has answered first; if all wait for one, wait too."""
+        """
+        Move completions whose tool has finished to the front of the queue. If nothing else can
+        run, wait up to `patience_seconds` for the first.
+        """
         if self.calling and not self.active and not self.waiting:
             pending = [c.pending_tool_call for c in self.calling if c.pending_tool_call]
             wait(pending, patience_seconds, FIRST_COMPLETED)
@@ -501,7 +505,7 @@ class Engine:
             if call is None or not call.done():
                 continue
             if error := call.exception():
-                print(f"a tool failed: {type(error).__name__}: {printable(error)}", flush=True)
+                print(f"tool call failed: {type(error).__name__}: {printable(error)}", flush=True)
             else:
                 self.inject_tool_result(c, call.result())
             c.pending_tool_call = None

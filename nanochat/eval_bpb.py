@@ -1,9 +1,9 @@
 """
-Bits per byte: how many bits a model spends on each byte of a text, whatever its tokenizer.
+Bits per byte: cross-entropy per byte of text, comparable between tokenizers.
 
     (tokens, targets) -> nats and bytes, summed over ranks -> Bpb
 
-Bytes come from the raw bytes of each token; special tokens have none and are outside both sums.
+Bytes are the raw bytes of each token; special tokens have none and are excluded from both sums.
 """
 
 import math
@@ -20,18 +20,18 @@ from nanochat.loss import IGNORE
 
 
 class Bpb(NamedTuple):
-    """Bits per byte with what it was measured on."""
+    """Bits per byte, as sums over a text."""
 
     nats: float
     bytes: int
     tokens: int
-    """Targets that were scored."""
+    """Number of scored targets."""
 
     @property
     def value(self) -> float:
-        """Bits per byte. Raises UsageError where nothing was scored: a report never shows NaN."""
+        """Bits per byte. Raises UsageError if nothing was scored: a report never shows NaN."""
         if not self.bytes:
-            raise UsageError("no token of the text could be scored", "give more validation text")
+            raise UsageError("the text has no scorable token", "use more validation text")
         return self.nats / math.log(2) / self.bytes
 
 
@@ -39,12 +39,12 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def pooled(parts: Iterable[Bpb]) -> Bpb:
-    """Several texts as one."""
+    """Combine the results of several texts."""
     return Bpb(*map(sum, zip(*parts, strict=True)))
 
 
 def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
-    """The figures of the buckets of a mixture, as they are logged; of a single one none."""
+    """Metrics of the buckets of a mixture, by name; empty for a single bucket."""
     return {f"val_bpb:{name}": bpb.value for name, bpb in found.items()} if len(found) > 1 else {}
 
 
@@ -57,13 +57,13 @@ def bits_per_byte(
     n: int = 1,
 ) -> list[Bpb]:
     """
-    Score this rank's `batches` of (tokens, targets), int64 (B, T) each, and sum over the ranks.
+    Score this rank's `batches` of (tokens, targets), both (B, T) int64, and sum over ranks.
 
-    score: the nats of every target, (B, T) of one model or (n, B, T) of `n` models at once, such as
-    `model.token_losses`. token_bytes (V,) is the length in bytes of every token, 0 for specials.
-    The sums are kept in float64, so the result does not depend on how rows are batched or spread
-    over ranks. Raises Interrupted, on every rank, when `stopping` said on one of them to end early,
-    and UsageError for a sum that is not finite.
+    score: returns the nats of each target, (B, T) for one model or (n, B, T) for `n` models, such
+    as `model.token_losses`. token_bytes: (V,) length of each token in bytes, 0 for special tokens.
+    Sums are accumulated in float64, so the result does not depend on batch size or number of ranks.
+    Raises Interrupted, on every rank, if `stopping()` is true on any rank, and UsageError if a sum
+    is not finite.
     """
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
     nats = np.zeros(n)
@@ -79,12 +79,12 @@ def bits_per_byte(
         nats += losses.cpu().double().sum(dim=(1, 2)).numpy()
         num_bytes += int(length.sum())
         num_tokens += int((length > 0).sum())
-    *total, size, count, asked = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
-    if asked:
+    *total, size, count, interrupted = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
+    if interrupted:
         raise Interrupted
     if not np.isfinite(total).all():
         raise UsageError(
-            f"the loss on {round(count):,} tokens is {sum(total)}: the weights are broken",
-            "take an earlier checkpoint, or train again with lower learning rates",
+            f"the loss on {round(count):,} tokens is {sum(total)}: the weights are corrupt",
+            "use an earlier checkpoint or retrain with lower learning rates",
         )
     return [Bpb(each, round(size), round(count)) for each in total]

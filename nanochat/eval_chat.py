@@ -1,10 +1,10 @@
 """
-Scoring a chat model on tasks: by the letters' logits, or by what it writes.
+Evaluate a chat model on tasks, by the logits of option letters or by generation.
 
-    task, model -> outcomes: for each item the score of each of its answers -> accuracy, pass@k
+    task, model -> outcomes: the score of each answer to each item -> accuracy, pass@k
 
-Items are dealt out to the ranks and the outcomes gathered, so a figure depends neither on their
-number nor on the batch. Knows no particular task and no section of a report.
+Items are split among ranks and outcomes gathered, so results depend neither on the number of ranks
+nor on the batch size.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ PASS_TOKENS = 16_384  # padded tokens of one forward pass
 
 
 class Questions(Protocol):
-    """What is asked of a task; `tasks.base.Task` has it."""
+    """Interface of an evaluated task, implemented by `tasks.base.Task`."""
 
     name: str
 
@@ -35,32 +35,32 @@ class Questions(Protocol):
 
 
 def score_answer(questions: Questions, i: int, answer: str) -> float:
-    """The score of an answer to item i, given by the task that the item is of."""
+    """Score an answer to item i with the task that the item belongs to."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
 
 
-Outcomes = list[list[float]]  # per item, in order: the score of every answer to it
+Outcomes = list[list[float]]  # scores of all answers, per item in order
 
 
 class Graded(NamedTuple):
-    """What came of a task."""
+    """Result of scoring a task."""
 
     outcomes: Outcomes
     num_cropped: int
-    """Items whose beginning did not fit the model's context."""
+    """Items whose prompt was truncated to fit the context."""
 
 
-Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prompts -> their scores
+Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prompts -> scores
 
 
 def gathered(
     task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, machine: DistContext
 ) -> Graded:
     """
-    Score items 0 to count - 1, every rank its share, and put them together on all ranks.
+    Score items 0 to count - 1, split among ranks; the result is the same on every rank.
 
-    Prompts have at most `most` tokens.
+    Prompts are truncated to `most` tokens.
     """
     mine = list(range(machine.rank, count, machine.world_size))
     with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
@@ -74,12 +74,12 @@ def gathered(
 
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
-    """What leaves room for an answer; where all cannot fit, prompts get at least half."""
+    """Maximum prompt length that leaves room for an answer, but at least half the cache."""
     return engine.cache.capacity - min(max_new_tokens, engine.cache.capacity // 2)
 
 
 def fit(prompt: list[int], most: int) -> list[int]:
-    """The end of a prompt that has more than `most` tokens; its BOS stays in front."""
+    """Truncate a prompt to `most` tokens on the left, keeping its BOS."""
     most = max(2, most)
     return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
 
@@ -89,9 +89,8 @@ def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: DistContext
 ) -> Graded:
     """
-    Ask for the likeliest of the options' letters right where the assistant begins to speak.
-
-    Scores the first `count` items. Raises ValueError for a letter of several tokens.
+    Answer the first `count` items with the option letter of highest logit at the start of the
+    assistant's turn, and score it. Raises ValueError if a letter is more than one token.
     """
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
@@ -115,9 +114,9 @@ def score_by_generation(
     engine: Engine, task: Questions, count: int, settings: Sampling, n: int, machine: DistContext
 ) -> Graded:
     """
-    Let the model answer the first `count` items, `n` times each, and score the text.
+    Generate `n` answers to each of the first `count` items and score the text.
 
-    Item i draws from seed `settings.seed` + i.
+    Item i uses seed `settings.seed` + i.
     """
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:

@@ -1,9 +1,9 @@
 """
-Few-shot evaluation: CORE of DataComp-LM on any suite of tasks.
+Few-shot evaluation: the CORE metric of DataComp-LM, on any suite of tasks.
 
     bundle -> open_suite -> Suite: tasks -> prompts -> losses of the options -> accuracy -> CORE
 
-CORE is the mean accuracy, centered on chance: 0 is chance, 1 is perfect.
+CORE is the mean centered accuracy: 0 is chance, 1 is perfect.
 """
 
 import csv
@@ -15,7 +15,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from os.path import commonprefix  # of any lists
+from os.path import commonprefix  # also works on lists
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, get_args
@@ -36,12 +36,12 @@ from nanochat.hub import is_inside, with_retries
 # ---- Scoring few-shot tasks ----------------------------------------------------------------------
 
 
-EXAMPLE_DELIMITER = "\n\n"  # behind each solved example
-ORDER_SEED = 1337  # of the items: the first ones are what remains of a task that is cut short
-EXAMPLES_SEED = 1234  # plus an item's place in that order: decides which examples it gets
-CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # of one forward pass, padding included
-HEAD_TOKENS = 512  # tokens whose logits exist at once
-LEAST_SAVING = 0.3  # share of a batch's tokens: to read less of it, in two passes, takes longer
+EXAMPLE_DELIMITER = "\n\n"  # after each few-shot example
+ORDER_SEED = 1337  # shuffles the items; `max_items` keeps the first ones
+EXAMPLES_SEED = 1234  # plus the item's index in that order: draws its few-shot examples
+CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # per forward pass, including padding
+HEAD_TOKENS = 512  # tokens whose logits are computed at once
+LEAST_SAVING = 0.3  # minimum fraction of tokens saved for a separate prefix pass to pay off
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -52,32 +52,32 @@ Kind = Literal["multiple_choice", "schema", "language_modeling"]
 @dataclass(frozen=True)
 class FewShotTask:
     """
-    A task of a suite. Its items have the fields of DCLM's: `query`, `choices`, `gold`;
-    `context_options`, `continuation`, `gold`; or `context`, `continuation`.
+    A few-shot task. Items have DCLM's fields: `query`, `choices`, `gold`; `context_options`,
+    `continuation`, `gold`; or `context`, `continuation`.
 
-    Raises ValueError naming the task where a setting is out of range.
+    Raises ValueError naming the task if a setting is out of range.
     """
 
     name: str
     kind: Kind
     num_fewshot: int
-    """Solved examples in front of an item; fewer where the task has not that many other items."""
+    """Few-shot examples per item; fewer if the task has too few other items."""
     random_baseline: float
-    """Accuracy of guessing, from 0 to below 1."""
+    """Chance accuracy, in [0, 1)."""
     continuation_delimiter: str
-    """Between a context and its continuation."""
+    """Separator between a context and its continuation."""
     items: Sequence[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
         is_valid = self.kind in get_args(Kind) and self.items and self.num_fewshot >= 0
         if not is_valid or not 0 <= self.random_baseline < 1:
             raise ValueError(
-                f"task {self.name} cannot have kind {self.kind!r}, {len(self.items)} items, "
-                f"num_fewshot {self.num_fewshot} and random_baseline {self.random_baseline}"
+                f"invalid settings for task {self.name}: kind {self.kind!r}, {len(self.items)} "
+                f"items, num_fewshot {self.num_fewshot}, random_baseline {self.random_baseline}"
             )
 
     def options(self, item: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What an item offers to choose from: (context with delimiter, continuation) pairs."""
+        """Options of an item as (context with delimiter, continuation) pairs."""
         if self.kind == "multiple_choice":
             pairs = [(item["query"], choice) for choice in item["choices"]]
         elif self.kind == "schema":
@@ -88,25 +88,25 @@ class FewShotTask:
 
     def drawn(self, max_items: int | None = None) -> "FewShotTask":
         """
-        The task as it is asked: its items in an order that is always the same, or the first
-        `max_items` of them, which then are each other's examples too.
+        Return the task with its items shuffled in a fixed order, or only the first `max_items` of
+        them, which then also provide the few-shot examples.
         """
         order = list(self.items)
         Random(ORDER_SEED).shuffle(order)
         return replace(self, items=order[:max_items])
 
     def examples(self, number: int) -> str:
-        """The solved examples in front of an item: other items of the task, always the same."""
+        """Few-shot examples of an item: other items of the task, drawn with a fixed seed."""
         num_others = len(self.items) - 1
         count = min(self.num_fewshot, num_others)
         text = ""
         for other in Random(EXAMPLES_SEED + number).sample(range(num_others), count):
-            item = self.items[other + (other >= number)]  # passes over the item itself
+            item = self.items[other + (other >= number)]  # skips the item itself
             text += "".join(self.options(item)[item.get("gold", 0)]) + EXAMPLE_DELIMITER
         return text
 
     def outcome(self, number: int, scores: Sequence["OptionScore"]) -> int:
-        """1 where a model that scores an item's options like this is right, else 0."""
+        """1 if these scores of an item's options give the right answer, else 0."""
         if self.kind == "language_modeling":
             return int(scores[0].is_greedy)
         best = min(range(len(scores)), key=lambda n: scores[n].nats)
@@ -115,31 +115,31 @@ class FewShotTask:
 
 @dataclass(frozen=True)
 class Question:
-    """An item as tokens: one sequence per option, scored from its index in `starts` on."""
+    """A tokenized item: one sequence per option, scored from its index in `starts` on."""
 
     number: int
     options: Sequence[Sequence[int]]
     starts: Sequence[int]
     shared: int
-    """How many first tokens can be read once for all options: none of them predicts a scored one.
-    0 where there is but one option."""
+    """Length of the common prefix that can be prefilled once for all options because it predicts
+    no scored token; 0 for a single option."""
     cropped: bool
-    """Whether its beginning was cut off to fit the model's context."""
+    """Whether it was truncated to fit the context."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of options, and the tokens of the longest."""
+        """(number of options, tokens of the longest)."""
         return len(self.options), max(map(len, self.options))
 
 
 def ask(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Question:
-    """An item as a model sees it that reads at most `context` tokens at once."""
+    """Tokenize an item for a model with a context of `context` tokens."""
     front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
     if task.kind == "schema":
         ending = max(1, len(commonprefix([ids[:0:-1] for ids in options])))
         starts = [len(ids) - ending for ids in options]
-    else:  # the continuation begins where the options part, or where the context alone would go on
+    else:  # the continuation starts where the options differ or, with one option, after the context
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
         same = len(commonprefix(options if len(options) > 1 else [*options, alone]))
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
@@ -150,8 +150,8 @@ def fitted(
     number: int, options: Sequence[list[int]], starts: Sequence[int], context: int
 ) -> Question:
     """
-    A question whose options are cropped from the left, behind their BOS, where the longest does not
-    fit: all lose the same, and what is scored is cut only where it alone is too long.
+    Build a question. If the longest option does not fit, all options are truncated equally on the
+    left, after BOS; scored tokens are removed only if they alone do not fit.
     """
     limit = context + 1  # the last token is only predicted
     over = max(map(len, options)) - limit
@@ -170,42 +170,42 @@ def fitted(
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A causal language model with its tokenizer, ours or another library's."""
+    """A causal language model and its tokenizer, ours or another library's."""
 
     model: Any
-    """In two halves, so that logits are made only where they count: `hidden(tokens (B, T), view)`
-    gives states (B, T, C), of tokens that continue the cache in `view` where that is not None;
-    `logits(states (N, C))` gives (N, V)."""
+    """Has two parts, so that logits are computed only for scored tokens: `hidden(tokens (B, T),
+    view)` returns states (B, T, C), continuing the cache of `view` if not None; `logits(states
+    (N, C))` returns (N, V)."""
     tokenizer: Any
-    """It has `bos_id` and `encode(text)`."""
+    """Has `bos_id` and `encode(text)`."""
     context: int
-    """The most tokens it reads at once."""
+    """Maximum number of input tokens."""
     new_cache: Callable[[int, int], KVCache] | None = None
-    """(slots, capacity) -> a cache for `hidden`. None: every option is read from its beginning."""
+    """(slots, capacity) -> a cache for `hidden`. None: options do not share a prefix pass."""
     pass_tokens: int = CPU_PASS_TOKENS
-    """The most tokens of one forward pass, padding included."""
+    """Maximum number of tokens per forward pass, including padding."""
     device: torch.device = torch.device("cpu")
 
 
 def eval_model_of(model: GPT, tokenizer: Any) -> EvalModel:
-    """One of our own models, best `gpt.for_inference` of it."""
+    """Wrap one of our own models, preferably a copy by `gpt.for_inference`."""
     most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
     context, device = model.cfg.max_seq_len, model.device
     return EvalModel(model, tokenizer, context, model.new_cache, most, device)
 
 
 class OptionScore(NamedTuple):
-    """How likely an option is to a model."""
+    """Likelihood of an option."""
 
     nats: float
-    """Mean over the scored tokens."""
+    """Mean cross-entropy (nats) of the scored tokens."""
     is_greedy: bool
-    """Whether each of them was the model's first choice."""
+    """Whether every scored token is the argmax."""
 
 
 @torch.inference_mode()
 def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
-    """The score of every option of every question, all in one batch."""
+    """Score every option of every question in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
@@ -218,10 +218,10 @@ def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionS
         view = cache.view(range(len(rows)), tokens.size(1))
     hidden = subject.model.hidden(tokens, view)  # (B, T, C)
 
-    places = [(b, i) for b, (ids, start) in enumerate(rows) for i in range(start, len(ids))]
-    at = [(b, i - 1 - past[b], rows[b][0][i]) for b, i in places]
+    positions = [(b, i) for b, (ids, start) in enumerate(rows) for i in range(start, len(ids))]
+    at = [(b, i - 1 - past[b], rows[b][0][i]) for b, i in positions]
     row, column, targets = torch.tensor(at, device=subject.device).unbind(1)  # (N,) each
-    found: list[tuple[float, bool]] = []  # nats of each target, whether it is the first choice
+    found: list[tuple[float, bool]] = []  # nats of each target, whether it is the argmax
     states = hidden[row, column].split(HEAD_TOKENS)
     for h, y in zip(states, targets.split(HEAD_TOKENS), strict=True):
         logits = subject.model.logits(h).float()
@@ -237,7 +237,7 @@ def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionS
 
 
 def read_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCache) -> None:
-    """Fill the cache: a slot per option, each with what the options of its question share."""
+    """Prefill the cache: one slot per option, with the common prefix of its question's options."""
     ends = itertools.accumulate(len(q.options) for q in questions)
     slots = [range(end - len(q.options), end) for q, end in zip(questions, ends, strict=True)]
     tokens = pad_right([q.options[0][: q.shared] for q in questions], 0, subject.device)
@@ -254,14 +254,14 @@ def read_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCach
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How a model did on a task."""
+    """Result of a model on a task."""
 
     task: FewShotTask
-    """With the items that were asked, in their order."""
+    """The task with the evaluated items, in order."""
     outcomes: list[int]
-    """1 for each of them that it got right, else 0."""
+    """1 for each correct item, else 0."""
     num_cropped: int
-    """Items whose beginning did not fit the model's context."""
+    """Items that were truncated to fit the context."""
     seconds: float = field(compare=False)
 
     @property
@@ -270,11 +270,11 @@ class TaskScore:
 
     @property
     def centred(self) -> stats.Estimate:
-        """0 for guessing, 1 for everything right."""
+        """Centered accuracy: 0 is chance, 1 is perfect."""
         return stats.centred(self.accuracy, self.task.random_baseline)
 
 
-def examine(
+def evaluate_task(
     subject: EvalModel,
     task: FewShotTask,
     machine: DistContext,
@@ -282,10 +282,10 @@ def examine(
     stopping: Callable[[], bool] = lambda: False,
 ) -> TaskScore:
     """
-    Score a model on a task, on all ranks together; the result is on every rank.
+    Score a model on a task, split among ranks; the result is the same on every rank.
 
-    A batch that does not fit into memory is read in halves. Raises Interrupted on all ranks where
-    `stopping()` is true on one of them, ValueError for a model that computes no numbers.
+    A batch that runs out of memory is halved. Raises Interrupted, on all ranks, if `stopping()` is
+    true on any of them, and ValueError if a loss is not finite.
     """
     begun = time.perf_counter()
     task = task.drawn(max_items)
@@ -304,8 +304,8 @@ def examine(
     for number, (scores, _) in found.items():
         if not all(math.isfinite(nats) for nats, _ in scores):
             raise ValueError(
-                f"{task.name}: item {number} gets {[nats for nats, _ in scores]} nats; "
-                "the model's weights are broken, take an earlier checkpoint"
+                f"{task.name}: losses of item {number} are {[nats for nats, _ in scores]}; "
+                "the model's weights are corrupt, use an earlier checkpoint"
             )
     if stopped:
         raise Interrupted
@@ -317,40 +317,40 @@ def examine(
 def score_options(
     subject: EvalModel, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, list[OptionScore]]]:
-    """Each question with the scores of its options; the longest first, in batches that fit."""
+    """Yield each question with its option scores, longest questions first, in batches that fit."""
     longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
     for batch in fill_batches(longest_first, lambda q: q.shape, subject.pass_tokens):
         yield from zip(batch, read_safely(subject, batch), strict=True)
 
 
 def read_safely(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
-    """`read`, in halves where the memory does not suffice."""
+    """`read`, splitting the batch in halves when out of memory."""
     try:
         return read(subject, questions)
     except torch.OutOfMemoryError:
         if len(questions) == 1:
             raise
-    torch.cuda.empty_cache()  # outside the handler, which keeps the tensors of the failed try
+    torch.cuda.empty_cache()  # outside the handler, which keeps failed tensors alive
     half = len(questions) // 2
     return read_safely(subject, questions[:half]) + read_safely(subject, questions[half:])
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
-    """The mean of the tasks' centred accuracies, each counting the same."""
+    """Unweighted mean of the tasks' centered accuracies."""
     return stats.average([score.centred for score in scores])
 
 
 # ---- Suites of few-shot tasks --------------------------------------------------------------------
-# An evaluation bundle (folder, zip or URL) holds core.yaml (how each task is prompted),
-# eval_meta_data.csv (accuracy of chance) and eval_data/ (items, one JSON object per line). Source:
+# An evaluation bundle (folder, zip or URL) holds core.yaml (prompt settings of each task),
+# eval_meta_data.csv (chance accuracy) and eval_data/ (items, one JSON object per line). Source:
 # DataComp-LM, arXiv:2406.11794, in the form published with nanochat.
 
 
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-# Of the archive behind that address, as several independent public projects pin it (2026-06)
+# of that archive, as pinned by several independent public projects (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 PUBLISHED_ITEMS = 91_037  # of all its tasks
-# The tasks of CORE in the report's order
+# CORE tasks in the order of the report
 CORE_TASKS = """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
     openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages
@@ -358,9 +358,9 @@ CORE_TASKS = """
     coqa boolq bigbench_language_identification
 """.split()
 TIMEOUT_SECONDS = 30
-PATIENCE_SECONDS = 120.0  # a run goes on without the bundle, so it does not wait for long
+PATIENCE_SECONDS = 120.0  # short, because a run can do without the bundle
 MAX_UNPACKED_BYTES = 1 << 30  # of an archive
-HINT = "unpack one by hand and name it: --eval_bundle=<folder or zip>"
+HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
 
 @dataclass(frozen=True)
@@ -369,18 +369,18 @@ class Suite:
 
     tasks: tuple[FewShotTask, ...]
     fingerprint: str
-    """16 hex digits of all tasks, items included."""
+    """16 hex digits; identifies all tasks, including items."""
     about: str
-    """Their source, and whether they are the published ones, for the report."""
+    """Source and comparability with the published suite, for the report."""
     missing: tuple[str, ...] = ()
-    """Tasks of CORE that are not among them."""
+    """CORE tasks that the suite lacks."""
 
 
 def open_suite(bundle: str | None) -> Suite:
     """
-    The tasks of a bundle: a folder, a zip file or its URL, by default the published archive.
+    Open a bundle: a folder, a zip file or its URL. Default: the published archive.
 
-    Raises FileNotFoundError, or UsageError with what is wrong in which file, and the fix.
+    Raises FileNotFoundError if it does not exist, and UsageError if it is invalid.
     """
     path = fetch(bundle or PUBLISHED_URL)
     try:
@@ -388,17 +388,17 @@ def open_suite(bundle: str | None) -> Suite:
             return read_bundle(path)
         require_safe(path)
         return read_bundle(zipfile.Path(path))
-    except Exception as error:  # whatever damaged or unexpected content leads to
-        why = f"{path} is no sound evaluation bundle ({type(error).__name__}: {error})"
+    except Exception as error:  # damaged content can raise anything
+        why = f"{path} is not a valid evaluation bundle ({type(error).__name__}: {error})"
         raise UsageError(why, f"delete it if it was downloaded, or {HINT}") from error
 
 
 def fetch(location: str) -> Path:
-    """A folder or file by its path, or the copy of what a URL names, downloaded once."""
+    """Local path of a bundle; a URL is downloaded once."""
     if not location.startswith(("http://", "https://")):
         path = Path(location).expanduser()
         if not path.exists():
-            raise FileNotFoundError(f"there is no evaluation bundle {path}; {HINT}")
+            raise FileNotFoundError(f"evaluation bundle {path} does not exist; {HINT}")
         return path
     known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:8]}-{Path(location).name}"
@@ -410,50 +410,50 @@ def fetch(location: str) -> Path:
 
     try:
         return Path(with_retries(location, download, PATIENCE_SECONDS))
-    except (UsageError, OSError, ValueError) as error:  # ValueError: it has another digest
+    except (UsageError, OSError, ValueError) as error:  # ValueError: wrong hash
         why = str(error).partition("\n")[0]
-        raise UsageError(f"{location} cannot be used: {why}", HINT) from error
+        raise UsageError(f"cannot download {location}: {why}", HINT) from error
 
 
 def require_safe(path: Path) -> None:
-    """Raises ValueError for an archive with a path outside of it, a link or too many bytes."""
+    """Raise ValueError if an archive has a path outside of it, a link or too many bytes."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     for member in members:
         if not is_inside(member.orig_filename):
-            raise ValueError(f"{member.orig_filename!r} is a path outside of the archive")
+            raise ValueError(f"{member.orig_filename!r} points outside of the archive")
         if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise ValueError(f"{member.orig_filename!r} is a link or a device, not a file")
     total = sum(member.file_size for member in members)
     if total > MAX_UNPACKED_BYTES:
-        raise ValueError(f"{total:,} bytes unpacked; {MAX_UNPACKED_BYTES:,} is the limit")
+        raise ValueError(f"{total:,} bytes unpacked exceed the limit of {MAX_UNPACKED_BYTES:,}")
 
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:
     """
-    The tasks of a folder, or of an archive, whose files of items are there. Their core.yaml may
-    have a line `about`, a name for tasks that are not DCLM's.
+    Read the tasks of a folder or archive; tasks without an item file are skipped. `about` in
+    core.yaml describes a suite other than DCLM's.
     """
-    folders: list[Any] = [root, *(place for place in root.iterdir() if place.is_dir())]
-    place = next((place for place in folders if (place / "core.yaml").is_file()), None)
-    if place is None:
-        raise ValueError("no core.yaml is in it")
-    content = yaml.safe_load((place / "core.yaml").read_text(encoding="utf-8"))
-    table = (place / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
+    folders: list[Any] = [root, *(path for path in root.iterdir() if path.is_dir())]
+    folder = next((path for path in folders if (path / "core.yaml").is_file()), None)
+    if folder is None:
+        raise ValueError("it contains no core.yaml")
+    content = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
+    table = (folder / "eval_meta_data.csv").read_text(encoding="utf-8").splitlines()
     baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(table)}
     tasks = []
     for entry in content["icl_tasks"]:
         name, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
         if not isinstance(uri, str) or uri in ("", ".") or not is_inside(uri):
-            raise ValueError(f"dataset_uri {uri!r} of {name} is no path inside eval_data/")
-        file = place / "eval_data" / uri
+            raise ValueError(f"dataset_uri {uri!r} of {name} is not a path inside eval_data/")
+        file = folder / "eval_data" / uri
         if file.is_file():
             items = [dict(item) for _, item in json_lines(file)]
             num_fewshot, baseline = int(entry["num_fewshot"][0]), baselines[name] / 100
             delimiter = entry.get("continuation_delimiter", " ")
             tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))
     if not tasks:
-        raise ValueError("the items of no task are in it")
+        raise ValueError("it contains no items of any task")
     digest, num_items = fingerprint([asdict(t) for t in tasks]), sum(len(t.items) for t in tasks)
     if "about" in content:
         return Suite(tuple(tasks), digest, str(content["about"]))

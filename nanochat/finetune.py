@@ -1,9 +1,9 @@
 """
-Training on conversations: what midtraining and supervised fine-tuning share.
+Fine-tuning on conversations, shared by midtraining and SFT.
 
     parent checkpoint + chat mixture -> packed rows -> TrainingRun, bits per byte of the answers
 
-Every conversation in a row attends only to itself, so packing changes no loss and no gradient.
+Attention stays within each conversation of a row, so packing changes neither loss nor gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from nanochat.chat_packing import (
-    Encoded,
-    encode,
-    mixed_chat_rows,
-    open_chat_rows,
-    pack_encoded,
-    signed_inputs_and_targets,
-)
+from nanochat import chat_packing
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
@@ -34,18 +27,18 @@ from nanochat.scaling import divisible_batch
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
-MIN_STEPS = 200  # a short stage rather takes smaller batches than few steps
-MIN_ROWS = 8  # in a batch, where its size is not given
+MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
+MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
 
 
 class DocumentMaskedModel:
-    """A model that attends within each conversation of a row only: a BOS begins a new one."""
+    """Model with attention masked to each conversation of a row; BOS starts a conversation."""
 
     def __init__(self, model: GPT, bos_id: int):
         self.model, self.bos_id = model, bos_id
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy (nats) summed over the counted targets."""
+        """Summed cross-entropy (nats) over non-ignored targets."""
         return self.model.loss(tokens, targets, self.segments(tokens))
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -53,24 +46,24 @@ class DocumentMaskedModel:
         return self.model.token_losses(tokens, targets, self.segments(tokens))
 
     def segments(self, tokens: Tensor) -> Tensor:
-        """The number of the conversation that each token of its row belongs to, (B, T)."""
+        """Index of each token's conversation within its row, (B, T)."""
         return (tokens == self.bos_id).cumsum(dim=1)
 
 
 @dataclass(frozen=True)
 class ChatMixture:
-    """Buckets of conversations to train and to validate on; `spec` decides how much of each."""
+    """Buckets of conversations for training and validation; `spec` sets the amount of each."""
 
     spec: str
     declared: Mapping[str, Any]
-    """Own buckets, as `read_mixture` returns them."""
+    """User-defined buckets, as returned by `read_mixture`."""
     learned: Sequence[Bucket]
-    """One for each part of the mixture."""
+    """Training buckets, one per part of the mixture."""
     measured: Sequence[Bucket]
 
     @property
     def description(self) -> dict[str, Any]:
-        """JSON-ready; equal for equal conversations in equal proportions."""
+        """JSON-ready; identical for the same conversations in the same proportions."""
         return {
             "learned": {bucket.name: bucket.train.identity for bucket in self.learned},
             "measured": {bucket.name: bucket.val.identity for bucket in self.measured},
@@ -82,22 +75,22 @@ class ChatMixture:
 @dataclass(frozen=True)
 class FinetuneConfig:
     num_iterations: int | None = None
-    """Optimizer steps. Default: from num_epochs."""
+    """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
-    """Passes over the mixture."""
+    """Epochs over the mixture."""
     total_batch_size: int | None = None
-    """Tokens per optimizer step over all devices. Default: that of pretraining, or less where there
-    are so few conversations that it would leave a handful of steps."""
+    """Tokens per optimizer step over all devices. Default: that of the parent checkpoint, reduced
+    for small mixtures so that the run has enough steps."""
     max_seq_len: int | None = None
-    """Tokens in a row. Default: that of pretraining."""
+    """Tokens per row. Default: that of the parent checkpoint."""
     init_lr_frac: float = 1.0
-    """Peak of all learning rates, as a fraction of those of pretraining."""
+    """Peak learning rates as a fraction of the pretraining ones."""
     warmdown_ratio: float = 0.5
-    """Share of the run, at its end, in which the learning rates fall linearly to 0."""
+    """Fraction of the run, at its end, over which the learning rates decay linearly to 0."""
     val_mixture: str | None = None
-    """Buckets whose held-out conversations measure the loss. Default: those trained on."""
+    """Buckets whose held-out conversations are used for validation. Default: the training ones."""
     save_optimizer: bool = False
-    """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
+    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
@@ -106,17 +99,17 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # which checks it
+        ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # validates it
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A training on conversations, ready to begin."""
+    """A fine-tuning run that is ready to start."""
 
     run: TrainingRun
     loss: ValidationLoss
     resolution: Resolution
-    """How much of each bucket is in the mixture."""
+    """Amount of each bucket in the mixture."""
     rows: Rows
     parent: Checkpoint
     chats: ChatMixture
@@ -126,14 +119,14 @@ def open_parent(
     source: str, stages: Sequence[str], cfg: TrainConfig, machine: DistContext
 ) -> Checkpoint:
     """
-    The checkpoint to start from: `source` is stage[:tag[:step]]; by default the tag is --model_tag,
-    else the one written last, and the step the last good one.
+    Return the checkpoint to start from. `source` is stage[:tag[:step]]; the tag defaults to
+    --model_tag or the latest one, and the step to the last good one.
 
-    Raises ValueError for a stage that is none of `stages`, MissingInput naming the script that
-    makes the checkpoint.
+    Raises ValueError if the stage is not one of `stages`, and MissingInput with the script that
+    creates the checkpoint.
     """
     if source.split(":")[0] not in stages:
-        raise ValueError(f"--source={source}: it is one of {', '.join(stages)}, as in base:d4:400")
+        raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")
     name = f"{source}:{cfg.model_tag}" if source in FOLDERS and cfg.model_tag else source
     return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
 
@@ -148,7 +141,7 @@ def open_fine_tuning(
     inputs: Mapping[str, str],
     machine: DistContext,
 ) -> FineTuning:
-    """Pack the conversations and describe the run that trains `parent` on them."""
+    """Pack the conversations and build the run that fine-tunes `parent` on them."""
     model = load_model(parent, machine, tuning.max_seq_len)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T, seed = model.cfg.max_seq_len, cfg.seed
@@ -189,25 +182,25 @@ def open_fine_tuning(
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as they are stored -> tokens and targets, both (B, T)."""
-    return signed_inputs_and_targets(rows, IGNORE)
+    """Stored rows -> tokens and targets, both (B, T)."""
+    return chat_packing.signed_inputs_and_targets(rows, IGNORE)
 
 
 def val_rows(
     buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> dict[str, Rows]:
-    """Name -> packed validation rows of each bucket; one process of each node packs."""
+    """Packed validation rows by bucket name; one process per node packs them."""
     found, verifies = {}, machine.local_rank == 0
     for bucket in buckets:
         about = {"rows": "val", **bucket.val.identity}
-        found[bucket.name] = open_chat_rows(about, tokenizer, max_seq_len, verifies)
+        found[bucket.name] = chat_packing.open_chat_rows(about, tokenizer, max_seq_len, verifies)
 
     def pack() -> None:
         for bucket in buckets:
             rows = found[bucket.name]
             if not rows.is_packed("val"):
                 encoded = encode_all({bucket.name: bucket.val}, tokenizer, max_seq_len, machine)
-                pack_encoded(rows, "val", encoded[bucket.name], tokenizer)
+                chat_packing.pack_encoded(rows, "val", encoded[bucket.name], tokenizer)
 
     machine.on_node("packing validation rows", pack)
     return found
@@ -219,22 +212,24 @@ def encode_all(
     max_seq_len: int,
     machine: DistContext,
     verify: bool = True,
-) -> dict[str, Encoded]:
-    """The tokens of conversations by bucket, from the disk where that was done before."""
+) -> dict[str, chat_packing.Encoded]:
+    """Encoded conversations by bucket, read from disk if encoded before."""
     found = {}
     for name, task in tasks.items():
         with machine.working(f"encoding {name}") as report:
-            found[name] = encode(task.identity, task, tokenizer, max_seq_len, verify, report)
+            found[name] = chat_packing.encode(
+                task.identity, task, tokenizer, max_seq_len, verify, report
+            )
     return found
 
 
 def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
-    """The mixture, resolved, and the rows of one pass through it."""
-    asked = ({bucket.name: bucket.train for bucket in chats.learned}, tokenizer, max_seq_len)
-    machine.on_node("encoding conversations", lambda: bool(encode_all(*asked, machine)))
-    encoded = encode_all(*asked, machine, verify=False)  # from the disk
+    """Return the resolved mixture and the packed rows of one epoch."""
+    args = ({bucket.name: bucket.train for bucket in chats.learned}, tokenizer, max_seq_len)
+    machine.on_node("encoding conversations", lambda: bool(encode_all(*args, machine)))
+    encoded = encode_all(*args, machine, verify=False)  # from disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
     amounts = parse_budget(chats.spec).values()
     counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)
@@ -244,14 +239,14 @@ def train_rows(
             chats.learned, encoded.values(), available, counts, strict=True
         )
     ]
-    rows = mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
+    rows = chat_packing.mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
     return Resolution(chats.spec, found), rows
 
 
 def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
     """
-    The parent's tokens per step; where these leave fewer than MIN_STEPS steps over `tokens` tokens,
-    halved until there are as many, down to MIN_ROWS rows.
+    Return the parent's tokens per step. Without `num_iterations`, they are halved until `tokens`
+    tokens take at least MIN_STEPS steps, but not below MIN_ROWS rows.
     """
     batch = parent_batch
     if num_iterations is not None:
@@ -262,6 +257,6 @@ def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: 
 
 
 def parent_inputs(parent: Checkpoint) -> dict[str, str]:
-    """What a stage that starts from `parent` has read, as its record names it."""
+    """Recorded inputs of a stage that starts from `parent`: name -> fingerprint."""
     inputs = parent.state["provenance"]["inputs"]
     return {parent.state["stage"]: parent.fingerprint, "tokenizer": inputs["tokenizer"]}

@@ -3,8 +3,8 @@ The GPT model: a decoder-only transformer, its forward pass and initialization.
 
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
-Each parameter has a role (`param_roles`); optim.py maps roles to update rules. The default
-architecture adds value embeddings, residual scalars and sharper attention to `GPTConfig.classic`.
+Each parameter has a role (`param_roles`); optim.py maps roles to update rules. On top of
+`GPTConfig.classic`, the default has value embeddings, residual scalars and sharper attention.
 """
 
 import math
@@ -21,16 +21,16 @@ from torch import Tensor
 from nanochat.attention import Backend, CacheView, KVCache, Rope, attend, make_mask, rotary, rotate
 from nanochat.loss import EAGER, SOFTCAP, LossKernels, cap, chunked_cross_entropy, token_losses
 
-GATE_CHANNELS = 32  # channels of its input that the gate of a value embedding reads
+GATE_CHANNELS = 32  # input channels of the value-embedding gates
 
 # ---- Configuration -------------------------------------------------------------------------------
 
-DELETED = {"repeat_layers": None, "softcap": SOFTCAP}  # options of earlier models, their defaults
+DELETED = {"repeat_layers": None, "softcap": SOFTCAP}  # removed options and their defaults
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. Raises ValueError where the numbers do not fit together."""
+    """Model architecture. Raises ValueError for inconsistent values."""
 
     vocab_size: int
     n_layer: int
@@ -42,20 +42,19 @@ class GPTConfig:
     mlp_ratio: float = 4.0
     rope_theta: float = 100_000.0
     window_pattern: str = "L"
-    """One letter per layer, repeated: L sees everything, S a quarter of max_seq_len, rounded up
-    to 128. The last layer always sees everything."""
+    """Attention window of each layer, repeated over layers: L = full context, S = a quarter of
+    max_seq_len, rounded up to a multiple of 128. The last layer always has full context."""
     qk_gain: float = 1.2
-    """Queries and keys are multiplied by this after their norm: sharper attention."""
+    """Factor on normalized queries and keys; above 1 it sharpens attention."""
     value_every: int = 2
-    """Every N-th layer, counted back from the last, adds a gated embedding of the token to its
-    values; 0 = none."""
+    """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none."""
     bigram_rows: int = 0
-    """Rows of the hash-bigram embedding; 0 = none."""
+    """Number of rows of the hash-bigram embedding; 0 = none."""
     residual_scalars: bool = True
-    """Every layer starts from a * x + b * x0, x0 the embedded token, a and b learned."""
+    """The input of each layer is a * x + b * x0: x0 is the embedded token, a and b are learned."""
 
     def __post_init__(self) -> None:
-        # By itself: an exported model has this file, but not config.py
+        # Checked here because exported models include this file, but not config.py
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
         least = dict.fromkeys(sizes, 1) | {"value_every": 0, "bigram_rows": 0}
         for name, bound in least.items():
@@ -64,9 +63,9 @@ class GPTConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+            raise ValueError(f"head_dim must be even and positive for RoPE, got {self.head_dim}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
-            raise ValueError(f"window_pattern is made of S and L, got {self.window_pattern!r}")
+            raise ValueError(f"window_pattern must consist of S and L, got {self.window_pattern!r}")
 
     def classic(self) -> Self:
         """The same shape in the plain architecture of October 2025."""
@@ -75,28 +74,28 @@ class GPTConfig:
 
     @property
     def order(self) -> Sequence[int]:
-        """The layers that a token passes, first to last."""
+        """Layer indices in execution order."""
         return range(self.n_layer)
 
     def window(self, layer: int) -> int | None:
-        """How many earlier tokens `layer` sees, None = all."""
+        """Number of earlier tokens visible to `layer`; None = all."""
         letter = self.window_pattern[layer % len(self.window_pattern)]
-        whole = letter == "L" or layer == self.n_layer - 1
-        return None if whole else math.ceil(self.max_seq_len / 4 / 128) * 128
+        full = letter == "L" or layer == self.n_layer - 1
+        return None if full else math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether `layer` adds one to its values."""
+        """Whether `layer` has a value embedding."""
         return self.value_every > 0 and (self.n_layer - 1 - layer) % self.value_every == 0
 
 
 def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
     """
-    The configuration that `asdict` made a dict of, in this commit or an earlier one. Raises
-    ValueError for a model with an option that was deleted.
+    Rebuild a configuration from the `asdict` of this or an earlier commit. Raises ValueError if the
+    model uses a deleted option.
     """
     values = dict(values)
-    if odd := [name for name, usual in DELETED.items() if values.pop(name, usual) != usual]:
-        raise ValueError(f"this model has {odd[0]}, which was deleted; commit 27c376f has it")
+    if used := [name for name, default in DELETED.items() if values.pop(name, default) != default]:
+        raise ValueError(f"model uses {used[0]}, which was deleted; commit 27c376f supports it")
     if not values.pop("value_embeddings", True):
         values["value_every"] = 0
     return kind(**values)
@@ -106,12 +105,12 @@ def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root-mean-square normalization of the last dimension, without learned scale."""
+    """RMS normalization of the last dimension, without a learned scale."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 class Linear(nn.Linear):
-    """A bias-free linear layer: float32 weights, computed in the dtype of its input."""
+    """Bias-free linear layer: float32 weights, matmul in the dtype of the input."""
 
     def __init__(self, fan_in: int, fan_out: int):
         super().__init__(fan_in, fan_out, bias=False)
@@ -121,42 +120,42 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding filled by `init_weights` or a checkpoint."""
+    """Embedding initialized by `init_weights` or a checkpoint."""
 
     def reset_parameters(self) -> None:
-        """Nothing; torch's own draws, and on the meta device loads all of torch.compile for it."""
+        """Skip torch's initialization, which imports torch.compile on the meta device."""
 
 
-# There are more bigrams than rows, so several share one. Two hashes look up half a vector each: of
-# bigrams that share one half, few share the other. A missing previous token counts as -1.
+# Bigrams outnumber rows, so they collide. Two hashes look up half a vector each, because bigrams
+# that collide in one half rarely collide in the other. A missing previous token counts as -1.
 HASHES = ((0x9E3779B1, 0x85EBCA77), (0x9E3979B3, 0x85EC18A1))
-"""Odd factors of the token and of the one in front, for each half of the vector."""
+"""Odd multipliers of the token and the previous token, for each half of the vector."""
 
 
 class Bigrams(Embedding):
-    """A hash-bigram embedding: `rows` rows of C / 2 numbers, of which every bigram takes two."""
+    """Hash-bigram embedding: `rows` rows of C / 2 numbers; each bigram uses two rows."""
 
     def __init__(self, rows: int, d_model: int):
         super().__init__(rows, d_model // len(HASHES))
 
     def use_sparse_gradient(self) -> None:
         """
-        Let the gradient list only the rows that were looked up: faster for small batches. Call it
-        last: moving or loading a model may replace the parameter, and a hook does not follow.
+        Make the gradient sparse: only the touched rows, which is faster for small batches. Call
+        this last: moving or loading a model may replace the parameter and lose the hook.
         """
         self.sparse = True
         self.weight.register_post_accumulate_grad_hook(bound_gradient)
 
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """tokens and those in front (B, T) -> (B, T, C)."""
+        """tokens and previous tokens (B, T) -> (B, T, C)."""
         index = bigram_index(tokens, before, self.num_embeddings)
         return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
 
 
 def bound_gradient(weight: Tensor) -> None:
     """
-    Make a sparse gradient dense once it lists half as many rows as there are: until it is summed,
-    every micro-batch appends all rows that it touched.
+    Convert a sparse gradient to dense once it stores over half as many rows as the embedding has:
+    until it is coalesced, every micro-batch appends all rows it touched.
     """
     grad = weight.grad
     if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):
@@ -164,13 +163,13 @@ def bound_gradient(weight: Tensor) -> None:
 
 
 def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Tokens and those in front, -1 where there is none, (B, T) -> their rows (B, T, 2)."""
+    """Tokens and previous tokens (B, T), -1 = none -> row indices (B, T, 2)."""
     mixed = torch.stack([tokens * own + (before + 1) * other for own, other in HASHES], dim=-1)
     return (mixed ^ (mixed >> 15)) % rows
 
 
 def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """The token in front of each (B, T), -1 where a row or a segment begins."""
+    """Previous token of each position (B, T), -1 at the start of a sequence or segment."""
     before = F.pad(tokens[:, :-1], (1, 0), value=-1)
     if segments is None:
         return before
@@ -182,7 +181,7 @@ class Attention(nn.Module):
     Causal grouped-query attention with normalized queries and keys.
 
     Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
-    arXiv:2410.17897 in the form of modded-nanogpt, looked up by token.
+    arXiv:2410.17897 as in modded-nanogpt (looked up by token).
     """
 
     def __init__(self, cfg: GPTConfig, layer: int):
@@ -200,7 +199,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
     ) -> Tensor:
-        """x (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C). The rest as in `attend`."""
+        """x (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C). Others: see `attend`."""
         B, T, _ = x.shape
         H, G, D = self.shape
         if self.qkv_weight is None:
@@ -216,17 +215,17 @@ class Attention(nn.Module):
         return self.project(y, v)
 
     def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Queries (B, T, H, D) and keys (B, T, G, D), rotated by position and normalized."""
+        """Rotate queries (B, T, H, D) and keys (B, T, G, D) by position and normalize them."""
         return norm(rotate(q, *rope)), norm(rotate(k, *rope))
 
     def project(self, y: Tensor, v: Tensor) -> Tensor:
-        """What the heads gathered, y (B, T, H, D), of values v (B, T, G, D) -> (B, T, C)."""
+        """Project head outputs y (B, T, H, D) to (B, T, C); subclasses use v (B, T, G, D)."""
         return self.out(y.flatten(2))
 
     def fuse_qkv(self) -> None:
         """
-        Compute queries, keys and values by one matmul from now on: for few tokens it takes the time
-        of one of the three. The weights become views of the fused matrix.
+        Use one matmul for queries, keys and values; for few tokens it takes as long as one of the
+        three. Their weights become views of the fused matrix.
         """
         layers = (self.q, self.k, self.v)
         self.qkv_weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -236,7 +235,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices around a squared ReLU (Primer, arXiv:2109.08668)."""
+    """Two linear layers with a squared ReLU (Primer, arXiv:2109.08668)."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -249,14 +248,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer; with residual scalars it first mixes the embedded token back in."""
+    """Pre-norm transformer layer; residual scalars first mix in the embedded token."""
 
     def __init__(self, attention: Attention, mlp: MLP):
         super().__init__()
         self.attention, self.mlp = attention, mlp
 
     def forward(self, x: Tensor, x0: Tensor, residual_scales: Tensor | None, *args: Any) -> Tensor:
-        """x, x0 (B, T, C), residual_scales (2,) or None -> (B, T, C). `args` are Attention's."""
+        """x, x0 (B, T, C), residual_scales (2,) or None -> (B, T, C). `args` go to Attention."""
         if residual_scales is not None:
             x = residual_scales[0] * x + residual_scales[1] * x0
         x = x + self.attention(norm(x), *args)
@@ -267,25 +266,25 @@ class Block(nn.Module):
 
 
 class ForwardContext(NamedTuple):
-    """What the layers of one forward pass share."""
+    """Inputs that all layers of one forward pass share."""
 
     tokens: Tensor
     x0: Tensor
-    """The embedded tokens (B, T, C), in the compute dtype."""
+    """Normalized token embeddings (B, T, C) in the compute dtype."""
     rope: Rope
     masks: dict[int | None, Any]
-    """What is seen, by window: see `attention.attend`."""
+    """Attention mask of each window; see `attention.make_mask`."""
     cache: CacheView | None
     outputs: list[Tensor] | None = None
-    """Where it is a list, each layer's output (B, T, C) is appended to it."""
+    """If a list, each layer appends its output (B, T, C)."""
 
 
 class GPT(nn.Module):
-    """The model. `dtype` is the compute dtype: activations and matmuls; weights are float32."""
+    """The model. `dtype` is the dtype of activations and matmuls; weights are float32."""
 
     attention_class = Attention
     output_scale = 0.0
-    """Of new matrices that write into the residual stream: layers start as the identity."""
+    """Initial scale of matrices that write to the residual stream; 0: layers start as identity."""
 
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -314,7 +313,7 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embed.weight.device
 
     # ---- weights -----------------------------------------------------------------------------
@@ -322,9 +321,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Draw every weight. Matrices are uniform with standard deviation fan_in^-0.5 (the up
-        projection 0.4 of that), embeddings normal, hash-bigram embeddings and gates zero. Source of
-        the values: nanochat's tuning log, 2026-03.
+        Initialize all weights. Matrices (standard deviation fan_in^-0.5, up projections 0.4 of
+        that) and value embeddings are uniform, token embedding and head normal; output projections,
+        hash-bigram embedding and gates are zero. Source: nanochat's tuning log, 2026-03.
         """
         cfg = self.cfg
         self.init_embeddings(generator)
@@ -337,7 +336,7 @@ class GPT(nn.Module):
                 self.draw(layer.weight, self.output_scale, generator)
         for zero in filter(None, (self.bigrams, *(block.attention.gate for block in self.blocks))):
             nn.init.zeros_(zero.weight)
-        bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable's bound is sqrt(3) sigma
+        bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable has bound sqrt(3) sigma
         for weight in self.value_embeds.parameters():
             fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
         if cfg.residual_scalars:
@@ -346,13 +345,13 @@ class GPT(nn.Module):
             self.skip.copy_(0.20 - 0.15 * depth)
 
     def init_embeddings(self, generator: torch.Generator | None) -> None:
-        """Draw the token embedding and the head."""
+        """Initialize the token embedding and the LM head."""
         std, head_std = (0.8, 0.001) if self.cfg.residual_scalars else (1.0, 0.0)
         fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
         fill(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
-        """Fill a block matrix (M, N) with entries of standard deviation `scale` * N^-0.5."""
+        """Initialize a block matrix (M, N) with standard deviation `scale` * N^-0.5."""
         bound = 3**0.5 * weight.size(1) ** -0.5 * scale
         if scale:
             fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
@@ -360,7 +359,7 @@ class GPT(nn.Module):
             nn.init.zeros_(weight)
 
     def param_roles(self) -> dict[str, str]:
-        """The role of every parameter, by name, in the model's order."""
+        """Role of each parameter by name, in the model's order."""
         outside = {"embed": "embedding", "bigrams": "bigram", "value_embeds": "value_embedding"}
         outside |= {name: name for name in ("head", "residual", "skip")}
         return {
@@ -369,28 +368,28 @@ class GPT(nn.Module):
         }
 
     def num_params(self) -> int:
-        """All parameters, embeddings included."""
+        """Number of parameters, embeddings included."""
         return sum(p.numel() for p in self.parameters())
 
     def num_used_params(self) -> int:
-        """Those of the layers and the head, each as often as it multiplies a token."""
+        """Number of matmul parameters, each counted once per use on a token."""
         return sum(map(self.layer_params, self.cfg.order)) + self.head_weight.numel()
 
     def layer_params(self, layer: int) -> int:
-        """Parameters of a layer that multiply a token."""
+        """Number of matmul parameters of a layer."""
         return sum(p.numel() for p in self.blocks[layer].parameters() if p.ndim == 2)
 
     def layer_flops(self, layer: int) -> int:
         """
-        Training FLOPs of a layer per token: 6 per parameter, and 12 H D per visible token for the
-        attention scores, counted as if not causal.
+        Training FLOPs of a layer per token: 6 per matmul parameter, and 12 H D per token of the
+        window for attention, ignoring causality.
         """
         cfg = self.cfg
         seen = min(cfg.max_seq_len, cfg.window(layer) or cfg.max_seq_len)
         return 6 * self.layer_params(layer) + 12 * cfg.n_head * cfg.head_dim * seen
 
     def flops_per_token(self) -> float:
-        """Training FLOPs per token, forward and backward, all layers and the head."""
+        """Training FLOPs per token: forward and backward of all layers and the head."""
         return sum(map(self.layer_flops, self.cfg.order)) + 6 * self.head_weight.numel()
 
     # ---- computation -------------------------------------------------------------------------
@@ -399,15 +398,15 @@ class GPT(nn.Module):
         self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """
-        tokens (B, T) -> the normalized state in front of the head (B, T, C).
+        tokens (B, T) -> normalized hidden states, the input of the head (B, T, C).
 
-        With a `cache` the tokens continue what it holds, and are added to it; with `segments`
-        (B, T), a token sees only those of its row that have the same number as itself.
+        With `cache`, the tokens continue the cached sequences and are stored; with `segments`
+        (B, T), a token sees only tokens of its own segment.
         """
         return self.final_state(self.prepare(tokens, cache, segments))
 
     def final_state(self, ctx: ForwardContext) -> Tensor:
-        """All layers -> the normalized state in front of the head (B, T, C)."""
+        """Run all layers; returns normalized hidden states (B, T, C)."""
         return norm(self.run_layers(ctx, ctx.x0, self.cfg.order))
 
     def prepare(
@@ -418,8 +417,8 @@ class GPT(nn.Module):
         embeds: Tensor | None = None,
     ) -> ForwardContext:
         """
-        Embed the tokens, and prepare what all layers need. `embeds` (B, T, C) replace the tokens'
-        embeddings, not those of their bigrams or their value embeddings.
+        Embed the tokens and compute the inputs shared by all layers. `embeds` (B, T, C) replaces
+        the token embeddings, but not hash-bigram and value embeddings.
         """
         cfg, T = self.cfg, tokens.size(1)
         positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
@@ -435,7 +434,7 @@ class GPT(nn.Module):
     def run_layers(
         self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0
     ) -> Tensor:
-        """x (B, T, C) through `layers`, the first of which is the cache's `cache_layer`-th."""
+        """Run `layers` on x (B, T, C); the first one uses layer `cache_layer` of the cache."""
         cfg, (tokens, x0, rope, masks, cache, outputs) = self.cfg, ctx
         for index, i in enumerate(layers, cache_layer):
             block, scales, value_embed = self.blocks[i], None, None
@@ -447,22 +446,22 @@ class GPT(nn.Module):
             args = (x, x0, scales, rope, value_embed, masks[cfg.window(i)], stored)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
-            else:  # with a cache never compiled: shapes change from pass to pass
+            else:  # never compiled with a cache: shapes change between calls
                 x = block(*args) if cache is None else block.forward(*args)
             if outputs is not None:
                 outputs.append(x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., C) -> capped logits (..., V) in float32."""
+        """hidden (..., C) -> soft-capped logits (..., V) in float32."""
         return cap(F.linear(hidden, self.head_weight.to(hidden.dtype)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) -> capped logits (B, T, V) in float32. For sampling, not for training."""
+        """tokens (B, T) -> soft-capped logits (B, T, V) in float32. Training uses `loss`."""
         return self.logits(self.hidden(tokens))
 
     def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
-        """A KV cache for `slots` sequences of up to `capacity` tokens, by default the context."""
+        """KV cache for `slots` sequences of up to `capacity` tokens (default: max_seq_len)."""
         cfg, capacity = self.cfg, capacity or self.cfg.max_seq_len
         shape = (len(cfg.order), slots, cfg.n_kv_head, cfg.head_dim)
         return KVCache(shape, capacity, self.device, self.dtype)
@@ -475,8 +474,8 @@ class GPT(nn.Module):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        Summed cross-entropy (nats) over targets that are not IGNORE, each times its weight where
-        there are `weights`; everything (B, T).
+        Summed cross-entropy (nats) over targets other than IGNORE, each multiplied by its weight
+        if `weights` is given. All arguments are (B, T).
         """
         hidden, kernels = self.hidden(tokens, segments=segments), self.loss_kernels
         return chunked_cross_entropy(hidden, self.head_weight, targets, weights, kernels)[0]
@@ -485,13 +484,13 @@ class GPT(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
     ) -> Tensor:
-        """Nats of each target (B, T) in float32, 0 where it is IGNORE."""
+        """Cross-entropy (nats) of each target (B, T) in float32, 0 for IGNORE."""
         hidden = self.hidden(tokens, segments=segments)
         return token_losses(hidden, self.head_weight, targets, self.loss_kernels)
 
     def compile(self, **options: Any) -> None:
-        """Compile each block and the loss kernels: equal blocks share one compilation."""
-        torch._dynamo.config.recompile_limit = 64  # kinds of block, times training and scoring
+        """Compile the blocks and the loss kernels; equal blocks share one compilation."""
+        torch._dynamo.config.recompile_limit = 64  # block variants x (training, scoring)
         for block in self.blocks:
             block.compile(dynamic=False, **options)
         kernels: Any = (torch.compile(f, dynamic=False, **options) for f in EAGER)
@@ -499,21 +498,21 @@ class GPT(nn.Module):
 
 
 def fill(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
-    """Apply one of torch.nn.init's functions, on the CPU for a weight of any device."""
+    """Apply a torch.nn.init function on the CPU: the same values on every device."""
     weight.copy_(init(torch.empty(weight.shape), *args, **settings))
 
 
 def for_inference(model: GPT) -> GPT:
     """
-    The same model with its weights stored in the compute dtype: equal results, fewer bytes to read
-    per token. Weights of that dtype are shared, except those of attention.
+    Copy of the model with weights in the compute dtype: equal results, less memory traffic per
+    token. Weights already in that dtype are shared, except the fused queries, keys and values.
     """
     with torch.device("meta"):
         twin = type(model)(model.cfg, model.dtype)
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend  # the copy prefills any length, not compiled
+        kernel = theirs.attention.backend  # it prefills any length uncompiled
         ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
         ours.attention.fuse_qkv()
     return twin.requires_grad_(False)
@@ -521,6 +520,6 @@ def for_inference(model: GPT) -> GPT:
 
 @torch.no_grad()
 def refresh(twin: GPT, model: GPT) -> None:
-    """Copy weights into a model of `for_inference`, in place: what is compiled for it holds."""
+    """Copy weights into a `for_inference` model in place; its compiled code stays valid."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))

@@ -1,9 +1,9 @@
 """
-What the hardware can do: peak matrix rate by device name, memory used and free.
+Hardware limits: peak FLOP/s by device name, memory used and free.
 
     torch.device -> peak_flops -> utilization
 
-Figures are the vendors' dense ones (no sparsity), for the compute dtype that training uses.
+Peaks are the vendors' dense figures (no sparsity) in bfloat16.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
 
 
-PEAK_FLOPS = {  # bf16 matrix FLOP/s by the vendors' data sheets, most specific name first
+PEAK_FLOPS = {  # bf16 FLOP/s from the vendors' data sheets, most specific name first
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -38,33 +38,33 @@ PEAK_FLOPS = {  # bf16 matrix FLOP/s by the vendors' data sheets, most specific 
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name as its driver gives it; `cpu` or `mps` elsewhere."""
+    """Name of the GPU as reported by its driver; otherwise `cpu` or `mps`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(name: str) -> float | None:
-    """Peak matrix FLOP/s of a device by its name, None where it is not known (CPUs are not)."""
+    """Peak FLOP/s of a device by name; None if unknown, as for CPUs."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def utilization(flops_per_second: float, device: torch.device, devices: int) -> float | None:
-    """Share of the peak matrix rate that was used (MFU), or None where the peak is unknown."""
+    """Model FLOPs utilization (MFU) as a fraction of the peak; None if the peak is unknown."""
     peak = peak_flops(device_name(device))
     return flops_per_second / (peak * devices) if peak else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used so far: of the GPU by this process's tensors, else of the process."""
+    """Peak memory in bytes: of this process's tensors on a GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if psutil.LINUX:  # where getrusage would count what was before the exec too
+    if psutil.LINUX:  # getrusage would include memory used before the exec
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else used_memory_bytes(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of a Mac, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS, in bytes
 
 
 def used_memory_bytes(device: torch.device) -> int:
-    """The memory in use now: of the GPU by this process's tensors, else of the process."""
+    """Memory in use in bytes: of this process's tensors on a GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
@@ -72,9 +72,9 @@ def used_memory_bytes(device: torch.device) -> int:
 
 def free_memory_bytes(device: torch.device) -> int:
     """
-    Memory that can still be had: of the GPU, else of the host, within a container's limit.
+    Available memory in bytes: of the GPU, else of the host within a container's limit.
 
-    On a GPU this counts what this process has freed and its allocator keeps, on a host not.
+    On a GPU, this includes memory that PyTorch's allocator has cached.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -83,14 +83,14 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Measure the peak of a GPU's memory from now on; that of a host process cannot be reset."""
+    """Reset the peak memory statistics of a GPU; those of a host process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextmanager
 def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
-    """While inside, tensors of this process take at most `max_bytes` of a GPU's memory."""
+    """Limit the tensors of this process to `max_bytes` of GPU memory; no effect elsewhere."""
     if device.type != "cuda":
         yield
         return
@@ -103,28 +103,28 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
 
 
 def container_room() -> int:
-    """What a control group (version 2) still grants this process; no limit elsewhere."""
+    """Bytes left under the memory limit of a control group (version 2), sys.maxsize if none."""
     files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     try:
         limit, used, stat = (file.read_text() for file in files)
         room = int(limit) - int(used)
     except (OSError, ValueError):  # no such group, or its limit is "max"
         return sys.maxsize
-    cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # is given back
+    cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # reclaimable
     return max(0, room + (int(cached[1]) if cached else 0))
 
 
 def keep_freed_memory() -> None:
     """
-    Let this process keep what it frees, for its next allocations, where the C library is glibc.
+    Keep freed memory in this process for later allocations (glibc only).
 
-    It hands large blocks back to the system otherwise, and every step of a training faults all its
-    pages in anew: 48,000 faults a step at depth 4, a tenth of the time (measured, dev/LOG.md). For
-    steps that are alike: their peak is up to 5% higher, where that of blocks of all sizes, as a
-    server has, would be two thirds higher.
+    By default, glibc returns large blocks to the system, and every training step faults all its
+    pages in again: 48,000 faults per step at depth 4, a tenth of the time (measured, dev/LOG.md).
+    Use it for repeated, equal steps: their peak memory grows by up to 5%, that of a server with
+    blocks of all sizes by two thirds.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)  # no block of its own mapping, that would go when it is freed
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+        libc.mallopt(M_MMAP_MAX, 0)  # no mmapped blocks, which are unmapped when freed
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
         libc.mallopt(M_TOP_PAD, 1 << 26)

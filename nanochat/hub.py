@@ -1,11 +1,11 @@
 """
-Files of data sets on the Hugging Face Hub: requests with retries, pinned downloads.
+Dataset files on the Hugging Face Hub: requests with retries, pinned downloads.
 
     repository, revision -> pin_repo -> manifest: commit and files -> HubRepo.fetch -> verified file
 
-huggingface_hub sends the requests (HF_ENDPOINT, HF_TOKEN and the timeouts HF_HUB_DOWNLOAD_TIMEOUT
-and HF_HUB_ETAG_TIMEOUT are its own) and resumes interrupted downloads. This module adds a timeout
-to every request, retries, and error messages that name the fix.
+huggingface_hub sends the requests, reads HF_ENDPOINT, HF_TOKEN, HF_HUB_DOWNLOAD_TIMEOUT and
+HF_HUB_ETAG_TIMEOUT, and resumes interrupted downloads. This module adds a timeout to every request,
+retries, and error messages with a fix.
 """
 
 import os
@@ -35,28 +35,28 @@ from nanochat.common import (
     write_json,
 )
 
-# ---- Requests to the hub, with retries -----------------------------------------------------------
+# ---- Requests to the Hub, with retries -----------------------------------------------------------
 
 
 X = TypeVar("X")
 
-PATIENCE_SECONDS = 900.0  # from the first failure of a request to giving up
-PAUSE_SECONDS = 1.0  # before the second attempt; doubles with each further one
+PATIENCE_SECONDS = 900.0  # retry a request for this long after its first failure
+PAUSE_SECONDS = 1.0  # before the first retry; doubles with each further one
 MAX_PAUSE_SECONDS = 60.0
-JITTER = 1.25  # pauses are up to this factor longer, so that processes do not retry in step
+JITTER = 1.25  # largest random factor of a pause, so that processes do not retry in lockstep
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
-# Base classes of the transient errors of Python, httpx, requests and hf_xet. By name, because
-# huggingface_hub 1 uses httpx and 2 httpx2.
+# Base classes of transient errors in Python, httpx, requests and hf_xet. By name, because
+# huggingface_hub 1 uses httpx and 2 uses httpx2.
 TRANSIENT_ERRORS = {
     *("ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "ProxyError"),
     *("RemoteProtocolError", "Timeout", "ChunkedEncodingError", "XetDownloadError"),
-    "LocalEntryNotFoundError",  # without a cause
+    "LocalEntryNotFoundError",  # unless it has a cause
 }
-NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder>, jsonl:<file> for conversations"
+NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder>, jsonl:<file> conversations"
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
-    """Run a request to the hub with retries. Raises UsageError with the fix when it fails."""
+    """Run a request to the Hub with retries. Raises UsageError with a fix if it fails."""
     install_client()
     try:
         return with_retries(file or repo, action)
@@ -67,36 +67,36 @@ def request(repo: str, revision: str, file: str | None, action: Callable[[], X])
 
 
 def explain(error: BaseException, repo: str, revision: str, file: str | None) -> UsageError | None:
-    """Cause and fix of an error that another attempt cannot mend, where known."""
+    """Return a UsageError with the cause and fix of a permanent error, or None if unknown."""
     hub, line = constants.ENDPOINT, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
-    # Answers of another shape, such as the login page of a network, raise one of these
+    # Raised for responses that are not from the Hub, such as the login page of a network
     unexpected = (ValueError, TypeError, KeyError, AttributeError, errors.FileMetadataError)
     if isinstance(error, errors.HFValidationError):
-        why = f"{repo!r} is no name of a repository ({line})"
-        fix = "name one as <owner>/<name>"
+        why = f"{repo!r} is not a valid repository name ({line})"
+        fix = "use <owner>/<name>"
     elif isinstance(error, errors.OfflineModeIsEnabled):
-        why = f"{file or repo} is not on the disk, and HF_HUB_OFFLINE forbids to download it"
+        why = f"{file or repo} is not on disk, and HF_HUB_OFFLINE disables downloads"
         fix = f"unset HF_HUB_OFFLINE, or {NO_NETWORK}"
     elif isinstance(error, errors.GatedRepoError) or code == 403:
-        why = f"{repo} is gated or forbidden to you ({code})"
-        fix = f"request access at {hub}/datasets/{repo}, log in with `hf auth login`"
+        why = f"{repo} is gated, or access is denied ({code})"
+        fix = f"request access at {hub}/datasets/{repo}, then log in with `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError) and file is None:
         why = f"{repo} has no revision {revision!r}"
-        fix = "name a branch, tag or commit with --revision"
+        fix = "pass a branch, tag or commit as --revision"
     elif isinstance(error, errors.RevisionNotFoundError):
         why = f"{repo} no longer has commit {revision}, which the manifest pins"
-        fix = "start over with today's commit in a new NANOCHAT_BASE_DIR"
+        fix = "set a new NANOCHAT_BASE_DIR to start over with the current commit"
     elif isinstance(error, errors.EntryNotFoundError):
-        why = f"{repo} has no file {file} at commit {revision}, although the hub listed it"
-        fix = "delete its folder below NANOCHAT_BASE_DIR/data and name another --revision"
+        why = f"{repo} has no file {file} at commit {revision}, although the Hub lists it"
+        fix = "delete its folder in NANOCHAT_BASE_DIR/data and choose another --revision"
     elif isinstance(error, errors.RepositoryNotFoundError) or code == 401:
-        why = f"{hub} has no data set {repo}, or it is private, or your token is wrong ({code})"
+        why = f"{hub} has no dataset {repo}, or it is private, or your token is invalid ({code})"
         fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
     elif isinstance(error, unexpected) or is_client_error(error) or code is not None:
-        what = "is an error" if code else "is not the hub's"
-        why = f"the answer of {hub} to {file or repo} {what} ({line})"
-        fix = f"log in to the network by browser, check HF_ENDPOINT and the proxy, or {NO_NETWORK}"
+        what = "failed" if code else "got no valid Hub response"
+        why = f"request to {hub} for {file or repo} {what} ({line})"
+        fix = f"log in to the network in a browser, check HF_ENDPOINT and proxy, or {NO_NETWORK}"
     else:
         return None
     return UsageError(why, fix)
@@ -104,10 +104,10 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
 
 def with_retries(what: str, action: Callable[[], X], patience_seconds: float | None = None) -> X:
     """
-    Run a request again while its failures are transient, for PATIENCE_SECONDS by default.
+    Retry `action` on transient failures for `patience_seconds` (default: PATIENCE_SECONDS).
 
-    Pauses double up to MAX_PAUSE_SECONDS; one that the server asks for (Retry-After) is honored.
-    Raises UsageError when the time is over, any other error at once.
+    Pauses double up to MAX_PAUSE_SECONDS; a Retry-After from the server takes precedence. Raises
+    UsageError when the time is up, and any other error at once.
     """
     patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     attempt, began = 1, time.monotonic()
@@ -120,25 +120,25 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
             if not is_transient(error):
                 raise
             if attempt == 1 or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
-                began = time.monotonic()  # data came in between: a new period of failures
-            asked, problem = retry_after(error), printable(f"{what}: {first_line(error)}")
+                began = time.monotonic()  # a long attempt made progress: restart the clock
+            server_wait, problem = retry_after(error), printable(f"{what}: {first_line(error)}")
             backoff = min(MAX_PAUSE_SECONDS, PAUSE_SECONDS * 2 ** min(attempt - 1, 30))
-            pause = backoff if asked is None else max(asked, PAUSE_SECONDS)
-            pause *= random.SystemRandom().uniform(1, JITTER)  # not the generator of the run
+            pause = backoff if server_wait is None else max(server_wait, PAUSE_SECONDS)
+            pause *= random.SystemRandom().uniform(1, JITTER)  # leaves the run's RNG alone
             limit = f"limit {patience / 60:.0f} min"
             if time.monotonic() - began + pause > patience:
-                wait = f"; the server asks to wait {asked:.0f} s" if asked is not None else ""
+                wait = f"; Retry-After: {server_wait:.0f} s" if server_wait is not None else ""
                 raise UsageError(
                     f"gave up after {attempt} attempts ({limit}): {problem}{wait}",
-                    f"run the same command again to continue, or {NO_NETWORK}",
+                    f"run the same command again to resume, or {NO_NETWORK}",
                 ) from raised
             attempt += 1
-            print(f"{problem}; trying again in {pause:.0f} s (attempt {attempt}, {limit})")
+            print(f"{problem}; retrying in {pause:.0f} s (attempt {attempt}, {limit})")
             time.sleep(pause)
 
 
 def is_transient(error: BaseException) -> bool:
-    """True for failures that may pass by themselves: an overloaded hub, a cut connection."""
+    """True for failures that a retry may fix: an overloaded server, a lost connection."""
     if isinstance(error, errors.OfflineModeIsEnabled) or is_client_error(error):
         return False
     response = getattr(error, "response", None)
@@ -149,47 +149,47 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_client_error(error: BaseException) -> bool:
-    """True where no request was possible: an invalid address, a wrong certificate."""
+    """True if the request cannot succeed: invalid URL, redirect loop, invalid certificate."""
     return type(error).__name__ in ("UnsupportedProtocol", "InvalidURL", "TooManyRedirects") or (
         "CERTIFICATE_VERIFY_FAILED" in str(error)
     )
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that the server asks to wait: Retry-After (or its date), or a rate limit's end."""
+    """Seconds to wait according to Retry-After (seconds or date) or RateLimit, or None."""
     headers = getattr(getattr(error, "response", None), "headers", {})
-    asked = headers.get("Retry-After", "").strip()
-    if asked.isdigit():
-        return float(asked)
+    value = headers.get("Retry-After", "").strip()
+    if value.isdigit():
+        return float(value)
     if limit := re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit", "")):
         return float(limit[1])
     try:
-        date = parsedate_to_datetime(asked).replace(tzinfo=UTC)  # HTTP dates are in GMT
+        date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP dates are in GMT
     except ValueError:
         return None
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
 def root(error: BaseException) -> BaseException:
-    """The cause of huggingface_hub's error that a file is neither on the hub nor on the disk."""
+    """The cause of a LocalEntryNotFoundError if it has one, else the error itself."""
     is_wrapper = isinstance(error, errors.LocalEntryNotFoundError)
     return (is_wrapper and error.__cause__) or error
 
 
 def first_line(error: BaseException) -> str:
-    """Type and message of an error, in one line."""
+    """Type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
 
 
 def is_inside(name: str) -> bool:
-    """True for a relative path that stays in its folder."""
+    """True for a relative path that stays inside its folder."""
     path = PurePosixPath(name)
     return not (path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name)
 
 
 @cache
 def install_client() -> None:
-    """Add timeouts and `check_answer`, before its own retries, to huggingface_hub's client."""
+    """Add `limit_time` and `check_answer` to huggingface_hub's client, before its own retries."""
 
     disable_progress_bars()  # one per file; `download` prints a line instead
 
@@ -203,43 +203,43 @@ def install_client() -> None:
 
 
 def limit_time(http_request: Any) -> None:
-    """Set the timeouts that a request lacks: to connect, and to read and write a part."""
+    """Set the connect, read, write and pool timeouts that a request lacks."""
     limits, default = http_request.extensions["timeout"], constants.HF_HUB_DOWNLOAD_TIMEOUT
     http_request.extensions["timeout"] = {k: v or default for k, v in limits.items()}
 
 
 def check_answer(response: Any) -> None:
-    """Raise for a transient status, so that one place retries; and for a web page."""
+    """Raise for a transient status, so that only `with_retries` retries, and for a web page."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):
-        raise ValueError("a web page")
+        raise ValueError("HTML page instead of data")
 
 
-# ---- A data set repository pinned to its first use -----------------------------------------------
-# The manifest names the commit and the SHA-256 of every file from its first download on; both are
-# enforced. Where the hub gives no digest, the whole content is decoded before one is recorded.
+# ---- A dataset repository, pinned at first use ---------------------------------------------------
+# The manifest stores the commit and the SHA-256 of every downloaded file; both are enforced. If the
+# Hub has no digest, the whole file is decoded before one is recorded.
 
 
 def pin_repo(name: str, path: Path, suffixes: tuple[str, ...], revision: str | None = None) -> dict:
     """
-    The manifest of a repository that `path` records; else a new one, which the caller records.
+    Return the manifest at `path`, or a new one, which the caller saves.
 
-    suffixes: of the files that it lists, in order of names. Raises UsageError when there is no such
-    repository or revision, ValueError when another revision is pinned.
+    It lists the files with one of the `suffixes`, sorted by name. Raises UsageError if the
+    repository or revision does not exist, ValueError if another revision is pinned.
     """
     if not path.exists():
         branch = revision or "main"
 
         def resolve() -> tuple[str, list[RepoFile]]:
-            api = HfApi()  # of the endpoint that is set by now
+            api = HfApi()  # uses the current endpoint
             commit = api.dataset_info(name, revision=branch).sha or branch
             tree = api.list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
             return commit, [file for file in tree if isinstance(file, RepoFile)]
 
         commit, listed = request(name, branch, None, resolve)
         if outside := [file.path for file in listed if not is_inside(file.path)]:
-            raise UsageError(f"{name} lists {outside[0]!r}, outside its folder", "use another one")
+            raise UsageError(f"{name} lists unsafe path {outside[0]!r}", "use another dataset")
         files = {file.path: {"bytes": file.size} for file in listed if file.path.endswith(suffixes)}
         pinned = {"dataset": name, "revision": branch, "commit": commit}
         return {**pinned, "files": dict(sorted(files.items()))}
@@ -247,40 +247,40 @@ def pin_repo(name: str, path: Path, suffixes: tuple[str, ...], revision: str | N
     if revision not in (None, manifest["revision"], manifest["commit"]):
         raise ValueError(
             f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
-            f"commit {manifest['commit']}; delete {path.parent} to start over with another"
+            f"commit {manifest['commit']}; delete {path.parent} to change it"
         )
     return manifest
 
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository at one commit; its files are fetched into `folder` when first read."""
+    """A repository at one commit; files are downloaded into `folder` when first read."""
 
     name: str
     folder: Path
     commit: str
     find_problem: Callable[[Path, bool], str | None]
-    """(a new file, decode all of it?) -> why it cannot be used, or None."""
+    """(new file, whether to decode all of it) -> why it is unusable, or None."""
 
     @property
     def manifest(self) -> Path:
         return self.folder / "manifest.json"
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Name -> bytes, and sha256 once it has been fetched."""
+        """File name -> bytes, and sha256 once downloaded."""
         return read_json(self.manifest)["files"]
 
     def record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Replace the manifest by what `change` makes of it."""
+        """Replace the manifest with `change(manifest)`, holding the lock."""
         with locked(self.folder / ".lock", "writing the manifest"):
             write_json(self.manifest, change(read_json(self.manifest)))
 
     def fetch(self, file: str) -> Path:
         """
-        A file, complete and verified. One process fetches it, the others wait.
+        Return the path of a verified file. One process downloads it, the others wait.
 
-        A file that is damaged is set aside as `<name>.bad` and fetched anew, once; after that
-        ValueError names it, or names it at once where it is what the hub has, but of no use.
+        A damaged file is renamed to `<name>.bad` and downloaded again, once. Raises ValueError if
+        that fails too, or at once if the file matches the Hub's digest but is unusable.
         """
         path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
@@ -292,43 +292,43 @@ class HubRepo:
                 bad = path.with_name(path.name + ".bad")
                 os.replace(path, bad)
                 print(printable(f"{path}: {problem}; set aside as {bad.name}"), flush=True)
-            self.refuse(file, f"twice: {problem}")
+            self.refuse(file, f"after two attempts: {problem}")
 
     def obtain(self, file: str) -> str | None:
-        """Download the file unless it is there, and record its digest; or say what is wrong."""
+        """Download a file if missing, verify it and record its digest; return any problem."""
         path, entry = self.folder / file, self.files()[file]
         recorded = entry.get("sha256")
-        promised = recorded or self.remote_digest(file)
+        expected = recorded or self.remote_digest(file)
         if not path.exists():
             self.download(file, entry["bytes"])
         digest, size = sha256_file(path), path.stat().st_size
-        if promised not in (None, digest):
-            by = "the manifest" if recorded else "the hub"
-            return f"its SHA-256 is {digest[:16]}..., {by} says {promised[:16]}..."
+        if expected not in (None, digest):
+            by = "the manifest" if recorded else "the Hub"
+            return f"its SHA-256 is {digest[:16]}..., but {by} says {expected[:16]}..."
         if recorded is not None:
             return None
         if size != entry["bytes"]:
-            return f"it has {size} bytes, the listing says {entry['bytes']}"
-        if problem := self.find_problem(path, promised is None):
-            if promised is None:
+            return f"it has {size} bytes, but the listing says {entry['bytes']}"
+        if problem := self.find_problem(path, expected is None):
+            if expected is None:
                 return problem
-            self.refuse(file, f"although it is what the hub has: {problem}")
+            self.refuse(file, f"although it matches the Hub's digest: {problem}")
         entry = {"bytes": size, "sha256": digest}
         self.record(lambda manifest: {**manifest, "files": {**manifest["files"], file: entry}})
         return None
 
     def refuse(self, file: str, problem: str) -> NoReturn:
-        """Raise ValueError for a file; without any verified one, delete the manifest too."""
+        """Delete a file, and the manifest if it has no verified file; raise ValueError."""
         (self.folder / file).unlink(missing_ok=True)
         with locked(self.folder / ".lock", "writing the manifest"):
             found = self.files() if self.manifest.exists() else {}
             if not any("sha256" in each for each in found.values()):
                 self.manifest.unlink(missing_ok=True)
-        fix = f"use fewer --num_shards, or delete {self.folder} and name another --revision"
-        raise ValueError(f"{self.name}: {file} is refused, {problem}; {fix}")
+        fix = f"use fewer --num_shards, or delete {self.folder} and choose another --revision"
+        raise ValueError(f"{self.name}: {file} is unusable {problem}; {fix}")
 
     def remote_digest(self, file: str) -> str | None:
-        """SHA-256 of a file on the hub, which keeps none of small text files."""
+        """SHA-256 of a file on the Hub; None for small text files, which have none there."""
         url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
 
         def ask() -> str | None:
@@ -340,7 +340,7 @@ class HubRepo:
         return request(self.name, self.commit, file, ask)
 
     def download(self, file: str, size: int) -> None:
-        """Fetch one file, resuming what an earlier attempt left behind."""
+        """Download one file, resuming a partial download."""
         require_free(self.folder, size, f"downloading {file}", "lower --num_shards")
         print(printable(f"downloading {self.name}: {file} ({size / 1e6:.1f} MB)"), flush=True)
         began, where = time.monotonic(), {"revision": self.commit, "local_dir": self.folder}

@@ -1,13 +1,13 @@
 """
-The log of a training run: metrics.jsonl, a console line, and optionally Weights & Biases.
+Logging of a training run to metrics.jsonl, the console and, optionally, Weights & Biases.
 
-    log.log(step, values) -> metrics.jsonl, then the console, then a queue -> thread -> wandb
+    log.log(step, values) -> metrics.jsonl and console, and queue -> thread -> wandb
 
-`metrics.jsonl` is always complete. The tracker runs on its own daemon thread behind a bounded
-queue: when it raises, hangs or lags, training goes on and dropped entries are counted.
-Only the main rank logs. Values have the same names everywhere:
+`metrics.jsonl` is always complete. The tracker runs in a daemon thread with a bounded queue: if it
+raises, hangs or lags, training continues and dropped entries are counted. Only rank 0 logs. Metric
+names are the same in all stages:
 
-    loss  val_bpb  reward  pass_at_1  lr (share of its peak)  tokens_per_second  mfu (a fraction)
+    loss  val_bpb  reward  pass_at_1  lr (fraction of peak)  tokens_per_second  mfu (fraction)
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from nanochat.common import fingerprint, printable
 from nanochat.records import append_line, plain, read_lines
 
 METRICS_FILE = "metrics.jsonl"
-QUEUE_ENTRIES = 1000  # what a tracker may lag behind before it loses entries
-FINISH_SECONDS = 30.0  # what a tracker is granted for its last uploads
+QUEUE_ENTRIES = 1000  # capacity of the tracker queue; further entries are dropped
+FINISH_SECONDS = 30.0  # timeout for the last uploads of the tracker
 WARMUP_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
-SHOWN = {  # what a line of the console shows of a step, in order
+SHOWN = {  # console format of metrics, in order
     "loss": "loss {:.4f}",
     "reward": "reward {:.4f}",
     "val_bpb": "val bpb {:.4f}",
@@ -45,11 +45,11 @@ SHOWN = {  # what a line of the console shows of a step, in order
 
 class RunLog(contextlib.AbstractContextManager):
     """
-    Log of one training run in `folder`, for the main rank; a context manager, or call `finish`.
+    Log of one training run in `folder`, for rank 0. Use as a context manager or call `finish`.
 
-    On a terminal a progress bar shows the steps; elsewhere each has a line. Evaluations always have
-    one. A resumed run appends. It says at which step it takes over, and readers (`read_metrics`)
-    then forget what an earlier process had logged for later steps.
+    On a terminal, a progress bar shows the steps; otherwise each step prints a line. Evaluations
+    always print a line. A resumed run appends a marker with its first step, and `read_metrics` then
+    discards entries that earlier processes logged for later steps.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class RunLog(contextlib.AbstractContextManager):
         total_steps: int | None = None,
     ):
         """
-        run          its name at Weights & Biases; dummy: no tracker
-        run_id       names the run at the tracker, together with the folder's name
+        run          name on Weights & Biases; "dummy" = no tracker
+        run_id       identifies the run on the tracker, together with run and folder names
         settings     the whole config, for the tracker
-        first_step   the step this process starts with (0, or where it resumes)
-        total_steps  the horizon, for progress and time left
+        first_step   first step of this process (0, or the step it resumes at)
+        total_steps  number of training steps, for progress and ETA
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
@@ -83,9 +83,9 @@ class RunLog(contextlib.AbstractContextManager):
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
-        Log what step `step` gave. Readers merge the entries of a step, the later value winning.
+        Log metrics of a step. Entries of the same step are merged when read; later values win.
 
-        An entry with neither loss nor reward is an evaluation: its line shows all of it.
+        An entry without loss and reward is an evaluation, whose line shows all metrics.
         """
         self.file.write(json.dumps(plain({"step": step, **values}), allow_nan=False) + "\n")
         self.file.flush()
@@ -98,10 +98,10 @@ class RunLog(contextlib.AbstractContextManager):
         elif shown:
             total = f"/{self.total_steps}" if self.total_steps else ""
             line = " | ".join([f"step {step:>5}{total}", *shown, *left])
-            print(printable(line), flush=True)  # above the bar where there is one
+            print(printable(line), flush=True)  # above the progress bar, if any
 
     def time_left(self, step: int) -> list[str]:
-        """The time left, at the pace after the first steps, which compile; empty if unknown."""
+        """Estimated time left, excluding the first steps, which compile; empty if unknown."""
         now = time.monotonic()
         if step <= self.warm_step:
             self.warm_time = now
@@ -111,11 +111,11 @@ class RunLog(contextlib.AbstractContextManager):
         return [f"{duration(max(0.0, pace * (self.total_steps - 1 - step)))} left"]
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Close everything; waits at most `seconds` for the tracker and says what it missed."""
+        """Close the log; waits up to `seconds` for the tracker and reports dropped entries."""
         self.file.close()
         self.bar.stop()
         if self.tracker and (missed := self.tracker.finish(seconds)):
-            print(printable(f"{missed}; everything is in {self.path}"), flush=True)
+            print(printable(f"{missed}; all entries are in {self.path}"), flush=True)
 
     def __exit__(self, *error: object) -> None:
         self.finish()
@@ -123,15 +123,15 @@ class RunLog(contextlib.AbstractContextManager):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
-    The entries of a metrics file, one per step, in order; numbers that are not finite restored.
+    Entries of a metrics file, one per step, in order, with non-finite numbers as floats.
 
-    Where a process resumed at step n, what earlier ones logged for steps after n is dropped, and
-    at n itself new values replace old ones.
+    If a process resumed at step n, earlier entries for steps after n are dropped; at step n, new
+    values override old ones.
     """
     steps: dict[int, dict[str, Any]] = {}
     for entry in read_lines(path):
         if not isinstance(entry.get("resumed_at", entry.get("step")), int):
-            continue  # damaged: it loses only itself, as a torn line does
+            continue  # damaged: skip it, like a truncated line
         if "resumed_at" in entry:
             steps = {step: old for step, old in steps.items() if step <= entry["resumed_at"]}
         else:
@@ -142,8 +142,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def format_values(values: Mapping[str, Any], evaluation: bool) -> list[str]:
     """
-    The values a line shows, as text: the usual ones first, of an evaluation the others too, but for
-    those of a recursive model's states and of the canaries.
+    Format the values of a console line. Evaluations show all values except those of a recursive
+    model's states and of canaries.
     """
     shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
     for name, value in values.items() if evaluation else ():
@@ -153,7 +153,7 @@ def format_values(values: Mapping[str, Any], evaluation: bool) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 42s, 3m10s, 2h05m."""
+    """Format seconds as 42s, 3m10s or 2h05m."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -161,15 +161,15 @@ def duration(seconds: float) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The tracker
+# Tracker
 
 
 class Tracker:
     """
-    Hands entries to a tracker's run on a thread of its own; `put` never waits and never raises.
+    Sends entries to a tracker run in a separate thread; `put` never blocks or raises.
 
-    `open_run()` gives an object with `log(values, step=...)` and `finish()`; it is called on the
-    thread, because opening a run may take as long as the network pleases.
+    open_run: returns an object with `log(values, step=...)` and `finish()`. It is called in the
+    thread because it may block on the network.
     """
 
     def __init__(self, open_run: Callable[[], Any], capacity: int = QUEUE_ENTRIES):
@@ -180,50 +180,50 @@ class Tracker:
         self.thread.start()
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue an entry; where the queue is full, it is dropped."""
+        """Queue an entry; drop it if the queue is full."""
         self.offered += 1
-        with contextlib.suppress(queue.Full):  # counted: offered, never sent
+        with contextlib.suppress(queue.Full):  # counted as offered but not sent
             self.entries.put_nowait((step, dict(values)))
 
     def work(self, open_run: Callable[[], Any]) -> None:
-        """The thread: send entries until `None` comes. The first failure is printed and final."""
+        """Thread body: send entries until None. The first error is printed and ends the thread."""
         try:
             run = open_run()
             while (entry := self.entries.get()) is not None:
                 run.log(entry[1], step=entry[0])
                 self.sent += 1
             run.finish()
-        except Exception as error:  # whatever a tracker does, the run goes on
+        except Exception as error:  # a tracker must not stop the run
             self.error = f"{type(error).__name__}: {error}"
-            message = printable(f"tracker: stopped, the run goes on ({self.error})")
+            message = printable(f"tracker: stopped, training continues ({self.error})")
             print(message, file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> str:
-        """Wait at most `seconds` for the thread. Returns what went wrong, or nothing."""
+        """Wait up to `seconds` for the thread. Returns an error message, or "" if all was sent."""
         deadline = time.monotonic() + seconds
         if self.thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self.entries.put(None, timeout=seconds)
         self.thread.join(max(0.0, deadline - time.monotonic()))
         error = f"no answer within {seconds:g} s" if self.thread.is_alive() else self.error
-        missed, why = self.offered - self.sent, f" ({error})" if error else ""
-        if not missed and not error:
+        dropped, reason = self.offered - self.sent, f" ({error})" if error else ""
+        if not dropped and not error:
             return ""
-        return f"tracker: {missed} of {self.offered} entries were dropped{why}"
+        return f"tracker: {dropped} of {self.offered} entries were dropped{reason}"
 
 
 def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]) -> Any:
     """
-    A run at Weights & Biases, continued when the same run resumes in the same folder.
+    Open a run on Weights & Biases, or resume it if it has the same name, run id and folder.
 
-    Raises RuntimeError where it would ask for a key: nobody may be there to answer.
+    Raises RuntimeError instead of prompting for an API key.
     """
-    import wandb  # here, so that a run without a tracker neither waits for it nor needs it
+    import wandb  # here, because it is slow to import and optional
 
     online = wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
-    # without its timeouts its hook at exit could wait for long
+    # without timeouts, its exit hook could block for a long time
     limits: Any = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
     return wandb.init(
         project="nanochat",

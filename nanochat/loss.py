@@ -1,11 +1,11 @@
 """
-Cross-entropy of a language model head, in chunks.
+Chunked cross-entropy of the LM head.
 
-    hidden (..., C), head (V, C), targets (...) -> nats per token, or their sum with its gradients
+    hidden (..., C), head (V, C), targets (...) -> nats per token, or their sum and its gradients
 
-The N x V logits never exist at once: a chunk of tokens is multiplied with the head, turned into
-its loss and its gradients, and forgotten. Logits are capped at +-softcap, which also bounds every
-exponential, so no running maximum is needed.
+The N x V logits are never materialized: each chunk of tokens computes its logits, loss and
+gradients in one pass. Logits are soft-capped to +-SOFTCAP, which bounds every exponential, so no
+running maximum is needed.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-IGNORE = -1  # a target that does not count
+IGNORE = -1  # target excluded from the loss
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
 
 
 class Trainable(Protocol):
-    """What training needs of a model: nats summed over the counted targets, (B, T) in."""
+    """Losses of a model, in nats; tokens and targets are (B, T). `loss` returns the sum."""
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
@@ -34,38 +34,38 @@ def cap(logits: Tensor) -> Tensor:
 
 def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
-    r and exp(capped - SOFTCAP), both float32 of any shape, where capped = SOFTCAP - 2 SOFTCAP r.
+    Return r and exp(capped - SOFTCAP) in float32, any shape; capped logits are SOFTCAP * (1 - 2 r).
 
-    exp2 is the cheaper power, and one that the compiler does not store but repeats where needed.
+    exp2 is cheaper than exp, and the compiler recomputes it instead of storing it.
     """
     r = (1.0 + torch.exp2(logits.float() * (2.0 / math.log(2) / SOFTCAP))).reciprocal()
     return r, torch.exp(r * (-2.0 * SOFTCAP))
 
 
 def log_total(logits: Tensor) -> Tensor:
-    """Log of the sum of exp(capped logits): (n, V) -> (n, 1) in float32. Compiles into one pass."""
+    """Log-sum-exp of the capped logits: (n, V) -> (n, 1) in float32. Compiles into one pass."""
     return exponentials(logits)[1].sum(dim=1, keepdim=True).log() + SOFTCAP
 
 
 def total_and_slope(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Each row's sum of exp(capped - SOFTCAP), (n, 1) in float32; and its terms times d capped /
-    d logit, (n, V) in the logits' dtype, which divided by the sum are the softmax's slope.
+    Softmax denominators and unnormalized gradients of the log-sum-exp of capped logits (n, V).
 
-    It is not divided here but in the rows of the matmuls: so this compiles into one pass. The
-    derivative of the cap is 4 r (1 - r).
+    Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and their terms times
+    d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. The division by the sums is left
+    to the matmuls, so this compiles into one pass.
     """
     r, e = exponentials(logits)
     return e.sum(dim=1, keepdim=True), (e * (4.0 * (r - r * r))).to(logits.dtype)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
-    """total += part, of another dtype. Compiled it needs no copy of the part."""
+    """total += part, of another dtype. Compiled, it does not copy `part`."""
     total += part
 
 
 class LossKernels(NamedTuple):
-    """The functions that touch every logit or weight of the head, compiled or not."""
+    """Functions over all logits or head weights, compiled or eager."""
 
     log_total: Callable[[Tensor], Tensor] = log_total
     total_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]] = total_and_slope
@@ -76,14 +76,14 @@ EAGER = LossKernels()
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """The capped logit of each target, (n, 1) in float32; that of token 0 where it is IGNORE."""
+    """Capped logit of each target, (n, 1) in float32; for IGNORE, that of token 0."""
     return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[Tensor, ...]:
     """
-    logits (n, V), targets (n,) -> nats (n,) float32, the slope (n, V) of each times a factor of its
-    row, and what undoes that factor, (n, 1). Where the target is IGNORE nats and the last are 0.
+    logits (n, V), targets (n,) -> nats (n,) in float32, unnormalized gradients (n, V), and the
+    factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
     """
     counted = (targets != IGNORE)[:, None]
     total, slope = kernels.total_and_slope(logits)
@@ -97,8 +97,8 @@ def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[T
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
-    Sum of weighted nats over the counted targets, and these nats one by one, without gradients;
-    those of the sum are made in the same pass.
+    Sum of weighted nats and, without gradients, the weighted nats of each target. The forward pass
+    also computes the gradients of the sum.
     """
 
     @staticmethod
@@ -132,12 +132,12 @@ def chunked_cross_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None, kernels: LossKernels
 ) -> tuple[Tensor, Tensor]:
     """
-    Nats summed over counted targets, a float32 scalar with gradients to `hidden` and `head`; and
-    what each target adds to it, (...) float32 without gradients.
+    Weighted sum of nats, a float32 scalar with gradients for `hidden` and `head`, and the weighted
+    nats of each target, (...) float32 without gradients.
 
-    hidden (..., C) in the compute dtype, head (V, C) float32, targets (...) with IGNORE where a
-    target does not count; weights (...) float32 of either sign, None for ones. The backward pass
-    may run once: it scales the stored gradients in place.
+    hidden (..., C) in the compute dtype, head (V, C) float32, targets (...), IGNORE to exclude;
+    weights (...) float32 of either sign, None = ones. The backward pass may run only once: it
+    scales the stored gradients in place.
     """
     flat = None if weights is None else weights.flatten()
     total, nats = ChunkedCrossEntropy.apply(  # type: ignore[misc]
@@ -148,7 +148,7 @@ def chunked_cross_entropy(
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKernels) -> Tensor:
-    """Nats of every target, (...) float32, 0 where ignored; no gradients. Shapes as above."""
+    """Nats of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above."""
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in chunks(len(hidden), head):
@@ -158,7 +158,7 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKer
 
 
 def chunks(num_tokens: int, head: Tensor) -> Iterator[slice]:
-    """The tokens in chunks whose logits fill a cache, or a small part of a GPU."""
+    """Slices of tokens whose logits fit a CPU cache, or a small part of a GPU's memory."""
     rows = max(16, CHUNK_ELEMENTS.get(head.device.type, 1 << 25) // len(head))
     for i in range(0, num_tokens, rows):
         yield slice(i, i + rows)

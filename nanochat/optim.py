@@ -1,5 +1,5 @@
 """
-The optimizer: schedules, update rules for each role of parameter, Muon + AdamW sharded over ranks.
+Learning-rate schedules, update rules per parameter role, and Muon + AdamW sharded over ranks.
 
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
     OptimConfig -> rules(...) -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
@@ -21,31 +21,31 @@ from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 
 # ---- Learning-rate schedules: pure functions of (step, num_steps) --------------------------------
-# Nothing is remembered, so a resumed run continues exactly. A run that ends by the clock passes the
-# number of steps that its pace so far allows.
+# Stateless, so a resumed run follows the same schedule. A time-limited run passes the number of
+# steps estimated from its throughput so far.
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     warmup_steps: int = 40
-    """Steps in which learning rates rise linearly to their peak; short runs never reach it."""
+    """Number of linear learning-rate warmup steps; short runs never reach the peak."""
     warmdown_ratio: float = 0.65
-    """Share of the run, at its end, in which learning rates fall linearly."""
+    """Fraction of the run, at its end, with linear learning-rate decay."""
     final_lr_frac: float = 0.05
-    """What learning rates fall to, as a fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         for name in ("warmdown_ratio", "final_lr_frac"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a fraction in [0, 1], got {getattr(self, name)}")
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
 
 def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     """
-    Trapezoid: up over the warmup, flat, down to the final fraction at the last step.
+    Trapezoidal schedule: linear warmup, constant, linear decay to `final_lr_frac` at the last step.
 
-    Where a run is too short for both slopes the lower one counts: a run of 20 steps at its full
-    rate would diverge, and with it two runs that differ by rounding alone.
+    A run too short for both ramps follows the lower one: at the peak learning rate, a run of 20
+    steps would diverge, and rounding differences between two runs would grow.
     """
     up = (step + 1) / max(1, cfg.warmup_steps)
     left = (num_steps - step) / max(1.0, cfg.warmdown_ratio * num_steps)
@@ -54,69 +54,69 @@ def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
 
 
 def muon_momentum(step: int, num_steps: float) -> float:
-    """Muon's momentum: from 0.85 to 0.95 over 300 steps, or a third of a shorter run."""
+    """Muon momentum: from 0.85 to 0.95 over 300 steps, or over a third of a shorter run."""
     ramp = max(1, min(300, num_steps // 3))
     return 0.85 + (0.95 - 0.85) * min(1.0, step / ramp)
 
 
 def decay_factor(step: int, num_steps: float) -> float:
-    """Weight decay falls linearly to 0 over the run (measured by nanochat, 2026-01-10)."""
+    """Linear decay of Muon's weight decay to 0 over the run (nanochat, 2026-01-10)."""
     return 1 - step / num_steps
 
 
-# ---- Update rules for each role of parameter -----------------------------------------------------
+# ---- Update rules by parameter role --------------------------------------------------------------
 
 # Settings that earlier runs recorded, with their defaults
 OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
-OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # of RL
+OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # RL
 Tensors = Sequence[Tensor]
-MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of a rule
+MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of each kind
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-SCALAR_LR = 0.5  # peak of the learned scalars at a batch of 524,288 tokens
-TIED_LR = 0.05  # peak of a matrix that is both embedding and LM head, at width 768
-ROWS_FADE_EVERY = 16  # steps: fading reads a whole embedding, where an update reads a few rows
+SCALAR_LR = 0.5  # peak learning rate of scalars at a batch of 524,288 tokens
+TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 768
+ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     embedding_lr: float = 0.3
-    """Peak AdamW learning rate of the token embedding at width 768; falls with width^-0.5. Value
-    and hash-bigram embeddings get half."""
+    """Peak AdamW learning rate of the token embedding at width 768, scaled by width^-0.5. Value
+    and hash-bigram embeddings use half."""
     unembedding_lr: float = 0.008
-    """Peak AdamW learning rate of the LM head at width 768; falls with width^-0.5."""
+    """Peak AdamW learning rate of the LM head at width 768, scaled by width^-0.5."""
     weight_decay: float | None = None
-    """Weight decay of Muon. Default: from the horizon."""
+    """Muon weight decay. Default: derived from the training horizon."""
     matrix_lr: float = 0.02
     """Peak Muon learning rate of the matrices inside the layers."""
     grad_clip: float = 0.0
-    """Largest gradient norm; longer gradients are scaled down to it. 0 = off."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 = no clipping."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "grad_clip"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be zero or positive, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the parameters of one role move. `lr` is the peak; betas[0] is Muon's momentum."""
+    """Update rule of one parameter role. `lr` is the peak; Muon does not use `betas`."""
 
     kind: Literal["muon", "adamw", "rows"]
     lr: float
     betas: tuple[float, float] = (0.8, 0.95)
     weight_decay: float = 0.0
     cautious: bool = True
-    """Of Muon: decay only where it agrees with the update."""
+    """Muon only: decay only the weights that the update shrinks anyway."""
 
 
 def rules(
     cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, scalar_lr: float = SCALAR_LR
 ) -> dict[str, Rule]:
     """
-    The rule of every role, all learning rates times `lr_frac`.
+    Update rule of each role, with learning rates multiplied by `lr_frac`.
 
-    Values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
+    Source of the values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
     """
     width = (d_model / 768) ** -0.5
     embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
@@ -137,7 +137,7 @@ def rules(
 
 def orthogonalize(g: Tensor) -> Tensor:
     """
-    Keep the singular vectors of `g` and push every singular value towards 1.
+    Keep the singular vectors of `g` and push every singular value toward 1.
 
     g: (..., M, N), float. Returns the same shape and dtype.
     Source: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/
@@ -156,11 +156,11 @@ def muon_update(
     weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, dtype: Any, cautious: bool
 ) -> None:
     """
-    One Muon step in place on stacks (K, M, N); `dtype` is that of the Newton-Schulz matmuls.
+    In-place Muon step on stacks (K, M, N); `dtype` is that of the Newton-Schulz matmuls.
 
-    state: momentum. scalars: learning rate, beta, weight decay. Nesterov momentum, orthogonal
-    direction, learning rate times sqrt(max(1, M/N)). `cautious` decay shrinks only weights that the
-    update shrinks anyway (arXiv:2411.16085); otherwise decay is decoupled (arXiv:1711.05101).
+    state: momentum. scalars: learning rate, beta, weight decay. The orthogonalized Nesterov
+    momentum is scaled by sqrt(max(1, M/N)). `cautious` decay shrinks only weights that the update
+    shrinks anyway (arXiv:2411.16085); otherwise decay is decoupled (arXiv:1711.05101).
     """
     (momentum,), (lr, beta, decay) = state, scalars
     momentum.lerp_(grad, 1 - beta)
@@ -172,9 +172,9 @@ def muon_update(
 
 def adamw_update(weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors) -> None:
     """
-    One AdamW step (arXiv:1711.05101) in place, any shape.
+    In-place AdamW step (arXiv:1711.05101), any shape.
 
-    state: first and second moment. scalars: learning rate, the betas, weight decay, step from 1.
+    state: first and second moment. scalars: learning rate, betas, weight decay, step (from 1).
     """
     (first, second), (lr, beta1, beta2, decay, step) = state, scalars
     first.lerp_(grad, 1 - beta1)
@@ -188,9 +188,9 @@ def sparse_adam_update(
     weight: Tensor, rows: Tensor, grad: Tensor, second: Tensor, rule: Rule, lr: float, step: int
 ) -> None:
     """
-    AdamW without first moment, in place, on an embedding of which a batch touches few rows: their
-    indices (R,) and gradients (R, N). What AdamW does to all rows, to shrink them and their second
-    moment, is done once every ROWS_FADE_EVERY steps; `step` counts from 1.
+    In-place AdamW step without first moment for an embedding of which a batch touches few rows:
+    `rows` (R,) with gradients `grad` (R, N). Decay of weights and second moments, which affects all
+    rows, is applied every ROWS_FADE_EVERY steps. `step` counts from 1.
     """
     beta2, n = rule.betas[1], ROWS_FADE_EVERY
     if step % n == 0:
@@ -201,32 +201,32 @@ def sparse_adam_update(
     weight[rows] -= lr * (1 - beta2**step) ** 0.5 * grad / (moment.sqrt() + 1e-10)
 
 
-# ---- The optimizer: parameters in groups, sharded over ranks -------------------------------------
+# ---- Optimizer: parameter groups, sharded over ranks ---------------------------------------------
 
 
 def values(grad: Tensor) -> Tensor:
-    """The entries of a gradient, of a sparse one those that it stores."""
+    """Entries of a gradient; only the stored ones if it is sparse."""
     return grad.values() if grad.is_sparse else grad
 
 
 def touched_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (R,) and gradients (R, N) of the rows in which a gradient is not zero."""
+    """Indices (R,) and gradients (R, N) of the rows with a nonzero gradient."""
     if grad.is_sparse:
         return grad.indices()[0], grad.values()
-    rows = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would list every entry first
+    rows = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would index single entries
     return rows, grad[rows]
 
 
 @dataclass
 class ParamGroup:
-    """One parameter, or a stack of equal matrices, and what this rank holds of its state."""
+    """A parameter, or a stack of matrices of equal shape, and this rank's optimizer state."""
 
     names: list[str]
     params: list[Tensor]
     rule: Rule
     machine: DistContext
     sharded: bool
-    """Each rank owns a slice; otherwise every rank repeats the same update."""
+    """Whether each rank owns a slice; if not, all ranks apply the same update."""
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
 
@@ -235,13 +235,13 @@ class ParamGroup:
         return self.rule.kind == "muon"
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All of a group as one tensor, padded where it is sharded so that its slices are equal."""
+        """Tensors of the group as one tensor, padded to equal slices if sharded."""
         x = torch.stack(list(tensors)) if self.stacked else tensors[0]
         missing = -x.size(0) % self.machine.world_size if self.sharded else 0
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def local_shard(self, tensors: Sequence[Tensor]) -> Tensor:
-        """This rank's slice of their `stack`."""
+        """This rank's slice of the `stack` of tensors."""
         whole, machine = self.stack(tensors), self.machine
         return whole.chunk(machine.world_size)[machine.rank] if self.sharded else whole
 
@@ -250,7 +250,7 @@ class ParamGroup:
         return self.local_shard([p.detach() for p in self.params])
 
     def unstack_into(self, targets: Sequence[Tensor], whole: Tensor) -> None:
-        """Copy a stack into its parameters, or tensors shaped like them."""
+        """Copy a stack into the parameters or tensors of the same shapes."""
         pieces = whole[: len(targets)] if self.stacked else [whole[: targets[0].size(0)]]
         for target, piece in zip(targets, pieces, strict=True):
             target.copy_(piece)
@@ -258,7 +258,7 @@ class ParamGroup:
 
 class MuonAdamW:
     """
-    The optimizer of a model's parameters; `table` comes from `rules`.
+    Optimizer of a model's parameters; `table` maps roles to rules, see `rules`.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
@@ -288,10 +288,9 @@ class MuonAdamW:
     @torch.no_grad()
     def reduce_gradients(self) -> float:
         """
-        Sum the gradients over the ranks, each rank keeping its slices; returns their global norm.
+        Sum the gradients over ranks, each rank keeping its slices. Returns their global norm.
 
-        All reductions are launched before the first is waited for. The parameters' own `.grad`
-        are released.
+        Launches all reductions before waiting for the first. Frees the parameters' `.grad`.
         """
         launched, sparse = [], []
         for group in self.groups:
@@ -306,17 +305,17 @@ class MuonAdamW:
                 sparse.append(group)
             elif self.machine.world_size > 1:
                 launched.append(dist.all_reduce(group.grad, async_op=True))
-        with self.machine.waiting("the sum of gradients"):
+        with self.machine.waiting("gradient reduction"):
             for work in launched:
                 work.wait()
             for group in sparse:
                 group.grad = sum_rows(group.grad, self.machine)
-            # on a GPU it is here that one waits: what is launched returns at once
+            # on a GPU, the CPU waits here: launches return immediately
             mine, common = self.squared_norm(sharded=True), self.squared_norm(sharded=False)
         return (self.machine.sum(mine)[0] + common) ** 0.5
 
     def squared_norm(self, sharded: bool) -> float:
-        """Sum of squares of this rank's reduced gradients, of groups that are sharded or not."""
+        """Sum of squares of this rank's reduced gradients, in sharded or replicated groups."""
         grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
         norms = [torch.linalg.vector_norm(values(grad)) for grad in grads]
         return float(torch.stack(norms).square().sum()) if grads else 0.0
@@ -331,9 +330,9 @@ class MuonAdamW:
         undo: bool = False,
     ) -> None:
         """
-        Update the weights. Learning rates are the rules' peaks times `lr_factor`; `momentum` is
-        Muon's; its cautious decay is multiplied by `decay_factor`, the reduced gradients by
-        `scale`. With `undo` weights and state end as they were.
+        Update the weights. `lr_factor` multiplies the peak learning rates, `decay_factor` Muon's
+        cautious weight decay, `scale` the reduced gradients; `momentum` is Muon's. With `undo`,
+        restores weights and state afterward.
         """
         self.steps_taken += 1
         launched = []
@@ -350,14 +349,14 @@ class MuonAdamW:
             elif group.stacked:
                 group.unstack_into(group.params, weight)
         for group, whole, work in launched:
-            with self.machine.waiting("the exchange of weights"):
+            with self.machine.waiting("weight all-gather"):
                 work.wait()
             group.unstack_into(group.params, whole)
 
     def update(
         self, group: ParamGroup, weight: Tensor, lr_factor: float, momentum: float, decay: float
     ) -> None:
-        """Apply a group's rule to its slice of the weights."""
+        """Apply the group's rule to this rank's slice of the weights."""
         rule, grad, lr, step = group.rule, group.grad, group.rule.lr * lr_factor, self.steps_taken
         state = [group.state[kind] for kind in MOMENTS[rule.kind]]
         if rule.kind == "muon":
@@ -373,8 +372,8 @@ class MuonAdamW:
     @torch.no_grad()
     def rehearse(self) -> None:
         """
-        Reduce the gradients, take a step and undo it: what is compiled is compiled, and the device
-        has held what a step holds.
+        Reduce the gradients, take a step and undo it, to compile the kernels and reach the peak
+        memory of a step.
         """
         steps_taken = self.steps_taken
         try:
@@ -384,28 +383,28 @@ class MuonAdamW:
             self.steps_taken = steps_taken
 
     def take_average(self) -> bool:
-        """Replace the weights by their average. Returns whether one is kept: here it is not."""
+        """Replace the weights with their average, if any. Returns whether there is one."""
         return False
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, reduced or not: a step that must not reach the weights."""
+        """Discard all gradients, reduced or not, so that they never reach the weights."""
         for group in self.groups:
             group.grad = None
             for p in group.params:
                 p.grad = None
 
     def compile(self, **options: Any) -> None:
-        """Fuse the update rules: one pass over weights and state."""
+        """Compile the update rules into one pass over weights and state."""
         self.muon_kernel = torch.compile(muon_update, dynamic=False, **options)
         self.adamw_kernel = torch.compile(adamw_update, dynamic=False, **options)
 
     # ---- state -------------------------------------------------------------------------------
 
     def gather_state(self, group: ParamGroup, kind: str) -> Tensor:
-        """The stack of a group's state, of all ranks; every rank calls this."""
+        """A group's state tensor, gathered from all ranks; every rank must call this."""
         if not group.sharded:
             return group.state[kind]
-        with self.machine.waiting(f"the gathering of optimizer state ({kind})"):
+        with self.machine.waiting(f"optimizer state all-gather ({kind})"):
             whole = gather(group.state[kind], self.machine)
             self.machine.synchronize()
         return whole
@@ -413,8 +412,8 @@ class MuonAdamW:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """
-        Whole state tensors by `<parameter>.<kind>`, on the CPU, on every rank that is main;
-        other ranks take part in gathering and get an empty dict.
+        Full state tensors on the CPU by `<parameter>.<kind>`, on the main rank. All ranks must call
+        this; the others get an empty dict.
         """
         result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
         for group in self.groups:
@@ -428,15 +427,15 @@ class MuonAdamW:
         return result if self.machine.is_main else {}
 
     def local_state(self) -> dict[str, Tensor]:
-        """This rank's share of the state, named by the first parameter of each group."""
+        """This rank's shards of the state, keyed by the first parameter of each group."""
         return {f"{g.names[0]}.{kind}": x for g in self.groups for kind, x in g.state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """
-        Take the state of a checkpoint written at any world size; every rank passes all of it.
+        Load the state of a checkpoint from any world size; every rank passes the full state.
 
-        Raises KeyError naming what is missing, ValueError naming what has another shape.
+        Raises KeyError for a missing tensor, ValueError for a wrong shape.
         """
         for group in self.groups:
             for kind, value in group.state.items():
@@ -450,20 +449,20 @@ class MuonAdamW:
 
 
 def state_bytes(model: GPT) -> int:
-    """Bytes of the optimizer state of all ranks together: one or two moments in fp32."""
+    """Bytes of the optimizer state over all ranks: one or two float32 moments."""
     roles, one = model.param_roles(), ("matrix", "bigram")
     params = model.named_parameters()
     return sum(4 * p.numel() * (1 if roles[name] in one else 2) for name, p in params)
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:
-    """Numbers as a compiled function takes them: changing them recompiles nothing."""
+    """Scalars as tensors: changing them does not recompile a compiled function."""
     return [torch.tensor(x, dtype=torch.float32) for x in numbers]
 
 
 @contextmanager
 def restored(*tensors: Tensor) -> Iterator[None]:
-    """Give tensors their values back afterwards, from copies in the host's memory."""
+    """Restore the values of tensors on exit, from copies in host memory."""
     copies = [x.to("cpu", copy=True) for x in tensors]
     try:
         yield
@@ -473,22 +472,22 @@ def restored(*tensors: Tensor) -> Iterator[None]:
 
 
 def reduce_scatter(whole: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
-    """Start summing `whole` over the ranks; this rank's slice is valid after `.wait()`."""
+    """Start summing `whole` over ranks; the slice of this rank is valid after `.wait()`."""
     if machine.device.type == "cuda":
         mine = whole.new_empty(whole.size(0) // machine.world_size, *whole.shape[1:])
         return mine, dist.reduce_scatter_tensor(mine, whole, async_op=True)
-    work = dist.all_reduce(whole, async_op=True)  # gloo adds all of it: simple, and enough on CPUs
+    work = dist.all_reduce(whole, async_op=True)  # gloo: sum all of it, enough on CPUs
     return whole.chunk(machine.world_size)[machine.rank], work
 
 
 def sum_rows(grad: Tensor, machine: DistContext) -> Tensor:
     """
-    The sum of the ranks' gradients (rows, N) of one embedding, of which each touched few rows: only
-    these travel. Sparse, every row once and in order, equal on all ranks.
+    Sum the ranks' gradients (rows, N) of an embedding, exchanging only the few touched rows.
+    Returns a coalesced sparse tensor, equal on all ranks.
     """
     rows, found = touched_rows(grad)
     longest = int(gather(torch.tensor([len(rows)], device=rows.device), machine).max())
-    pad = longest - len(rows)  # ranks send equally much: what is missing is row 0, plus nothing
+    pad = longest - len(rows)  # equal sizes on all ranks: pad with zero gradients of row 0
     rows = gather(F.pad(rows, (0, pad)), machine)
     found = gather(F.pad(found, (0, 0, 0, pad)), machine)
     summed = torch.sparse_coo_tensor(rows[None], found, grad.shape, check_invariants=False)
@@ -502,7 +501,7 @@ def all_gather(mine: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
 
 
 def gather(mine: Tensor, machine: DistContext) -> Tensor:
-    """The ranks' slices as one tensor."""
+    """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, machine)
     work.wait()
     return whole

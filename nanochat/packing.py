@@ -1,11 +1,11 @@
 """
-Pack documents into rows of T + 1 tokens, by best fit, in any number of processes.
+Best-fit packing of documents into packed sequences (rows) of T + 1 tokens, in several processes.
 
-    Source + Tokenizer -> open_rows -> Rows -> ensure (here, now) or start_packing (background)
+    Source + Tokenizer -> open_rows -> Rows -> ensure (blocking) or start_packing (background)
     batches of (ids, offsets) -> Packer -> write_shard -> rows on disk, record
 
-Every row starts with BOS; the remainder of a document that did not fit is used again. Started as a
-program (`python -m nanochat.packing <order>`), this module is the background process.
+Every row starts with BOS. The remainder of a cut document goes into a later row, after a BOS.
+`python -m nanochat.packing <order>` is the background process.
 """
 
 import json
@@ -28,19 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import (
-    REPOSITORY,
-    base_dir,
-    claimed,
-    fingerprint,
-    fsync,
-    locked,
-    require_free,
-    sealed,
-    sha256_file,
-    write_atomic,
-    write_json,
-)
+from nanochat import common
 from nanochat.config import user_message
 from nanochat.dataloader import Rows, flat
 from nanochat.dataset import DataConfig, Source, open_source
@@ -49,40 +37,40 @@ from nanochat.tokenizer import Tokenizer
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
 
 
-PACKING_RULE = 2  # part of every fingerprint of rows: raise it when the same input packs otherwise
+PACKING_RULE = 2  # part of row fingerprints: increment it when the same input packs differently
 
-# More pieces to choose from cut fewer documents. measured 2026-11, rows of 2,049, lognormal lengths
+# A larger pool cuts fewer documents. measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
 POOL_PIECES = 8192
-POOL_TOKENS = 1 << 24  # bounds the memory of the pool where rows are very long
-MAX_DROPPED = 0.005  # share of a stream's tokens that may be dropped at its end
+POOL_TOKENS = 1 << 24  # limits the memory of the pool for very long rows
+MAX_DROPPED = 0.005  # maximum fraction of a stream's tokens dropped at its end
 
 
 @dataclass
 class PackCounts:
-    """What packing did. `rows * row_length == tokens + bos` always holds."""
+    """Packing statistics. Invariant: `rows * row_length == tokens + bos`."""
 
     rows: int = 0
     documents: int = 0
-    """Documents that came in, empty ones left out."""
+    """Non-empty documents added."""
     documents_cut: int = 0
-    """Documents that lie in more than one piece; those longer than a row cannot but be."""
+    """Documents split into several pieces; unavoidable for those longer than a row."""
     tokens: int = 0
-    """Tokens of documents that lie in rows, BOS not counted."""
+    """Document tokens in rows, without BOS."""
     bos: int = 0
     extra_bos: int = 0
-    """BOS that open no document: in front of the rests of cut ones, or padding at a row's end."""
+    """BOS tokens that start no document: before the rest of a cut one, or padding."""
     dropped: int = 0
-    """Tokens of documents that lie in no row."""
+    """Document tokens in no row."""
 
 
 class Packer:
     """
-    Packs one stream of documents into rows of `row_length` tokens, at least two. With `cut`,
-    documents are cut so that only the last row may be padded with BOS; without it they stay whole,
-    and none may be longer than a row.
+    Packs a stream of documents into rows of `row_length` tokens, at least 2.
 
-    Memory: the pool (at most POOL_TOKENS tokens) and the batch at hand, twice.
+    With `cut`, documents are split so that only the last row may be padded with BOS; without it
+    they stay whole and must not be longer than a row. Memory: the pool (at most POOL_TOKENS tokens)
+    and twice the current batch.
     """
 
     def __init__(self, row_length: int, bos_id: int, dtype: Any = np.uint16, cut: bool = True):
@@ -91,16 +79,16 @@ class Packer:
         self.cut = cut
         self.pool_pieces = max(1, min(POOL_PIECES, POOL_TOKENS // row_length))
         self.counts = PackCounts()
-        # The pool: by length, oldest first: tokens with their BOS, and whether they are a rest
+        # Pool of pieces by length, oldest first: (tokens with BOS, rest of a cut document?)
         self.buckets: dict[int, deque[tuple[np.ndarray, bool]]] = defaultdict(deque)
-        self.lengths = 0  # bit n is set: there is a piece of length n
+        self.lengths = 0  # bit n is set if the pool has a piece of length n
         self.pooled_pieces = 0
         self.pooled_tokens = 0  # without BOS
-        self.placed: list[np.ndarray] = []  # pieces in the order in which they lie in full rows
+        self.placed: list[np.ndarray] = []  # pieces of completed rows, in order
 
     def add(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """
-        Take documents `ids[offsets[i]:offsets[i + 1]]`; return the rows that are full by now.
+        Add documents `ids[offsets[i]:offsets[i + 1]]` and return the rows completed so far.
 
         ids: token ids without BOS; offsets: (documents + 1,). Returns (n, row_length), n >= 0.
         """
@@ -120,16 +108,16 @@ class Packer:
         return self._lay_out()
 
     def finish(self) -> np.ndarray:
-        """Empty the pool: the last rows, (n, row_length)."""
+        """Empty the pool and return the last rows, (n, row_length)."""
         while self.pooled_pieces:
             self._fill_row()
         return self._lay_out()
 
     def _cut(self, document: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Place the whole rows of a long document (BOS first); its last piece, which is a rest."""
+        """Place the full rows of a long document (with BOS); return its rest and True."""
         counts, whole = self.counts, self.row_length - 1
         counts.documents_cut += 1
-        n = (len(document) - 2) // whole  # at least a token is left over
+        n = (len(document) - 2) // whole  # leaves at least one token
         rows = np.full((n, self.row_length), self.bos)
         rows[:, 1:] = document[1 : 1 + n * whole].reshape(n, whole)
         self.placed.append(rows.reshape(-1))
@@ -139,7 +127,7 @@ class Packer:
         return np.concatenate([self.bos, document[1 + n * whole :]]), True
 
     def _put(self, piece: np.ndarray, is_rest: bool) -> None:
-        """Pool a copy of a piece: a view would keep all of its batch in memory."""
+        """Add a copy of a piece to the pool; a view would keep its batch in memory."""
         length = len(piece)
         self.buckets[length].append((piece.copy(), is_rest))
         self.lengths |= 1 << length
@@ -147,7 +135,7 @@ class Packer:
         self.pooled_tokens += length - 1
 
     def _pop(self, length: int) -> tuple[np.ndarray, bool]:
-        """Take the oldest piece of a length out of the pool, and whether it is a rest."""
+        """Remove the oldest piece of a length; return it and whether it is a rest."""
         bucket = self.buckets[length]
         if len(bucket) == 1:
             self.lengths ^= 1 << length
@@ -156,24 +144,24 @@ class Packer:
         return bucket.popleft()
 
     def _fill_row(self) -> None:
-        """Fill one row. One that the whole pool cannot fill is padded, or dropped."""
+        """Fill one row. If the pool runs out, pad the row, or drop it if it has few tokens."""
         counts, pieces, num_rests, gap = self.counts, [], 0, self.row_length
         while gap and self.pooled_pieces:
             if fitting := self.lengths & ((2 << gap) - 1):
                 piece, is_rest = self._pop(fitting.bit_length() - 1)  # the longest that fits
             elif gap == 1 or not self.cut:
                 break
-            else:
+            else:  # cut the shortest piece
                 piece, is_rest = self._pop((self.lengths & -self.lengths).bit_length() - 1)
-                self._put(np.concatenate([self.bos, piece[gap:]]), is_rest=True)  # of the shortest
+                self._put(np.concatenate([self.bos, piece[gap:]]), is_rest=True)
                 counts.documents_cut += not is_rest
                 piece = piece[:gap]
             pieces.append(piece)
             num_rests += is_rest
             gap -= len(piece)
         tokens = self.row_length - gap - len(pieces)
-        most_dropped = MAX_DROPPED * (counts.tokens + counts.dropped + tokens)
-        if gap > 1 and self.cut and tokens <= most_dropped:
+        max_dropped = MAX_DROPPED * (counts.tokens + counts.dropped + tokens)
+        if gap > 1 and self.cut and tokens <= max_dropped:
             counts.dropped += tokens
             return
         counts.tokens += tokens
@@ -182,7 +170,7 @@ class Packer:
         self.placed += [*pieces, self.bos.repeat(gap)]
 
     def _lay_out(self) -> np.ndarray:
-        """The rows of the pieces that were placed, which are forgotten."""
+        """Return the placed pieces as rows, (n, row_length), and clear them."""
         rows = np.concatenate([self.bos[:0], *self.placed]).reshape(-1, self.row_length)
         self.placed.clear()
         self.counts.rows += len(rows)
@@ -193,46 +181,45 @@ Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer
 
 
 def pack(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
-    """All rows of a stream of (ids, offsets) batches, in blocks; `packer.counts` counts them."""
+    """Yield the rows of a stream of (ids, offsets) batches in blocks, (n, row_length)."""
     for ids, offsets in batches:
         yield packer.add(ids, offsets)
     yield packer.finish()
 
 
 # ---- Packing a source shard by shard, in several processes ---------------------------------------
-# A shard of rows is packed from one file of the source, or from several small ones. It is a pure
-# function of shard, tokenizer and row length. Processes share the work by lock files. A shard
-# counts as packed when its record exists, which is written last: a crash leaves nothing torn.
+# A shard of rows is packed from one file of the source, or from several small ones. It depends only
+# on these, the tokenizer and the row length. Processes share the work through lock files. A shard's
+# record is written last and marks it as complete, so a crash leaves no partial shard.
 
 
-# Estimates. A token stands for about 4 bytes of text, a byte of parquet or gzip for about 3.3; a
-# little on the safe side.
+# Estimates, slightly high: a token is about 4 bytes of text, a byte of parquet or gzip about 3.3.
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
-GROUP_ROWS = 512  # about how many rows small files are gathered for: less than a row is left over
+GROUP_ROWS = 512  # small files are combined into shards of about this many rows
 
 
 def open_rows(
     source: Source, tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
-    The rows of a source under rows/, whether packed already or not.
+    Open the rows of a source under rows/; they need not be packed yet.
 
-    The folder is named by what decides the rows of a shard, so runs over fewer or more shards of a
-    source share it. It holds a copy of the tokenizer, and the recipe in index.json, for people.
-    `verifies` as for `Rows`.
+    The folder name is a hash of everything that determines the rows of a shard, so runs with other
+    numbers of shards share it. It holds a copy of the tokenizer and, for reference only, the recipe
+    (index.json). `verifies`: see `Rows`. Raises ValueError if max_seq_len is below 1.
     """
     if max_seq_len < 1:
-        raise ValueError(f"--max_seq_len is at least 1, not {max_seq_len}")
+        raise ValueError(f"--max_seq_len must be at least 1, got {max_seq_len}")
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
     made_of["packing_rule"] = PACKING_RULE
-    folder = base_dir() / "rows" / fingerprint({"text": source.identity, **made_of})
-    name = fingerprint({"source": source.fingerprint, **made_of})
+    folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})
+    name = common.fingerprint({"source": source.fingerprint, **made_of})
     recipe = {"fingerprint": name, "source": source.describe(), **made_of}
     groups = group_files(source, max_seq_len + 1)
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(folder)
-    write_json(folder / "index.json", recipe)
+    common.write_json(folder / "index.json", recipe)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     files = {**groups, source.val_shard: [source.val_shard]}
     return Rows(
@@ -242,12 +229,12 @@ def open_rows(
 
 def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
     """
-    The training shards of rows of a source: name -> files packed into it, in order.
+    Group the training files of a source into shards of rows: name -> files, in order.
 
-    Each is the shortest run of consecutive files with text for about GROUP_ROWS rows; a shorter one
-    at the end joins the one before. A file that is large enough keeps its name. Depends on
-    row_length and the ordered files and their sizes only, so that the first shards of a source stay
-    the same when more files of it are used.
+    Each group is the shortest run of consecutive files with about GROUP_ROWS rows of text; a
+    smaller one at the end joins the previous group. A group of one file keeps its name. Depends
+    only on row_length and on the ordered files and their sizes, so the first groups do not change
+    when more files are used.
     """
     tokens, runs, rows = estimate_tokens(source), [[]], 0.0
     for file in source.train_shards:
@@ -258,14 +245,15 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
         rows += tokens[file] / row_length
     if rows < GROUP_ROWS and len(runs) > 1:
         runs[-2:] = [runs[-2] + runs[-1]]
-    return {
-        f"{files[0]}+{len(files) - 1}-{fingerprint(files)[:8]}" if files[1:] else files[0]: files
-        for files in runs
-    }
+    names = [run[0] for run in runs]
+    for i, run in enumerate(runs):
+        if len(run) > 1:
+            names[i] += f"+{len(run) - 1}-{common.fingerprint(run)[:8]}"
+    return dict(zip(names, runs, strict=True))
 
 
 def estimate_tokens(source: Source) -> dict[str, float]:
-    """Shard -> about how many tokens it gives."""
+    """Estimated number of tokens of each shard of a source."""
     return {
         shard: size * TOKENS_PER_STORED_BYTE.get(Path(shard).suffix, TOKENS_PER_BYTE)
         for shard, size in source.shard_sizes().items()
@@ -273,9 +261,7 @@ def estimate_tokens(source: Source) -> dict[str, float]:
 
 
 def pack_shard(source: Source, shard: str, tokenizer: Tokenizer, rows: Rows) -> None:
-    """
-    Pack one shard. Memory stays bounded, whatever its size. The caller holds the shard's lock.
-    """
+    """Pack one shard, in bounded memory. The caller must hold the shard's lock."""
     skipped, counts = Counter(), dict[str, Any](text_bytes=0)
 
     def encoded() -> Batches:
@@ -293,9 +279,9 @@ def write_shard(
     rows: Rows, shard: str, packer: Packer, batches: Batches, counts: Mapping[str, Any]
 ) -> None:
     """
-    Pack batches into a shard, complete or not at all.
+    Pack batches into a shard, atomically.
 
-    counts: what its record holds besides the counts of `packer`, known when the batches are.
+    counts: more entries for its record; `batches` may fill it while being consumed.
     """
     path, record = rows.bin_path(shard), rows.counts_path(shard)
     if record.exists():
@@ -305,40 +291,42 @@ def write_shard(
         with part.open("wb") as out:
             for block in pack(batches, packer):
                 out.write(block.tobytes())
-        fsync(part)
-        digest = sha256_file(part)
+        common.fsync(part)
+        digest = common.sha256_file(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    fsync(rows.folder)
-    write_json(record, sealed({**asdict(packer.counts), **counts, "sha256": digest}))
+    common.fsync(rows.folder)
+    common.write_json(record, common.sealed({**asdict(packer.counts), **counts, "sha256": digest}))
 
 
 def ensure(
     rows: Rows, source: Source, tokenizer: Tokenizer, rows_needed: int | None = None
 ) -> None:
     """
-    Pack what is missing, in order, until there are `rows_needed` training rows (None: all shards).
+    Pack missing shards in order until there are `rows_needed` training rows (None: all shards).
 
-    Shares the work with every other process that does the same, and returns when it is done.
-    Raises UsageError naming the numbers where it does not fit on the disk.
+    Shares the work with other processes that call it, and returns when all of it is done. Raises
+    UsageError if there is not enough disk space.
     """
     if needed := bytes_to_pack(rows, source, rows_needed):
-        require_free(rows.folder, needed, "fetching and packing the text", "lower --num_shards")
+        common.require_free(
+            rows.folder, needed, "downloading and packing the text", "lower --num_shards"
+        )
     with alive(rows.alive_path):
         while todo := missing_shards(rows, rows_needed):
             for shard in todo:
-                with claimed(lock_path(rows, shard)) as mine:
+                with common.claimed(lock_path(rows, shard)) as mine:
                     if mine and not rows.is_packed(shard):
                         pack_shard(source, shard, tokenizer, rows)
                         break
-            else:  # others are packing them all: wait for the first
-                with locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
+            else:  # other processes are packing all of them: wait for the first
+                with common.locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
                     pass
 
 
 def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
-    """The shards to pack: what the first step needs, what evaluation needs, the rest."""
+    """Shards still to pack, by urgency: first training shard, validation shard, the others."""
     shards = [rows.val_shard]
     if rows_needed is None or rows.packed_train_rows < rows_needed:
         shards = [*rows.train_shards[:1], *shards, *rows.train_shards[1:]]
@@ -346,12 +334,12 @@ def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
 
 
 def lock_path(rows: Rows, shard: str) -> Path:
-    """The lock file by which a process claims a shard."""
+    """Lock file that a process holds while it packs a shard."""
     return rows.folder / ".locks" / f"{flat(shard)}.lock"
 
 
 def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> int:
-    """About how many bytes fetching and packing will write."""
+    """Estimated bytes that downloading and packing will write."""
     tokens = estimate_tokens(source)
     files, num_rows, enough = [], 0.0, math.inf if rows_needed is None else rows_needed
     have = rows.packed_train_rows
@@ -374,19 +362,19 @@ def start_packing(
     rows: Rows, source: Source, rows_needed: int | None = None, workers: int = 1
 ) -> Iterator[list[subprocess.Popen]]:
     """
-    Meanwhile background processes do what `ensure` does; `rows.batch` waits for a shard it lacks.
+    Run `ensure` in background processes; meanwhile `rows.batch` waits for missing shards.
 
-    One process per machine calls this (local rank 0). The workers run at low priority, and when one
-    fails, `rows` raises its message where it waits. On leaving they end; a shard they were at is
-    packed anew next time.
+    Call it in one process per machine (local rank 0). The workers run at low priority; if one
+    fails, a waiting `rows` raises its message. On exit they are terminated; an unfinished shard is
+    packed again next time.
     """
     rows.error_path.unlink(missing_ok=True)
     order = json.dumps([source.describe(), str(rows.folder), rows.max_seq_len, rows_needed])
     command = [sys.executable, "-m", "nanochat.packing", order]
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base_dir()), "RAYON_NUM_THREADS": "1"}
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(common.base_dir()), "RAYON_NUM_THREADS": "1"}
     processes = [
-        # A session of their own: a signal to our group is ours; we save, and they end with us
-        subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True)
+        # In a new session, so that signals to our process group do not reach them
+        subprocess.Popen(command, cwd=common.REPOSITORY, env=env, start_new_session=True)
         for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
     for process in processes:
@@ -401,15 +389,15 @@ def start_packing(
 
 
 def record_death(process: subprocess.Popen, rows: Rows) -> None:
-    """Record that a worker was killed, which it could not do itself."""
+    """Record that a worker was killed; it cannot do so itself."""
     if process.wait() not in (0, 1, -signal.SIGTERM, 128 + signal.SIGTERM):
-        status = f"a packing process ended with status {process.returncode}"
-        write_atomic(rows.error_path, status)
+        status = f"a packing process exited with status {process.returncode}"
+        common.write_atomic(rows.error_path, status)
 
 
 @contextmanager
 def alive(path: Path) -> Iterator[None]:
-    """While inside, touch a file every second: waiting processes see that packing goes on."""
+    """Touch a file every second, so that waiting processes see that packing is in progress."""
     done = threading.Event()
 
     def beat() -> None:
@@ -426,7 +414,7 @@ def alive(path: Path) -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """End this process soon after its parent has ended, however it ended."""
+    """Exit this process soon after its parent exits, even if the parent is killed."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -438,10 +426,10 @@ def follow_parent() -> None:
 
 
 def main() -> None:
-    """The background process: one JSON argument, as `start_packing` writes it."""
+    """Entry point of the background process; takes the JSON argument of `start_packing`."""
     follow_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: no half file stays
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, which removes partial files
     os.nice(10)
     described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:
@@ -450,7 +438,9 @@ def main() -> None:
         rows = open_rows(source, tokenizer, max_seq_len)
         ensure(rows, source, tokenizer, rows_needed)
     except Exception as error:
-        write_atomic(Path(folder, "packing.error"), user_message(error) or traceback.format_exc())
+        common.write_atomic(
+            Path(folder, "packing.error"), user_message(error) or traceback.format_exc()
+        )
         raise SystemExit(1) from None
 
 

@@ -1,7 +1,7 @@
 """
 Figures of the report, drawn as SVG with matplotlib.
 
-    records -> draw -> figures/<section>-<kind>.svg, and their titles
+    records -> draw -> figures/<section>-<kind>.svg and their titles
 """
 
 import io
@@ -23,24 +23,24 @@ from nanochat.records import Record, plain_value, slug, standard_error
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
-Points = Sequence[tuple[float, float]]  # (x, y), in order of x
+Points = Sequence[tuple[float, float]]  # (x, y), sorted by x
 Curves = Mapping[str, Points]
-Drawing = tuple[str, bytes]  # title, and SVG
+Drawing = tuple[str, bytes]  # title, SVG
 
-MAX_POINTS = 400  # more than an SVG of this width can show
+MAX_POINTS = 400  # more than a figure of this width can show
 EMA_BETA = 0.9
-STYLE: Any = [  # colors C0, C1, ... that color-blind people can tell apart
+STYLE: Any = [  # with colorblind-friendly colors C0, C1, ...
     *("seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"),
     {
-        "svg.hashsalt": "nanochat",  # element ids are the same in every rendering
-        "font.family": "DejaVu Sans",  # comes with matplotlib
+        "svg.hashsalt": "nanochat",  # deterministic element ids
+        "font.family": "DejaVu Sans",  # bundled with matplotlib
         "font.size": 8,
-        "text.parse_math": False,  # a name with two dollar signs is no formula
+        "text.parse_math": False,  # names may contain dollar signs
         "lines.markersize": 3.5,
         "figure.constrained_layout.use": True,
     },
 ]
-TITLES = {  # metric of a training run -> title of its panel
+TITLES = {  # metric of a training run -> panel title
     "loss": "Training loss (nats per token)",
     "val_bpb": "Validation loss (bits per byte)",
     "bpb_loop_1": "Validation loss by loop (bits per byte)",
@@ -48,13 +48,13 @@ TITLES = {  # metric of a training run -> title of its panel
     "core_metric": "Few-shot score during training (mean centered accuracy)",
     "reward": "Mean reward",
     "pass_at_1": "Held-out pass@1",
-    "lr": "Learning rate (share of its peak)",
+    "lr": "Learning rate (fraction of peak)",
     "tokens_per_second": "Throughput (tokens/s)",
 }
 
 
 def as_svg(*draws: Callable[[Axes], None], width: float = 3.7, height: float = 2.6) -> bytes:
-    """SVG of axes side by side, each drawn by one function; equal figures give equal bytes."""
+    """SVG with one panel per function, side by side; the output is deterministic."""
     stream = io.BytesIO()
     with style.context(STYLE):
         figure = Figure(figsize=(width * len(draws), height))
@@ -65,7 +65,7 @@ def as_svg(*draws: Callable[[Axes], None], width: float = 3.7, height: float = 2
 
 
 def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -> None:
-    """Draw curves by name; a legend where there are several."""
+    """Draw curves by name, with a legend if there are several."""
     for name, points in curves.items():
         axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
     axes.set_title(printable(title))
@@ -75,7 +75,7 @@ def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -
 
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
-    """SVG of horizontal bars, largest first, with their values and +- one error; finite ones."""
+    """SVG of horizontal bars with error bars (+- 1), largest first; skips non-finite values."""
     finite = [name for name in values if math.isfinite(values[name])]
     names = sorted(finite, key=lambda name: (-values[name], name))
 
@@ -96,14 +96,14 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
 
 
 def thin(points: Points) -> tuple[list[float], list[float]]:
-    """Lists of x and y, thinned to what can be seen; gaps where y is not finite."""
+    """Subsample to about MAX_POINTS; returns lists of x and y. Non-finite y become NaN (gaps)."""
     stride = max(1, math.ceil(len(points) / MAX_POINTS))
     kept = [*points[::stride], *([points[-1]] if (len(points) - 1) % stride else [])]
     return [x for x, _ in kept], [y if math.isfinite(y) else math.nan for _, y in kept]
 
 
 def ema(points: Points) -> list[tuple[float, float]]:
-    """The running mean of the ys, debiased; values that are not finite are left out of it."""
+    """Bias-corrected exponential moving average of y; skips non-finite values."""
     mean, weight, smooth = 0.0, 0.0, []
     for x, y in points:
         if math.isfinite(y):
@@ -113,11 +113,11 @@ def ema(points: Points) -> list[tuple[float, float]]:
     return smooth
 
 
-# ---- Figures of each record: curves, bars and series ---------------------------------------------
+# ---- Figures of a record: curves, bars and series ------------------------------------------------
 
 
 def draw(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
-    """Draw the figures of records into a folder; others there are removed. Returns their titles."""
+    """Draw the figures of all records and delete other SVG files. Returns {path: title}."""
     titles: dict[Path, str] = {}
     for record in records:
         for kind, (title, image) in drawings(record).items():
@@ -130,14 +130,14 @@ def draw(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
 
 
 def drawings(record: Record) -> dict[str, Drawing]:
-    """A record's figures by kind, one word each."""
+    """Figures of a record by kind, which is one word."""
     figures: dict[str, Drawing] = {}
     if record["metrics"]:
         path = base_dir() / record["metrics"]
         if path.exists():
             figures = run_figures(read_metrics(path))
         else:
-            print(f"report: {printable(path)} is gone, so its figures are left out", flush=True)
+            print(f"report: no figures for {printable(path)}: it does not exist", flush=True)
     if record["section"] == "Base model evaluation":
         figures |= task_bars(record)
     if record["series"]:
@@ -146,14 +146,14 @@ def drawings(record: Record) -> dict[str, Drawing]:
 
 
 def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
-    """Figures of a training run, those for which its metrics have curves."""
+    """Figures of a training run for the metrics that were logged."""
     curves: dict[str, list[tuple[float, Any]]] = defaultdict(list)
     for entry in entries:
         for name, value in entry.items():
             curves[name].append((entry["step"], value))
 
     kinds = {
-        # the loss of a policy says nothing by itself
+        # the policy loss of RL is not informative
         "loss": [] if curves["reward"] else ["loss", "val_bpb"],
         "gradient": ["grad_norm"],
         "loops": ["bpb_loop_1"],
@@ -171,7 +171,7 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
 
 
 def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
-    """Draw one metric, from the curves of all."""
+    """Draw one metric; `curves` holds all of them."""
     shown = {TITLES[name]: curves[name]}
     if name in ("loss", "reward"):
         axes.plot(*thin(curves[name]), color="C5", alpha=0.45, linewidth=0.9)
@@ -185,7 +185,7 @@ def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
 
 
 def task_bars(record: Record) -> dict[str, Drawing]:
-    """The bars of CORE: the centered score of each task, 0 is chance, 1 is perfect."""
+    """Bar chart of the centered CORE scores per task (0 = chance, 1 = perfect)."""
     tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
     scores = {name: float(plain_value(v)) for name, v in tasks.items() if name != "CORE metric"}
     errors = {name: standard_error(value) for name, value in tasks.items()}
@@ -195,8 +195,8 @@ def task_bars(record: Record) -> dict[str, Drawing]:
 
 def draw_series(record: Record) -> bytes:
     """
-    SVG of the curves that a record holds itself: over the values of its setting `search`, where it
-    has one. Where each has a single point, these are values and their noise, drawn as bars.
+    SVG of a record's own series. If the record has a setting `search`, x is the searched setting
+    on a log scale. Otherwise, series of single points (value, noise) are drawn as bars.
     """
     curves = {
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()

@@ -1,12 +1,12 @@
 """
-Before a run: which kernels work here, what fits, how long it takes.
+Preflight checks: working kernels, micro-batch size, memory, disk space and training time.
 
-    model shapes, device -> probe forward and backward -> the fastest kernel that agrees
-    model, machine -> rows per device, seconds, bytes on device and disk -> screen, or UsageError
+    model shapes, device -> probe forward and backward -> fastest kernel with correct results
+    model, machine -> micro-batch size, seconds, memory and disk bytes -> summary, or UsageError
 
-Memory and time are measured on real micro-batches, which also compile what is compiled. Nothing
-here changes what a run computes but rounding. A run that cannot finish, for want of memory or disk,
-is rejected with a fix; one that is merely long is not.
+Memory and time are measured on real micro-batches, which also trigger compilation. None of it
+changes the results of a run except for rounding. A run that cannot finish for lack of memory or
+disk space is rejected with a fix.
 """
 
 import time
@@ -28,54 +28,54 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
 
-# ---- Choosing kernels: each is probed once, for real ---------------------------------------------
-# A kernel that imports may still fail on this device, or compute something else: then it is left
-# out with a printed line. The choice changes nothing in what is computed but rounding.
+# ---- Kernel selection: each kernel is probed once ------------------------------------------------
+# A kernel that imports may still fail on this device or return wrong results; then it is skipped
+# with a message. The choice affects only rounding.
 
 
-COMPILE_SECONDS = 45.0  # what compiling costs on two CPU cores, measured d4, 2026-11
-COMPILE_GAIN = 0.25  # share of the time that it saves there
-# Two compilations of the engine's step take 15 s there and save 0.06 ms a token (64 slots, d4)
+COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
+COMPILE_GAIN = 0.25  # fraction of training time saved there
+# Two compilations of the decode step take 15 s there and save 0.06 ms per token (64 slots, d4)
 FUSED_ENGINE_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     compile: bool | None = None
-    """Fuse the model with torch.compile. Default: on a GPU, and on a CPU where the run is long
+    """Compile the model with torch.compile. Default: on a GPU, and on a CPU if the run is long
     enough to amortize compile time."""
 
 
 def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> str | None:
     """
-    Run a kernel forward and backward on this model's shapes: as pretraining calls it, with each
-    window, and as finetuning does, with a mask of segments. Returns how results or gradients differ
-    from the definition, or None. Raises whatever the kernel does.
+    Run a kernel forward and backward on this model's shapes, with each window, without and with a
+    segment mask (pretraining and finetuning). Returns the problem with its results or gradients, or
+    None. Raises any error of the kernel.
     """
     B, T = 2, cfg.max_seq_len
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, heads, cfg.head_dim) for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
     starts = torch.zeros(B, T, dtype=torch.int64)
-    starts[0, T // 2] = starts[1, T // 3] = 1  # the rows of the mask differ
+    starts[0, T // 2] = starts[1, T // 3] = 1  # a different mask for each row
     segments = starts.cumsum(1).to(machine.device)
-    # The largest error that rounding explains, for inputs of unit variance: TF32 rounds to 2^-11 of
-    # their size, and the largest of many normal ones is near 5
+    # Largest error that rounding explains for inputs of unit variance: TF32 has a relative error of
+    # 2^-11, and the largest of many normal values is near 5
     tf32 = torch.get_float32_matmul_precision() != "highest"
     tolerance = 0.05 if machine.dtype == torch.bfloat16 else 1e-2 if tf32 else 1e-3
     for window in dict.fromkeys(map(cfg.window, range(cfg.n_layer))):
         for mask in (None, segment_mask(segments, window)):
-            where = "" if mask is None else " under a mask of segments"
+            where = "" if mask is None else " with a segment mask"
             q, k, v = (x.to(machine.device, machine.dtype, copy=True).requires_grad_() for x in qkv)
             y = attend(q, k, v, window=window, backend=backend, mask=mask)
             if y.dtype != q.dtype:
-                return f"returns {y.dtype} for inputs of {q.dtype}{where}"
+                return f"returns {y.dtype} for {q.dtype} inputs{where}"
             y.float().square().sum().backward()
             error = largest_error(y, q, k, v, window, mask)
             if not error < tolerance:
-                return f"differs from the definition by {error:.3g}{where}"
+                return f"differs from the reference by {error:.3g}{where}"
             if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
-                return f"has gradients that are missing or not finite{where}"
+                return f"has missing or non-finite gradients{where}"
     return None
 
 
@@ -84,9 +84,9 @@ def largest_error(
     y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
 ) -> float:
     """
-    The largest absolute error of `y` against the definition in float64, which TF32 does not touch.
-    Of the heads of the first and the last group, one at a time: the (T, T) scores of several may
-    not fit the memory.
+    Largest absolute error of `y` against the reference in float64 (unaffected by TF32), over the
+    heads of the first and the last group. One head at a time, because the (T, T) scores of several
+    may not fit in memory.
     """
     device = torch.device("cpu") if q.device.type == "mps" else q.device  # MPS has no float64
     y, q, k, v = (x.to(device, torch.float64) for x in (y, q, k, v))
@@ -103,8 +103,8 @@ def largest_error(
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
-    The first kernel that works on all ranks: on CUDA fa3, then flex with windows; on a CPU blocks
-    where the model is compiled; sdpa, plain.
+    First kernel that works on all ranks: fa3 and, with windows, flex (CUDA), blocks (CPU, if
+    compiled), sdpa, plain.
     """
     wanted: list[Backend] = ["sdpa"]
     if machine.device.type == "cuda":
@@ -120,8 +120,8 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
 
 def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float) -> bool:
     """
-    Compile where asked; by default where it saves more time than it takes and works. The ranks
-    agree, by the main one's `train_seconds`.
+    Whether to compile: as configured, by default if it works and saves more time than it takes.
+    All ranks agree, using `train_seconds` of the main rank.
     """
     if cfg.compile is not None:
         return cfg.compile
@@ -133,26 +133,26 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
 
 
 def probe_compiler(device: torch.device) -> None:
-    """Compile a trifle. Raises whatever the compiler does."""
+    """Compile a tiny function. Raises any error of the compiler."""
     torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=device))
 
 
 def works(name: str, probe: Callable[[], str | None], machine: DistContext) -> bool:
-    """Whether a probe returns None on all ranks; else what it returned or raised is printed."""
+    """Whether a probe returns None on all ranks; otherwise prints its result or error."""
     try:
         why = probe()
-    except Exception as error:  # whatever it raises, it does not work here
+    except Exception as error:  # any error means it does not work here
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     faults = [each for each in machine.gather(why) if each is not None]
     if faults:
-        machine.print0(f"{name} left out: {faults[0]}")
+        machine.print0(f"skipping {name}: {faults[0]}")
     return not faults
 
 
 def choose_fused_engine(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
     """
-    Whether to fuse the step that writes a token: where asked; by default on a GPU, and on a CPU
-    where so many tokens may be written that it pays.
+    Whether to compile the decode step: as requested, by default on a GPU, and on a CPU from
+    FUSED_ENGINE_TOKENS tokens. most_tokens: maximum number of tokens to generate.
     """
     if wanted is None and machine.device.type == "cpu" and most_tokens < FUSED_ENGINE_TOKENS:
         return False
@@ -162,7 +162,7 @@ def choose_fused_engine(wanted: bool | None, machine: DistContext, most_tokens: 
 def set_kernels(
     cfg: KernelConfig, model: GPT, machine: DistContext, seconds: float, optimizer: Any = None
 ) -> bool:
-    """Set the attention kernel, and compile where `seconds` of work earn it. Returns: compiled?"""
+    """Set the attention kernel; compile if worthwhile for `seconds`. Returns whether compiled."""
     compiled = choose_compile(cfg, machine, seconds)
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
@@ -176,21 +176,21 @@ def set_kernels(
     return compiled
 
 
-# ---- What fits, how long it takes ----------------------------------------------------------------
+# ---- Memory and time -----------------------------------------------------------------------------
 
 
-CPU_TOKENS = 8192  # tokens of one micro-batch on a CPU: more gains nothing, measured d4, 2026-11
-GPU_EFFICIENCY = 0.4  # share of the peak that a first estimate of the time assumes
-CPU_EFFICIENCY = 0.5  # the same for the measured matrix rate: d4 compiled, 2026-11
-GPU_RESERVE = 2 << 30  # bytes left to NCCL and cuBLAS, which allocate in the first steps
-COMPILED_SHARE = 0.7  # of what eager rows hold; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
-RATE_SECONDS = 0.2  # for which the matrix rate is measured
+CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
+GPU_EFFICIENCY = 0.4  # fraction of the peak that the first time estimate assumes
+CPU_EFFICIENCY = 0.5  # same for measured matmul FLOP/s (d4 compiled, 2026-11)
+GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
+COMPILED_SHARE = 0.7  # of eager memory per row; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
+RATE_SECONDS = 0.2  # duration of the matmul benchmark
 SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
-LET_CHOOSE = "leave out --device_batch_size, and the largest that fits is found"
+LET_CHOOSE = "omit --device_batch_size to use the largest size that fits"
 
 
 def matrix_rate(machine: DistContext, width: int) -> float:
-    """FLOP/s of this device in the compute dtype on matmuls of the model's width."""
+    """Measure matmul FLOP/s of this device at the model's width, in the compute dtype."""
     a = torch.randn(4096, width, device=machine.device).to(machine.dtype)
     b = torch.randn(width, 4 * width, device=machine.device).to(machine.dtype)
     for _ in range(3):
@@ -206,8 +206,8 @@ def matrix_rate(machine: DistContext, width: int) -> float:
 
 def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     """
-    Rough training time of `tokens` tokens on all ranks, before the first step was timed. Each
-    rank measures its own device, so they differ in it.
+    Rough training time of `tokens` tokens on all ranks, in seconds, before the first step is timed.
+    Each rank measures its own device, so estimates differ.
     """
     if peak := hardware.peak_flops(machine.device_name):
         rate = peak * GPU_EFFICIENCY
@@ -218,15 +218,15 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
 
 def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
-    Rows per micro-batch to try first, the same on all ranks: on a CPU about CPU_TOKENS tokens; on a
-    GPU, beside the weights' gradients, what fits if compiled blocks hold COMPILED_SHARE as much.
+    Micro-batch size to try first, equal on all ranks. On a CPU about CPU_TOKENS tokens; on a GPU,
+    what fits alongside the gradients if compiled blocks use COMPILED_SHARE of eager memory.
     """
     T, device = model.cfg.max_seq_len, machine.device
     if device.type != "cuda":
         return max(1, CPU_TOKENS // T)
     used = []
     with suppress(torch.OutOfMemoryError):
-        for rows in (1, 2):  # their difference is what a row holds for the backward pass
+        for rows in (1, 2):  # the difference is the activation memory per row
             ids = torch.zeros(rows, T, dtype=torch.int64, device=device)
             loss = trainable.loss(ids, ids)
             used.append(hardware.used_memory_bytes(device))
@@ -246,20 +246,19 @@ def rehearse(
     device_rows: int,
 ) -> tuple[int, float] | None:
     """
-    The peak memory in bytes of a step, and the seconds of one micro-batch; None where some rank
-    runs out of memory. Changes no weight.
+    Peak memory of a step in bytes and seconds per micro-batch, or None if any rank runs out of
+    memory. Changes no weights.
 
-    Runs three micro-batches of `device_rows` rows of `ids` (4, B, T), which accumulate gradients as
-    those of a training step of B rows do; with `update`, also applies these and undoes it.
-
-    The first micro-batch compiles, the last is timed. On a CPU the peak is that of the process.
+    Runs three micro-batches of `device_rows` rows of `ids` (4, B, T), accumulating gradients like a
+    training step of B rows; with `update`, also takes an optimizer step and undoes it. The first
+    micro-batch compiles, the last one is timed. On a CPU, the peak is that of the process.
     """
     seconds = []
 
     def accumulate() -> None:
         for _ in range(3):
             if device_rows == ids.size(1):
-                optimizer.drop_gradients()  # a step of one micro-batch holds none before it
+                optimizer.drop_gradients()  # no accumulation with one micro-batch per step
             machine.synchronize()
             started = time.perf_counter()
             loss = trainable.loss(ids[0, :device_rows], ids[1, :device_rows])
@@ -276,7 +275,7 @@ def rehearse(
 
 
 def fits(work: Callable[[], None], machine: DistContext) -> bool:
-    """Do it. Returns whether every rank has the memory for it."""
+    """Run `work`. Returns whether all ranks have enough memory for it."""
     done = False
     with suppress(torch.OutOfMemoryError):
         work()
@@ -286,63 +285,62 @@ def fits(work: Callable[[], None], machine: DistContext) -> bool:
 
 def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
     """
-    Rows per micro-batch: the largest divisor up to `limit` of `rows`, the rows of one rank and
-    step. Raises ValueError naming a value that divides when the one asked for does not.
+    Micro-batch size: the largest divisor of `rows` (rows per rank and step) that is at most
+    `limit`. Raises ValueError with a value that divides if `asked` does not.
     """
     most = max(1, limit) if asked is None else asked
     best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
     if asked is not None and best < min(asked, rows):
-        share = f"{rows} rows of one device and step"
-        raise ValueError(f"device_batch_size {asked} does not divide the {share}; use {best}")
+        share = f"{rows} rows per device and step"
+        raise ValueError(f"device_batch_size {asked} does not divide {share}; use {best}")
     return best
 
 
 class Prepared(NamedTuple):
-    """How a run will be carried out; none of it changes the result."""
+    """Settings and measurements for a run that do not change its results."""
 
     device_rows: int
     compiled: bool
     memory_bytes: int
-    """On each device: weights, gradients, optimizer, and all else that a step takes."""
+    """Bytes per device for weights, gradients, optimizer state and activations."""
     train_seconds: float
-    """From before the first step: micro-batches as they were measured."""
+    """Estimated seconds of training, from the measured micro-batch."""
 
 
 def require_memory(model: GPT, machine: DistContext) -> None:
     """
-    Raise UsageError naming both numbers where weights, gradients and optimizer alone do not fit.
+    Raise UsageError if weights, gradients and optimizer state alone do not fit in memory.
 
-    model: on the meta device, before anything is allocated: a process that asks for too much is
-    killed without a word.
+    model: on the meta device, because a process that allocates too much is killed without an error.
     """
     state = state_bytes(model)
     weights = 4 * model.num_params()
-    # the ranks of a machine share its memory, and each holds its share of the optimizer's state
-    neighbours = machine.local_size if machine.device.type != "cuda" else 1
-    needed = neighbours * (2 * weights + state // machine.world_size)
+    # the ranks of a host share its memory; each one holds its shard of the optimizer state
+    sharing = machine.local_size if machine.device.type != "cuda" else 1
+    needed = sharing * (2 * weights + state // machine.world_size)
     free = hardware.free_memory_bytes(machine.device)
     if machine.any(needed > free):
         raise UsageError(
-            f"{model.num_params():,} parameters with their gradients and the optimizer's state "
-            f"take {needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
+            f"{model.num_params():,} parameters with gradients and optimizer state take "
+            f"{needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
             SMALLER,
         )
 
 
 def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str:
     """
-    What `folder`'s disk has to hold, by name, as the screen says it. Raises UsageError, on every
-    rank, naming the numbers where it does not.
+    Check that the disk of `folder` has room for `needed_bytes` (by name). Returns a summary line.
+    Raises UsageError on every rank, with all numbers, if it has not.
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())
     check = partial(require_free, folder, needed, listed, "a smaller --keep")
     machine.on_main("checking the disk", check)
-    return f"{listed or 'nothing more'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
+    return f"{listed or 'nothing to write'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
 def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
-    """Where a run computes, and what."""
+    """Device, kernels and model of a run, for its summary."""
     cfg, roles, total = model.cfg, model.param_roles(), model.num_params()
     matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
     split = f"{matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
@@ -350,7 +348,7 @@ def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]
     dtype = str(machine.dtype).removeprefix("torch.")
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
-        "kernels": f"attention {model.blocks[0].attention.backend} (passed its probe), {mode}",
+        "kernels": f"attention {model.blocks[0].attention.backend} (verified), {mode}",
         "model": f"{total:,} parameters ({split} and head): {cfg.n_layer} layers, "
-        f"width {cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, {cfg.vocab_size:,} ids",
+        f"width {cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
     }

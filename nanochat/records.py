@@ -1,11 +1,11 @@
 """
-Records: one JSON file for each section of the report, and what they say together.
+Records: one JSON file for each section of the report.
 
     settings, values, provenance, cost -> write_record -> report/<slug>.json, records.jsonl
-    records -> metrics by stage, differences, costs, broken chains
+    records -> read_records, read_history -> report, comparisons
 
-A record names the fingerprints of its inputs and outputs, so a report can tell which belong
-together.
+A record stores the fingerprints of its inputs and outputs, so a report can check that its sections
+belong to the same run.
 """
 
 import contextlib
@@ -22,23 +22,13 @@ from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import (
-    REPOSITORY,
-    base_dir,
-    fingerprint,
-    locked,
-    printable,
-    sealed,
-    sha256_file,
-    unseal,
-    write_atomic,
-)
+from nanochat import common
 
-if TYPE_CHECKING:  # it imports torch, which records do without
+if TYPE_CHECKING:  # imports torch, which records do not need
     from nanochat.distributed import DistContext
 
 # ---- Sections of the report, in order ------------------------------------------------------------
-# These names never change, so that reports can be compared line by line.
+# These names must not change: reports are compared line by line.
 
 
 CHAT_TASKS = "ARC-Easy, ARC-Challenge, MMLU, GSM8K, HumanEval, AQUA, ChatCORE"
@@ -46,7 +36,7 @@ CHAT_KEYS = (
     "source, task_name, dtype, temperature, max_new_tokens, num_samples, top_k, batch_size, "
     f"model_tag, step, max_problems, device_type, {CHAT_TASKS}"
 )
-# The fixed sections in order, each with the keys that open it.
+# The fixed sections in order, each with its leading keys.
 SECTIONS: dict[str, str] = {
     "Tokenizer training": "max_chars, doc_cap, vocab_size, train_time, num_special_tokens, "
     "token_bytes_min, token_bytes_max, token_bytes_mean, token_bytes_std",
@@ -87,10 +77,9 @@ SECTIONS: dict[str, str] = {
 
 
 Record = Mapping[str, Any]
-Folder = Path | str | None  # None: report/ under the base directory
+Folder = Path | str | None  # None = report/ under the base directory
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
-# Settings that say how a stage is run or watched, not what it makes: a finished stage stays
-# finished when they change.
+# Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
     "run skip_if_done resume keep report_dir allow_data_change device_batch_size hourly_rate "
     "collective_timeout_minutes on_save_error save_every canaries compile_engine".split()
@@ -100,42 +89,42 @@ ADDED_COSTS = ("wall_seconds", "device_seconds")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Whence a record comes: the run, its seed, and the fingerprints of what went in and out."""
+    """Origin of a record: the run, its seed, and the fingerprints of inputs and outputs."""
 
     run_id: str
     seed: int
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of every artifact the stage read, the closest parent first."""
+    """Name -> fingerprint of each input artifact, closest parent first."""
     outputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of every artifact the stage made."""
+    """Name -> fingerprint of each output artifact."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage took. `devices` of the kind `device` worked for `device_seconds` in all."""
+    """Cost of a stage that ran on `devices` devices of type `device`."""
 
     wall_seconds: float
     devices: int = 1
     device: str = "cpu"
     device_seconds: float | None = None
-    """Default: every device for the whole time."""
+    """Sum over devices. Default: wall_seconds x devices."""
 
     @classmethod
     def since(cls, started: float, machine: "DistContext") -> "Cost":
-        """All of a machine's devices since `time.perf_counter()` was `started`."""
+        """Cost of all devices since `started`, a value of `time.perf_counter()`."""
         return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
 
 
 def new_run_id() -> str:
-    """A name for a run, e.g. 20261120-085201-3f9c01d2: sorts by time, two at once differ."""
+    """Unique run id that sorts by time, e.g. 20261120-085201-3f9c01d2."""
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
 
 
 def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> str:
     """
-    The run a stage belongs to: that of the first input some recorded stage made, else a new one.
+    Run id of the stage that produced the first known input, or a new run id.
 
-    `inputs` is the stage's own, the closest parent first (a checkpoint before its tokenizer).
+    inputs: name -> fingerprint, closest parent first (a checkpoint before its tokenizer).
     """
     history = [record["provenance"] for record in read_history(report_dir)]
     made = product(inputs.items(), reversed(history))
@@ -145,8 +134,8 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
-    A measured value with the number of items behind it and its standard error; of items that were
-    asked k times also k, and what comes from the choice of items and from the repeats (`stats`).
+    A measured value with its number of items and standard error. `repeats`, if items were sampled
+    k times: k, and the parts of the error due to the choice of items and to the repeats.
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
@@ -154,28 +143,28 @@ def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[st
 
 def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
     """
-    What each item scored, so that another run can be compared on the very same items.
+    Score of each item, so that two runs can be compared item by item.
 
-    items: JSON values that say what was asked, named here by their fingerprint. The metric these
-    are recorded under is the mean of the scores.
+    items: JSON values that identify the items; only their fingerprint is stored. The metric of the
+    same name must be the mean of the scores.
     """
-    return {"of": fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
+    return {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
 
 
 def weighted_scores(weights: Mapping[str, float]) -> dict[str, Any]:
-    """The same for a metric that is made of others: a sum over `item_scores`, name -> weight."""
+    """Entry for a metric that is a weighted sum of metrics with `item_scores`: name -> weight."""
     return {"weights": dict(weights)}
 
 
 def read_scores(entry: Mapping[str, Any]) -> list[float]:
-    """The scores of an `item_scores`."""
+    """Read the scores of an `item_scores` entry."""
     return [float(x) for x in entry["scores"].split()]
 
 
 def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """Fingerprint of what decides a stage's result: its settings and the artifacts it read."""
-    asked = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
-    return fingerprint(plain({"settings": asked, "inputs": inputs}))
+    """Fingerprint of everything that determines a stage's result: settings and input artifacts."""
+    relevant = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
+    return common.fingerprint(plain({"settings": relevant, "inputs": inputs}))
 
 
 def write_record(
@@ -194,20 +183,20 @@ def write_record(
     extend: bool = False,
 ) -> Path:
     """
-    Record that a stage ended; the main rank calls this, once, last of all.
+    Record a completed stage; call it once, on rank 0, as the last step of the stage.
 
     settings    the whole config (`config.settings`), in order
-    values      name -> number, text, or `estimate`, in the order in which the report shows them
-    items       name of a metric -> its `item_scores` or `weighted_scores`
+    values      name -> number, text, or `estimate`, in report order
+    items       metric name -> its `item_scores` or `weighted_scores`
     tables      {"title", "columns", "rows"}, rows of text or numbers
-    series      name -> [[x, y], ...], curves that belong into no metrics file
+    series      name -> [[x, y], ...], curves that are not in a metrics file
     metrics     the run's metrics.jsonl (`logger`), for the figures
-    files       what the stage made, as files or folders: `finished` checks their content later
-    extend      keep the values, items and tables of the section's last record where it has the
-                same inputs, and add the costs: a section filled by several calls. A value of None
-                removes the one of that name.
+    files       output files or directories; `finished` checks their content later
+    extend      merge into the section's last record if it has the same inputs: keep its values,
+                items, tables, series and files, and add up the costs. A value of None deletes the
+                old value.
 
-    Safe for two processes at once. Returns the path of the record.
+    Safe to call from concurrent processes. Returns the path of the record.
     """
     folder = report_folder(report_dir)
     code = git_state()
@@ -227,23 +216,22 @@ def write_record(
         "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
-    with locked(folder / ".lock", f"recording {section}"):
+    with common.locked(folder / ".lock", f"recording {section}"):
         if extend and (old := read_if_sound(path)):
             record = extend_record(old, record)
-        record = sealed(plain(record))
+        record = common.sealed(plain(record))
         append_line(folder / "records.jsonl", one_line(record))
-        write_atomic(path, indented(record))
+        common.write_atomic(path, indented(record))
     return path
 
 
 def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
-    The section's record, if a stage with this `stage_key` ended and what it made is still there.
+    Record of the section if its `stage_key` is `key` and its output files are intact, else None.
 
-    "Still there" is judged by content: size and SHA-256 of every recorded file. A stage that made
-    something but recorded no file cannot be checked, and counts as not finished. Only the record
-    that the report shows counts, so that skipping a stage never leaves another one's figures in
-    its section. In a script:
+    Size and SHA-256 of every recorded file must match. A stage that has outputs but recorded no
+    files cannot be checked and is not finished. Only the section's current record is considered, so
+    the report never shows the results of another stage for a skipped one. In a script:
 
         if cfg.skip_if_done and records.finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")
@@ -251,7 +239,7 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
     if record is None or record["key"] != key:
         return None
-    files = [base_dir() / name for name in record["files"]]
+    files = [common.base_dir() / name for name in record["files"]]
     checked = files or not record["provenance"]["outputs"]
     intact = checked and all(map(Path.is_file, files)) and content(files) == record["files"]
     return record if intact else None
@@ -259,15 +247,15 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
 
 def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
-    The present record of every section, oldest first.
+    Current record of every section, oldest first.
 
-    Raises ValueError naming a damaged one, unless `damaged` is given: then such records are left
-    out, and what is wrong with them is appended there.
+    Raises ValueError for a damaged record, unless `damaged` is given: then damaged records are
+    skipped and the errors are appended to it.
     """
     records: list[Record] = []
     for path in sorted(report_folder(report_dir).glob("*.json")):
         try:
-            if path.name != "header.json":  # of the report
+            if path.name != "header.json":  # not a record
                 records.append(read_record(path))
         except ValueError as error:
             if damaged is None:
@@ -277,68 +265,68 @@ def read_records(report_dir: Folder = None, damaged: list[str] | None = None) ->
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file. Raises ValueError unless it is what was written."""
+    """Read a record. Raises ValueError if it does not match its seal."""
     try:
-        return unseal(path.read_bytes().decode(), indented)
+        return common.unseal(path.read_bytes().decode(), indented)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; delete it and repeat that stage") from error
+        raise ValueError(f"{path} is damaged: {error}; delete it and rerun that stage") from error
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
-    """A record; None where there is none, or a damaged one, which is reported."""
+    """Read a record; None if it is missing or damaged, which is logged."""
     try:
         return read_record(path) if path.exists() else None
     except ValueError as error:
-        print(f"passed over: {printable(error)}", flush=True)
+        print(f"skipped: {common.printable(error)}", flush=True)
         return None
 
 
 def read_history(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
     """
-    Every record ever written to the folder, in the order of writing, but for damaged ones. What is
-    wrong with those is appended to `damaged`.
+    All records ever written to the folder, oldest first. Damaged ones are skipped and the errors
+    appended to `damaged`.
     """
     return read_sealed_lines(report_folder(report_dir) / "records.jsonl", damaged)
 
 
 def report_folder(report_dir: Folder = None) -> Path:
-    """Where records live: report/ under the base directory, or the folder given. Made if absent."""
-    folder = Path(report_dir).expanduser() if report_dir else base_dir() / "report"
+    """Folder of the records: `report_dir`, default report/ under the base directory. Creates it."""
+    folder = Path(report_dir).expanduser() if report_dir else common.base_dir() / "report"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def slug(section: str) -> str:
-    """A section's file name: lower case, hyphens."""
+    """File name stem of a section: lower case, with hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
 
 
 # ------------------------------------------------------------------------------------------------
-# The parts of a record
+# Parts of a record
 
 
 def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files, and of all files below folders, by `portable` name."""
+    """Size and SHA-256 of files, searching folders recursively, by `portable` path."""
     below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
     return {
-        portable(path): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        portable(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
         for path in chain.from_iterable(below)
     }
 
 
 def portable(path: Path) -> str:
-    """A path as a record names it: relative to the base directory where it is below."""
-    path = path.resolve()
-    return str(path.relative_to(base_dir()) if path.is_relative_to(base_dir()) else path)
+    """Path relative to the base directory if it is inside it, else absolute."""
+    path, base = path.resolve(), common.base_dir()
+    return str(path.relative_to(base) if path.is_relative_to(base) else path)
 
 
 def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` with the values, items, tables and costs of `old` added, if their inputs are equal."""
+    """Merge the values, items, tables, series, files and costs of `old` if the inputs are equal."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
     both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
     if new["values"].keys() >= old["values"].keys():
-        both["values"] = new["values"]  # in its order
+        both["values"] = new["values"]  # in the new order
     both["values"] = {name: value for name, value in both["values"].items() if value is not None}
     titles = {table["title"] for table in new["tables"]}
     tables = [table for table in old["tables"] if table["title"] not in titles]
@@ -352,9 +340,9 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """
-    `value` in types JSON has, order kept. Numbers that are not finite become "nan", "inf", "-inf".
+    Convert to JSON types, keeping order. Non-finite numbers become "nan", "inf" or "-inf".
 
-    Raises TypeError for what JSON cannot hold.
+    Raises TypeError for unsupported types.
     """
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
@@ -366,11 +354,11 @@ def plain(value: Any) -> Any:
         return value
     if hasattr(value, "item"):  # a scalar of numpy or torch
         return plain(value.item())
-    raise TypeError(f"a record holds numbers, text, lists and dicts, not {type(value).__name__}")
+    raise TypeError(f"a record holds numbers, strings, lists and dicts, not {type(value).__name__}")
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, after closing one that a killed process left open. The caller has the lock."""
+    """Append a line, terminating an unfinished last line. The caller must hold the lock."""
     with path.open("ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
         torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
@@ -378,7 +366,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line; a torn or damaged line is passed over."""
+    """JSON objects of a file, one per line; skips truncated and damaged lines."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -388,14 +376,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Record]:
     """
-    The JSON objects of a file of sealed lines; none where there is no file. Lines that are not what
-    was written are left out and named in `damaged`.
+    JSON objects of a file of sealed lines; empty if there is no file. Lines that do not match their
+    seal are skipped and reported in `damaged`.
     """
     found: list[Record] = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(unseal(line.decode(), one_line))
+            found.append(common.unseal(line.decode(), one_line))
         except (ValueError, RecursionError) as error:
             if damaged is not None:
                 damaged.append(f"{path}, line {number} is damaged: {error}; delete that line")
@@ -403,34 +391,34 @@ def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Reco
 
 
 def one_line(value: Any) -> str:
-    """JSON as a line of a file has it."""
+    """Serialize JSON as one line."""
     return json.dumps(value, allow_nan=False)
 
 
 def indented(value: Any) -> str:
-    """JSON as the file of a record has it: order kept, for people to read."""
+    """Serialize JSON as in a record file: indented, keeping order."""
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-# ---- The code, and what machines cost ------------------------------------------------------------
+# ---- Git state and hourly rates ------------------------------------------------------------------
 
 
-# What git is asked about: a report that was just written makes no commit dirty
+# Generated reports do not count as changes of the code
 WITHOUT_REPORT = (":(exclude)report.md", ":(exclude)dev/report")
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
 OTHER_PER_HOUR = 2.00
 
 
 def git(repository: Path, *words: str) -> str:
-    """The output of a git command in a repository; empty where git has no answer."""
+    """Output of a git command in a repository; empty if it fails."""
     command = ["git", "-C", str(repository), *words]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
     return ""
 
 
-def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
-    """Branch, short commit, whether files differ from it, and the first line of its message."""
+def git_state(repository: Path = common.REPOSITORY) -> dict[str, Any]:
+    """Branch, short commit hash, whether there are changes, and the subject of the commit."""
     return {
         "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
         "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",
@@ -440,7 +428,7 @@ def git_state(repository: Path = REPOSITORY) -> dict[str, Any]:
 
 
 def default_rate(gpus: Sequence[str]) -> float:
-    """What a machine with these accelerators costs to rent, in dollars per hour; 0 without any."""
+    """Rental price of a machine with these GPUs in dollars per hour; 0 without GPUs."""
     prices = DOLLARS_PER_GPU_HOUR.items()
     return sum(next((p for kind, p in prices if kind in name), OTHER_PER_HOUR) for name in gpus)
 
@@ -449,16 +437,16 @@ def default_rate(gpus: Sequence[str]) -> float:
 
 
 def plain_value(value: Any) -> Any:
-    """The number of an estimate, any other value itself."""
+    """Value of an estimate; any other value unchanged."""
     return value["value"] if isinstance(value, Mapping) else value
 
 
 def standard_error(value: Any) -> float:
-    """The standard error of an estimate; NaN where nobody gave one."""
+    """Standard error of an estimate; NaN if unknown."""
     known = isinstance(value, Mapping) and value.get("se") is not None
     return float(value["se"]) if known else math.nan
 
 
 def seconds(timestamp: str) -> float:
-    """A timestamp as seconds since the epoch."""
+    """Convert a timestamp to seconds since the epoch."""
     return time.mktime(time.strptime(timestamp, TIME_FORMAT))

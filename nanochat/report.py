@@ -1,12 +1,12 @@
 """
 The report card: report.md, rendered from the records of the stages.
 
-    records + header (when, where, by which code) -> render -> report.md with its SVG figures
+    records + header (time, hardware, code version) -> render -> report.md with SVG figures
 
-`render` is a pure function; `update` is what a stage calls after `records.write_record`. Names,
-order and keys of the fixed sections never change, so that report cards can be compared line by
-line; what we add comes after them. Nothing is read back from the text of a report. Names, settings
-and values are text from elsewhere (models, data, users): `escape` makes Markdown show it as it is.
+`render` is a pure function; a stage calls `update` after `records.write_record`. Names, order and
+keys of the fixed sections must not change, because reports are compared line by line; additions
+come after them. Reports are never parsed. Names, settings and values are untrusted text (from
+models, data and users) and are escaped for Markdown.
 """
 
 import math
@@ -36,38 +36,37 @@ from nanochat.common import (
 from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, read_scores, seconds, slug
 
-RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed text: a dash more than the others
-# What Markdown (CommonMark and GitHub's extensions of it) would not show as it is, within a line
+RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
+# Active syntax of Markdown (CommonMark and GitHub's extensions) within a line
 ACTIVE = re.compile(
     r"""
     [`\[\]]                           # code, links, images
-    | \\(?=[!-/:-@\[-`{-~]|$)         # escapes
-    | <(?=[a-z/!?]|[^\s<>]*@)         # HTML, links; not a special token such as <|bos|>
+    | \\(?=[!-/:-@\[-`{-~]|$)         # backslash escapes
+    | <(?=[a-z/!?]|[^\s<>]*@)         # HTML, links; not special tokens such as <|bos|>
     | &(?=\#?\w+;)                    # entities
     | (?<![^\W_])_ | _(?![^\W_])      # emphasis; not within a word
-    | \*(?=[^*]*\*) | ~(?=[^~]*~) | \$(?=[^$]*\$)  # emphasis, formulas: all but the last
-    | :(?=//) | (?<=\bwww)\. | (?<=\w)@(?=\w)  # addresses that become links
+    | \*(?=[^*]*\*) | ~(?=[^~]*~) | \$(?=[^$]*\$)  # emphasis, math: all but the last
+    | :(?=//) | (?<=\bwww)\. | (?<=\w)@(?=\w)  # autolinks
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-BLOCK_START = re.compile(  # of a heading, a list, a rule, a quote, a numbered list
+BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
     r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
 )
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 
-Figure = tuple[str, str]  # title, and file relative to the report
+Figure = tuple[str, str]  # title, path relative to the report
 
 
 # ------------------------------------------------------------------------------------------------
-# What stages and scripts call
+# Public interface
 
 
 def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
     """
-    Write the record of a script and render the report again. cfg: the script's settings, one of
-    which is report_dir. The others are those of `records.write_record`: values by name, a
-    Provenance, a Cost, and what else is shown, such as tables.
+    Write the record of a script and update the report. cfg: the script's config, with a field
+    `report_dir`. The other arguments are those of `records.write_record`.
     """
     records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
     update(cfg.report_dir)
@@ -80,14 +79,13 @@ def update(
     draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
 ) -> Path:
     """
-    Render the report of a record folder again. Returns the path of report.md: in the base
-    directory for the main report, else beside the records. Damaged records are reported.
+    Render the report of a record folder. Returns the path of report.md, which is in the base
+    directory for the main report, else in the record folder. Prints and skips damaged records.
 
-    hourly_rate: dollars per hour of the whole machine, kept for later calls. more(all records,
-    those and what they replaced, hourly rate of a device, list to which damaged files are added) ->
-    tables of further sections by name. draw(folder of the figures, all records) -> files and titles
-    of the figures: `plots.draw` draws them anew; by default those drawn before are shown. Raises
-    MissingInput where there is no record.
+    hourly_rate: dollars per hour for the whole machine, saved for later calls. more(records,
+    history, hourly rate per device, list for errors) -> tables of extra sections by name.
+    draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw`; default: keep
+    the existing figures. Raises MissingInput if there are no records.
     """
     folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
@@ -96,12 +94,12 @@ def update(
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
     tables = more(written, records.read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
-        print(f"left out: {printable(each)}")
+        print(f"skipped: {printable(each)}")
     if not written:
-        raise MissingInput(f"no stage has left a record in {folder}", "bash speedrun.sh")
+        raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
     figures: dict[str, list[Figure]] = {}
-    before = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
-    for path, title in (draw(folder / "figures", written) if draw else before).items():
+    existing = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
+    for path, title in (draw(folder / "figures", written) if draw else existing).items():
         section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
         figures.setdefault(section, []).append((title, link))
     now = time.strftime(records.TIME_FORMAT)
@@ -110,7 +108,7 @@ def update(
 
 
 # ------------------------------------------------------------------------------------------------
-# The header's facts
+# Header
 
 
 GIB = 1024**3
@@ -119,9 +117,10 @@ CODE = ("*.py", "*.md", "*.rs", "*.html", "*.toml", "*.sh")
 
 def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> dict[str, Any]:
     """
-    The report's header, made when the first stage ends or by `reset`: facts about this machine and
-    this code, and when the first of the records' stages started. It stays as it was made, wherever
-    and whenever the report is rendered again; but for the hourly rate, where one is given.
+    Read the header (start time, hardware, code version), creating it on the first call.
+
+    Once created, only the hourly rate changes, if `rate` is given. The run starts at the earliest
+    start of a recorded stage.
     """
     path = folder / "header.json"
     if path.exists():
@@ -146,8 +145,8 @@ def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> 
 
 
 def hardware() -> dict[str, Any]:
-    """Operating system, processors, memory, and the GPUs that PyTorch sees."""
-    import torch  # slow to import: not for those who only want --help
+    """Operating system, CPUs, memory, and the GPUs visible to PyTorch."""
+    import torch  # slow to import; not needed for --help
 
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
@@ -164,10 +163,10 @@ def hardware() -> dict[str, Any]:
 
 def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
     """
-    The size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
+    Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
-    Counts the py, md, rs, html, toml and sh files git tracks, generated reports left out; none
-    without git. `lock_lines` is 0 without uv.lock.
+    Counts tracked py, md, rs, html, toml and sh files except generated reports; 0 without git.
+    `lock_lines` is 0 without uv.lock.
     """
     names = records.git(repository, "ls-files", "-z", "--", *CODE, *records.WITHOUT_REPORT)
     paths = [repository / name for name in names.split("\0")]
@@ -196,22 +195,21 @@ def render(
     damaged: Sequence[str] = (),
 ) -> str:
     """
-    The text of report.md, a pure function of its arguments.
+    Text of report.md, a pure function of its arguments.
 
-    Fixed sections come in their order, others after them by age, then the tables of `more`
-    sections; `figures` are those of each section, by its slug. `generated` is the time to print;
-    `damaged` lists records that were left out.
+    Order: fixed sections, other sections by age, sections of `more`, the summary. figures: by
+    section slug. generated: time to print. damaged: errors of skipped records.
     """
-    places = {name: i for i, name in enumerate(SECTIONS)}
-    ordered = sorted(written, key=lambda r: (places.get(r["section"], len(places)), r["timestamp"]))
+    order = {name: i for i, name in enumerate(SECTIONS)}
+    ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
     sections = [render_section(r, figures.get(slug(r["section"]), ())) for r in ordered]
     for name, tables in more.items():
         if tables:
             sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
     top = [render_header(header, generated)]
     for warning, items in (
-        ("Provenance: these sections do not belong together.", find_faults(ordered)),
-        ("Damaged records, left out of this report.", damaged),
+        ("Provenance: these sections are inconsistent.", find_faults(ordered)),
+        ("Damaged records, not included in this report.", damaged),
     ):
         if items:
             lines = [f"> [!WARNING]\n> **{warning}**", *(f"> - {escape(item)}" for item in items)]
@@ -251,7 +249,7 @@ def render_header(header: Record, generated: str) -> str:
 
 
 def render_bloat(bloat: Mapping[str, int]) -> str:
-    """The size of the code, as it stands in the header and again in the summary."""
+    """Size of the code, for the header and the summary."""
     names = ("characters", "lines", "files", "tokens", "lock_lines")
     labels = ("Characters", "Lines", "Files", "Tokens (approx)", "Dependencies (uv.lock lines)")
     shown = dict(zip(labels, names, strict=True))
@@ -259,43 +257,43 @@ def render_bloat(bloat: Mapping[str, int]) -> str:
 
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
-    """A section: its fixed keys, its tables, then what we add: keys, provenance, cost, figures."""
+    """A section: fixed keys, tables, other keys, provenance, cost, figures."""
     entries = {**record["settings"], **record["values"]}
     keys = SECTIONS.get(record["section"])
     fixed = list(entries) if keys is None else keys.split(", ")
-    own = [bullet(key, entries[key]) for key in fixed if key in entries]
-    ours = [bullet(key, entries[key]) for key in entries if key not in fixed]
+    head = [bullet(key, entries[key]) for key in fixed if key in entries]
+    rest = [bullet(key, entries[key]) for key in entries if key not in fixed]
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    ours += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
+    rest += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
     tables = [render_table(t) for t in record["tables"]]
-    lists = ["\n".join(own), *tables, "\n".join(ours)] if tables else ["\n".join(own + ours)]
+    lists = ["\n".join(head), *tables, "\n".join(rest)] if tables else ["\n".join(head + rest)]
     links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
     body = "\n\n".join(block for block in [*lists, links] if block)
     return f"## {escape(record['section'])}\ntimestamp: {record['timestamp']}\n\n{body}"
 
 
 def bullet(key: str, value: Any) -> str:
-    """A line of a list. Key and value are escaped together: neither can pair with the other."""
+    """A list item. Key and value are escaped together, so markup cannot span both."""
     return "- " + BLOCK_START.sub(r"\1\\", escape(f"{key}: {show(value)}").lstrip())
 
 
 def cell(value: Any) -> str:
-    """A cell of a table."""
+    """A table cell."""
     return escape(show(value)).replace("|", r"\|")
 
 
 def escape(text: str) -> str:
-    """Text as one line of Markdown that shows it and nothing else, as long as no block begins."""
+    """Escape text to one line of Markdown; markup at the start of a block is not escaped."""
     return ACTIVE.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
 
 
 def show(value: Any) -> str:
-    """A value as the report prints it."""
+    """Format a value for the report."""
     if isinstance(value, Mapping):
         error = "" if value.get("se") is None else f" +- {show(value['se'])}"
         count = "" if value.get("n") is None else f"n={value['n']:,}"
-        if (value.get("k") or 1) > 1:  # items asked several times, and the parts of the error
+        if (value.get("k") or 1) > 1:  # items sampled k times, and the parts of the error
             parts = f"items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
             count += f", k={value['k']}; {parts}"
         return f"{show(value['value'])}{error}" + (count and f" ({count})")
@@ -309,7 +307,7 @@ def show(value: Any) -> str:
 
 
 def show_provenance(origin: Record) -> str:
-    """Run, commit, seed, and what went in and came out, on one line."""
+    """Run, commit, seed, inputs and outputs on one line."""
     read, made = (", ".join(map(" ".join, origin[s].items())) for s in ("inputs", "outputs"))
     commit = origin["commit"] + " (dirty)" * origin["dirty"]
     flow = (read and f"; {read}") + (made and f" -> {made}")
@@ -317,7 +315,7 @@ def show_provenance(origin: Record) -> str:
 
 
 def render_table(table: Record) -> str:
-    """A table as Markdown, under its title. Whole numbers stand plain, others have 4 decimals."""
+    """A Markdown table with its title. Integers are printed as is, floats with 4 decimals."""
     columns, title = [cell(column) for column in table["columns"]], table.get("title")
     rule = "|".join("-" * RULE_DASHES.get(column, len(column) + 2) for column in columns)
     rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
@@ -326,10 +324,10 @@ def render_table(table: Record) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Summaries over records: metrics by stage, costs, warnings
+# Summary: metrics by stage, differences, costs, warnings
 
 COLUMNS = ("BASE", "MID", "SFT", "RL")
-COLUMN_OF = {  # section -> the column of the summary that shows its metrics
+COLUMN_OF = {  # section -> summary column of its metrics
     **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
     **{f"Chat evaluation {column.lower()}": column for column in COLUMNS},
 }
@@ -339,8 +337,8 @@ Nested = Mapping[str, Mapping[str, Any]]
 
 def metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
     """
-    Metric -> column -> value: CORE first, ChatCORE last, the rest by name; and column -> metric ->
-    what its items scored, as the records have it.
+    Collect metric -> column -> value (CORE first, ChatCORE last, the rest by name) and column ->
+    metric -> recorded item scores.
     """
     found: dict[str, dict[str, Any]] = {}
     items: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
@@ -355,12 +353,12 @@ def metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
 
 
 def metric_name(key: str) -> str:
-    """What the summary calls a value of a record."""
+    """Name of a recorded value in the summary."""
     return str(BASE_METRICS.get(key, key))
 
 
 def is_metric(section: str, key: str, value: Any) -> bool:
-    """Whether a value belongs into the summary: of a chat evaluation, its tasks and ChatCORE."""
+    """Whether a value belongs in the summary: CORE, val bpb, chat tasks and ChatCORE."""
     if not section.startswith("Chat evaluation"):
         return key in BASE_METRICS
     return isinstance(value, Mapping) or key in records.CHAT_TASKS.split(", ")
@@ -368,10 +366,10 @@ def is_metric(section: str, key: str, value: Any) -> bool:
 
 def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
     """
-    Table of what each column changed: per metric, against the one before it that has one.
+    Table of differences between consecutive columns that have the metric.
 
-    Where both stages were asked the same items (`metrics`), these are compared one by one;
-    elsewhere the standard error is that of a difference of independent measurements.
+    Stages evaluated on the same items are compared item by item; otherwise the standard error is
+    that of a difference of independent measurements.
     """
     rows = []
     for name, by in found.items():
@@ -393,7 +391,7 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) ->
 
 
 def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
-    """Compare a metric on the items of two columns; None unless both have scores of the same."""
+    """Compare a metric item by item; None unless both columns have scores of the same items."""
     weights = before.get(name, {}).get("weights", {name: 1.0})
     if weights != after.get(name, {}).get("weights", {name: 1.0}):
         return None
@@ -404,7 +402,7 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
 
 
 def ledger(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
-    """Table of what each stage took, in time and in money at the machine's hourly rate."""
+    """Table of the time and cost of each stage. hourly_rate: dollars for the whole machine."""
     costs = [(r["section"], r["cost"]) for r in written]
     total = {name: sum(cost[name] for _, cost in costs) for name in records.ADDED_COSTS}
     rows = []
@@ -419,9 +417,9 @@ def ledger(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
 
 def find_faults(written: Sequence[Record]) -> list[str]:
     """
-    What breaks the chain from section to section: several runs, several versions of the code, a
-    stage that read something else than what the stage before it is recorded to have made. What
-    scores or compares models from outside the run is no part of the chain.
+    Inconsistencies between sections: different runs, different commits, or a stage whose input
+    is not the recorded output of the stage that produced it. Sections that evaluate or compare
+    models from outside the run are ignored.
     """
     faults = []
     written = [r for r in written if not {"hf", "before"} & r["provenance"]["inputs"].keys()]
@@ -437,15 +435,15 @@ def find_faults(written: Sequence[Record]) -> list[str]:
             makers = [r for r in written if name in r["provenance"]["outputs"] and r is not record]
             made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
             if made and read not in made:
-                others = " and ".join(f"{section} made {each}" for each, section in made.items())
-                faults.append(f"{record['section']} read {name} {read}, but {others}.")
+                others = " and ".join(f"{by} produced {each}" for each, by in made.items())
+                faults.append(f"{record['section']} used {name} {read}, but {others}.")
     return faults
 
 
 def render_summary(written: Sequence[Record], header: Record) -> str:
     """
-    Size of the code, metrics by stage; whole minutes from the start to the last fixed section
-    before RL, and with RL, if it ran; then differences and costs.
+    Size of the code, metrics by stage, wall clock time from the start to the last fixed section
+    (without RL and, if it ran, with RL), differences and costs.
     """
     found, items = metrics(written)
     rows = [["Metric", *COLUMNS]]

@@ -1,13 +1,13 @@
 """
-Reinforcement learning on questions whose answers can be scored.
+Reinforcement learning on questions with scorable answers.
 
     questions -> engine: n answers each -> advantages -> weighted micro-batches -> train
 
-REINFORCE on policy: every batch of answers is used for one update, so there is no ratio to clip.
-The loss of a step is the mean over all sampled tokens that are learned from, on all ranks, so every
-token weighs alike whatever the length of its answer (as in Dr. GRPO, arXiv:2503.20783, but for its
-constant divisor; the group's mean as baseline: arXiv:2402.03300). Gradients are those of the plain
-softmax: they ignore top_k and temperature.
+On-policy REINFORCE: each batch of rollouts is used for one update, so there is no ratio to clip.
+The loss of a step is the mean over all trained tokens of all ranks, so every token has the same
+weight whatever the length of its answer (as in Dr. GRPO, arXiv:2503.20783, except for its constant
+divisor). The baseline is the group's mean reward (arXiv:2402.03300). Gradients are those of the
+plain softmax; they ignore top_k and temperature.
 """
 
 import random
@@ -40,23 +40,23 @@ from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun
 @dataclass(frozen=True)
 class RLConfig:
     examples_per_step: int = 16
-    """Questions per step, all ranks together."""
+    """Questions per step over all ranks."""
     num_samples: int = 16
-    """Answers to each question, which are compared with each other."""
+    """Answers per question; their mean reward is the baseline."""
     max_new_tokens: int = 256
-    """Longest answer, in tokens."""
+    """Maximum number of tokens per answer."""
     temperature: float = 1.0
     """Sampling temperature of the rollouts."""
     top_k: int | None = 50
-    """Among how many likeliest tokens answers are sampled. Default: all of them."""
+    """Sample from the k most likely tokens; -1 = all tokens."""
     length_penalty: float = 0.0
-    """Taken from the reward of an answer of full length, in proportion from shorter ones."""
+    """Penalty on the reward of an answer of maximum length; proportional to the length."""
     resample_zero_signal: int = 0
-    """How many times a question whose answers all earned the same, which gives no gradient, is
-    replaced by another one."""
+    """Replace a question whose answers all have the same reward, and thus no gradient, up to N
+    times."""
     log_kl: bool = False
-    """Log how far the model has moved from the one it began with, in nats a token of its answers;
-    costs two more forward passes."""
+    """Log the KL divergence from the initial model in nats per generated token; costs two extra
+    forward passes."""
 
     def __post_init__(self) -> None:
         require_at_least(self, examples_per_step=1, num_samples=2)
@@ -65,19 +65,19 @@ class RLConfig:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
     def sampling(self, seed: int) -> Sampling:
-        """How answers are sampled, in training and evaluation alike."""
+        """Sampling settings of both rollouts and evaluations."""
         return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
 
 
 class Group(NamedTuple):
-    """The answers to one question, and what they earned."""
+    """The answers to one question and their rewards."""
 
     answers: list[Completion]
     rewards: list[float]
 
     @property
     def has_signal(self) -> bool:
-        """False when all answers earned the same: nothing can be learned from them."""
+        """False if all rewards are equal, which yields no gradient."""
         return max(self.rewards) > min(self.rewards)
 
 
@@ -85,9 +85,9 @@ def weighted_batches(
     groups: Sequence[Group], rows: int, pad: int, device: torch.device
 ) -> list[MicroBatch]:
     """
-    The answers of groups with signal in micro-batches of at most `rows`, like lengths together.
-    Targets are the sampled tokens; their weights are the advantages: a reward minus the mean of its
-    group. `pad` fills rows up on the right.
+    Collate the answers of groups with signal, sorted by length, into micro-batches of at most
+    `rows` rows, right-padded with `pad`. Targets are the sampled tokens, weighted by the advantage:
+    the reward minus its group's mean.
     """
     learned = []
     for group in filter(lambda group: group.has_signal, groups):
@@ -113,15 +113,15 @@ def kl_to_reference(
     model: GPT, reference: GPT, batches: Sequence[MicroBatch], machine: DistContext
 ) -> float:
     """
-    KL divergence of `model` from `reference` in nats per sampled token, the same on all ranks.
+    KL(model || reference) in nats per sampled token, identical on all ranks.
 
-    Estimated by exp(d) - 1 - d of d = log p_reference - log p_model at the sampled tokens: never
-    negative, and of little variance. Source: Schulman, "Approximating KL Divergence", 2020.
+    Estimated as exp(d) - 1 - d with d = log p_reference - log p_model at the sampled tokens:
+    nonnegative, low variance. Source: Schulman, "Approximating KL Divergence", 2020.
     """
     total = 0.0
     for each in batches:
         losses, others = (m.token_losses(each.tokens, each.targets) for m in (model, reference))
-        d = losses - others  # 0 where a target does not count
+        d = losses - others  # 0 for ignored targets
         total += float((torch.expm1(d) - d).double().sum())
     nats, count = machine.sum(total, float(sum(each.num_targets for each in batches)))
     return nats / count if count else 0.0
@@ -129,48 +129,48 @@ def kl_to_reference(
 
 @lru_cache(maxsize=8)
 def shuffled(n: int, seed: str) -> list[int]:
-    """The numbers 0 to n - 1 in random order."""
+    """The integers 0 to n - 1 in a random order."""
     return random.Random(seed).sample(range(n), n)
 
 
 @dataclass(eq=False)
 class RolloutLoader:
     """
-    The batches of RL: answers of the current model to the questions of a step, with advantages as
-    weights. Its metrics are the rewards of the step.
+    RL batches: answers of the current model to the questions of a step, weighted by advantage.
 
-    Raises ValueError where there are no questions, or those of a step do not divide among ranks.
+    Raises ValueError if there are no questions or examples_per_step is not a multiple of the world
+    size.
     """
 
     task: Questions
     questions: Sequence[int]
-    """Which of the task's to ask, by number."""
+    """Indices of the task's questions to train on."""
     cfg: RLConfig
     seed: int
     machine: DistContext
     model: GPT
     engine: Engine
-    """With a copy of the model, which is refreshed before each use."""
+    """Runs a copy of the model, which is refreshed before each use."""
     reference: GPT | None = None
-    """The model from which the KL divergence is logged, if any."""
+    """Reference model for the logged KL divergence."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the latest step."""
+    """Rollout metrics of the latest step."""
 
     def __post_init__(self) -> None:
         if self.cfg.examples_per_step % self.machine.world_size:
             raise ValueError(
-                f"examples_per_step {self.cfg.examples_per_step} does not divide among "
-                f"{self.machine.world_size} devices"
+                f"examples_per_step {self.cfg.examples_per_step} is not a multiple of "
+                f"the world size {self.machine.world_size}"
             )
         if not self.questions:
-            raise ValueError("there is no question to train on")
+            raise ValueError("no questions to train on")
         cfg = self.cfg
         self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
         self.identity = {"rl": asdict(cfg)}
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         if self.machine.any(stopping()):
-            raise StoppedWaiting(f"asked to stop before step {step}")
+            raise StoppedWaiting(f"stop requested before step {step}")
         started = time.perf_counter()
         groups = self.roll_out(step)
         self.metrics = self.rollout_metrics(groups)
@@ -178,7 +178,7 @@ class RolloutLoader:
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         pad, device = self.engine.tokenizer.bos_id, self.machine.device
         batches = weighted_batches(groups, device_rows, pad, device)
-        if self.reference is not None:  # of the copy that answered: rounding is not learning
+        if self.reference is not None:  # of the copy that generated: excludes rounding
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
@@ -188,10 +188,10 @@ class RolloutLoader:
 
     def describe(self, run: TrainingRun) -> dict[str, str]:
         cfg = self.cfg
-        return {"rollouts": f"{cfg.examples_per_step} questions, {cfg.num_samples} answers to each"}
+        return {"rollouts": f"{cfg.examples_per_step} questions x {cfg.num_samples} samples"}
 
     def rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Means over the groups and answers of all ranks."""
+        """Return means over the groups and answers of all ranks."""
         answers = [answer for group in groups for answer in group.answers]
         reward, tokens, cut_off, silent, spread = self.machine.sum(
             sum(sum(group.rewards) for group in groups),
@@ -211,23 +211,23 @@ class RolloutLoader:
         }
 
     def draws(self, step: int) -> range:
-        """This rank's questions of a step, counted over the whole run."""
+        """This rank's draws of a step, numbered over the whole run."""
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
         return range(first + self.machine.rank, first + per_step, self.machine.world_size)
 
     def question(self, draw: int, attempt: int = 0) -> int:
-        """Which question of the task it is: every epoch and attempt has an order of its own."""
+        """Task index of a draw's question; each epoch and attempt has its own random order."""
         count = len(self.questions)
         epoch, position = divmod(draw, count)
         return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[position]]
 
     def roll_out(self, step: int) -> list[Group]:
-        """Answer this rank's questions of a step with the current weights; score the answers."""
+        """Generate and score answers to this rank's questions with the current weights."""
         refresh(self.engine.model, self.model)
         return self.answer(self.draws(step))
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
-        """The groups of `roll_out`; those without signal replaced where the settings say so."""
+        """Replace groups without signal, up to `resample_zero_signal` times."""
         groups = list(groups)
         for attempt in range(1, self.cfg.resample_zero_signal + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
@@ -238,10 +238,10 @@ class RolloutLoader:
 
     def answer(self, draws: Sequence[int], attempt: int = 0) -> list[Group]:
         """
-        Answer questions `num_samples` times each, and score the answers.
+        Generate and score `num_samples` answers per question.
 
-        A prompt that leaves no room for an answer is truncated to its end. Answers depend on the
-        question and its draw, not on ranks or on other prompts in the batch.
+        A prompt that leaves no room for an answer is truncated on the left. Answers depend on the
+        question and its draw, not on the rank or other prompts in the batch.
         """
         cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]
@@ -257,12 +257,12 @@ class RolloutLoader:
             ]
 
     def reward(self, i: int, answer: Completion) -> float:
-        """The reward of an answer to question i of the task."""
+        """Reward of an answer to question i of the task, minus the length penalty."""
         score = score_answer(self.task, i, self.engine.tokenizer.decode(answer.ids))
         return score - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
 
     def mean_rewards(self, num_steps: int) -> list[float]:
-        """The mean reward of each question of the first steps, answered by the current model."""
+        """Mean reward of the current model on each question of the first `num_steps` steps."""
         mine = {
             draw: sum(group.rewards) / len(group.rewards)
             for step in range(num_steps)
@@ -276,7 +276,7 @@ class RolloutLoader:
 
 
 class EvalResult(NamedTuple):
-    """What a model earned and solved."""
+    """Rewards and held-out scores of a model."""
 
     rewards: list[float]
     """Mean reward of each of the first training questions."""
@@ -285,15 +285,15 @@ class EvalResult(NamedTuple):
 
 
 def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
-    """pass@k over the held-out questions."""
+    """Estimate pass@k over the held-out questions."""
     return stats.mean([stats.pass_at_k(len(each), each.count(1), k) for each in outcomes])
 
 
 class HeldOut(Callback):
     """
-    Evaluates rewards and held-out answers before and after RL, and the latter every `eval_every`
-    steps. `num_samples`: answers to each question of `task`. `reward_steps`: the steps whose
-    questions are answered for their rewards.
+    Evaluates training rewards and held-out answers before and after RL, and held-out answers every
+    `eval_every` steps. num_samples: answers per question of `task`. reward_steps: number of steps
+    whose questions measure the training reward.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class HeldOut(Callback):
         self.before = self.after = self.measure("before")
         of_a_step = rollouts.cfg.examples_per_step * rollouts.cfg.num_samples
         share = of_a_step / (reward_steps * of_a_step + len(task) * num_samples)
-        # an answer takes a forward and a backward pass besides: twice the work of generating it
+        # training on an answer (forward and backward) takes twice the work of generating it
         self.seconds_per_step = 3 * share * (time.perf_counter() - started)
 
     def measure(self, when: str) -> EvalResult:
@@ -319,7 +319,7 @@ class HeldOut(Callback):
         return result
 
     def outcomes(self) -> list[list[float]]:
-        """The scores of the current model's answers to the held-out questions."""
+        """Scores of the current model's answers to the held-out questions."""
         rollouts, task, n = self.rollouts, self.task, self.num_samples
         engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
         refresh(engine.model, rollouts.model)
@@ -342,7 +342,7 @@ class HeldOut(Callback):
         return {"pass_at_1": pass_at(outcomes, 1).value}
 
     def values(self) -> dict[str, Any]:
-        """Rewards and pass@k on both sides; of several tasks, the change of each."""
+        """Rewards and pass@k before and after RL; the change per task if there are several."""
         metrics = read_metrics(stage_folder(self.run.kind) / self.run.tag / METRICS_FILE)
         steps = [entry for entry in metrics if "reward" in entry]
         before, after = self.before, self.after
@@ -374,7 +374,7 @@ class HeldOut(Callback):
 
 
 def change(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
-    """By how much the same items moved, and whether that is more than noise."""
+    """Mean change of paired values and whether it exceeds the noise."""
     found = stats.compare(before, after)
     return {
         f"{name} change": records.estimate(found.difference, found.n, found.se),

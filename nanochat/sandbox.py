@@ -1,16 +1,15 @@
 """
-Run what a model wrote: Python in a child that can compute, print and keep a few files; sums in a
-calculator.
+Run model-written code: Python in a sandboxed child process, arithmetic in a calculator.
 
-    code -> [bubblewrap, or Landlock] + seccomp + limits -> stdout, stderr, how it ended
-    a model's call -> Tools: calculate, else (if allowed) run_python -> the text to inject, or None
+    code -> [bubblewrap or Landlock] + seccomp + limits -> stdout, stderr, reason of failure
+    tool call -> Tools: calculate, else (if enabled) run_python -> text to inject, or None
 
-Two layers keep the child from everything else. bubblewrap gives it namespaces of its own: a file
-system with nothing but the interpreter and a tmpfs of limited size, no network, no processes but
-its own. Where that does not work, as in most containers, Landlock closes the file system and the
-system call filter the rest; the child's files are then on disk, where they are counted. A layer
-counts only after a probe that tried to break out of it. Where none holds nothing is run, unless
-the caller says so. The child's half is `sandbox_child.py`. Safe from any thread.
+There are two sandbox layers. bubblewrap runs the child in its own namespaces: a file system with
+only the interpreter and a tmpfs of limited size, no network, no other processes. If it does not
+work, as in most containers, Landlock restricts the file system and a seccomp filter the rest; the
+child's files are then on disk, where their size is polled. A layer is used only if a probe could
+not break out of it. If neither works, nothing is run unless the caller passes `unsafe`. The child's
+side is `sandbox_child.py`. Thread-safe.
 """
 
 import ast
@@ -37,13 +36,13 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 Layer = Literal["bubblewrap", "landlock", "none"]
-LAYERS: tuple[Layer, ...] = ("bubblewrap", "landlock")  # the better one first
-START_SECONDS = 20.0  # for an interpreter to start, on a machine that is busy with training
-TICK = 0.01  # seconds between looks at the clock and the files: at 1 GB/s 10 MB are written in it
+LAYERS: tuple[Layer, ...] = ("bubblewrap", "landlock")  # in order of preference
+START_SECONDS = 20.0  # timeout for interpreter startup on a machine that is busy training
+TICK = 0.01  # seconds between checks of time and file limits; 10 MB of writes at 1 GB/s
 CHUNK = 2**16
-READY = b"ready"  # the child's word that it is confined
+READY = b"ready"  # sent by the child once it is confined
 CHILD_PID = re.compile(rb'"child-pid": (\d+)')
-BLOCK = 4096  # bytes that even an empty file counts for
+BLOCK = 4096  # minimum size in bytes that is charged for a file
 NOBODY = 65534
 CAP_SYS_PTRACE = 1 << 19
 FOLDER_PREFIX = "nanochat-sandbox-"
@@ -68,76 +67,75 @@ time.sleep(5)
 
 
 class SandboxUnavailable(RuntimeError):
-    """Nothing on this machine confines a child, or a child could not be started in it."""
+    """No sandbox layer works on this machine, or the sandboxed child did not start."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use; where it wants more, it fails or is stopped."""
+    """Resource limits of a program; it fails or is killed when it exceeds one."""
 
     seconds: float = 5.0
-    """Of wall-clock time, from the program's first line on."""
+    """Wall-clock seconds, counted from the start of the program itself."""
     memory_bytes: int = 512 * 2**20
-    """Of address space; Python itself takes about 30 MB."""
+    """Address space in bytes; Python itself takes about 30 MB."""
     output_bytes: int = 64 * 2**10
-    """Of stdout, and as many of stderr."""
+    """Bytes of stdout and of stderr, each."""
     file_bytes: int = 16 * 2**20
-    """Of its files, removed ones that are still open included; a small one counts as 4 KiB. Under
-    bubblewrap they are in memory, in a file system of this size. Under Landlock they are on disk
-    and counted every 10 ms: what is written in between comes on top."""
+    """Total bytes of its files, including deleted ones that are still open; at least 4 KiB each.
+    Under bubblewrap they are in a tmpfs of this size. Under Landlock they are on disk and checked
+    every 10 ms; writes in between may exceed the limit."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a program ended. All of it is the program's own word: `tasks.humaneval` judges one."""
+    """Outcome of a program, which may fake any of it; `tasks.humaneval` tests programs safely."""
 
     ok: bool
-    """It ended by itself, within its limits, with exit status 0."""
+    """It exited with status 0 within its limits."""
     stdout: str
     stderr: str
     reason: str
-    """Why not ok: time, output, files, exit status <n> (128 + a signal). Empty if ok."""
+    """Why not ok: time, output, files, or exit status <n> (128 + signal). Empty if ok."""
 
 
 def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) -> Result:
     """
-    Run a program: confined, or unconfined where no layer works here and `unsafe` allows it.
+    Run a program in the sandbox, or unsandboxed if no layer works and `unsafe` is True.
 
-    It starts with an empty environment, no input, the standard library, and an empty folder that
-    nothing but files can be put into and that is gone afterwards. It can start no process or
-    thread, open no socket, send no signal, and see no file but its own and the interpreter's; of
-    other files it may at most learn that they exist (Landlock). Its limits hold in the unconfined
-    case too. Raises SandboxUnavailable, whose message names the ways out.
+    It gets an empty environment, empty stdin, the standard library, and an empty flat directory
+    for files that is deleted afterwards. It cannot start processes or threads, open sockets, send
+    signals, or read files other than its own and the interpreter's; under Landlock it may learn
+    that other files exist. The limits also hold unsandboxed. Raises SandboxUnavailable.
     """
     return run({"role": "program", "code": code}, limits, choose_layer(unsafe))
 
 
 # ------------------------------------------------------------------------------------------------
-# Which layer works here
+# Choice of the layer
 
 
 def choose_layer(unsafe: bool = False) -> Layer:
-    """The best layer that works here, "none" if `unsafe` allows it. Raises SandboxUnavailable."""
+    """First layer that works; if none does, "none" if `unsafe`, else raise SandboxUnavailable."""
     for layer in LAYERS:
         if trouble_with(layer) is None:
             return layer
     if unsafe:
         return "none"
-    troubles = "\n".join(f"  {layer}: {trouble_with(layer)}" for layer in LAYERS)
+    reasons = "\n".join(f"  {layer}: {trouble_with(layer)}" for layer in LAYERS)
     raise SandboxUnavailable(
-        f"nothing here confines code that a model wrote, so it is not run:\n{troubles}\n"
-        "  use Linux with bubblewrap installed and user namespaces allowed, or with Landlock\n"
-        "  (5.13 or newer); or let it run with all your rights: --unsafe_exec"
+        f"no sandbox works on this machine, so model-written code is not run:\n{reasons}\n"
+        "  use Linux with bubblewrap installed and user namespaces enabled, or with Landlock\n"
+        "  (5.13 or newer); to run it unsandboxed, with your permissions: --unsafe_exec"
     )
 
 
 @functools.cache
 def trouble_with(layer: Layer) -> str | None:
-    """Why a layer does not confine here; None if it does. Tried once per process, for real."""
+    """Why a layer does not work; None if it does. Runs the probe once per process and layer."""
     if not sys.platform.startswith("linux"):
         return "needs Linux"
     with tempfile.NamedTemporaryFile() as outside:
-        os.chmod(outside.name, 0o644)  # so that no user's rights keep the probe from reading it
+        os.chmod(outside.name, 0o644)  # file permissions alone must not stop the probe
         limits = Limits(seconds=START_SECONDS, file_bytes=2**16)
         code = PROBE.format(outside=outside.name, limit=limits.file_bytes)
         try:
@@ -146,33 +144,33 @@ def trouble_with(layer: Layer) -> str | None:
             return str(error)
     if result.stdout == "confined\n" and result.reason == "files":
         return None
-    return f"{result.reason or 'it let the probe out'} {result.stderr[-200:]}".strip()
+    return f"{result.reason or 'the probe broke out'} {result.stderr[-200:]}".strip()
 
 
 def command(layer: Layer, limits: Limits, info: int) -> list[str]:
-    """The child's half, inside bubblewrap where that is the layer, which tells of it on `info`."""
+    """Command line of the child; bubblewrap reports the child's process id on handle `info`."""
     child = [interpreter(), "-I", "-S", "-X", "utf8", "-c", child_source()]
     if layer != "bubblewrap":
         return child
-    bwrap = shutil.which("bwrap") or "bwrap"  # which cannot be started: the reason is reported
-    shown = [word for path in readable() for word in ("--ro-bind", path, path)]
-    size = str(limits.file_bytes + BLOCK)  # a block more, so that `watch` sees the limit broken
+    bwrap = shutil.which("bwrap") or "bwrap"  # if missing, the failed start is reported
+    binds = [word for path in readable() for word in ("--ro-bind", path, path)]
+    size = str(limits.file_bytes + BLOCK)  # one extra block, so that `watch` can detect an overrun
     kept = ["--size", size, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
-    return [bwrap, *NAMESPACES, "--info-fd", str(info), *shown, *kept, "--", *child]
+    return [bwrap, *NAMESPACES, "--info-fd", str(info), *binds, *kept, "--", *child]
 
 
 def child_source() -> str:
-    """The text of the child's half."""
+    """Source code of the child."""
     return Path(__file__).with_name("sandbox_child.py").read_text(encoding="utf-8")
 
 
 def interpreter() -> str:
-    """The running interpreter, outside of any virtual environment."""
+    """Path of the running interpreter, outside any virtual environment."""
     return os.path.realpath(sys._base_executable)  # type: ignore
 
 
 def readable() -> tuple[str, ...]:
-    """All that a child may read: the interpreter, its library, the system's shared libraries."""
+    """Paths a child may read: the interpreter, its library, the system's shared libraries."""
     prefix = os.path.realpath(sys.base_prefix)
     folders = (f"{prefix}/lib", f"{prefix}/lib64", "/usr/lib", "/usr/lib64", "/lib", "/lib64")
     wanted = dict.fromkeys((*folders, "/etc/ld.so.cache", interpreter()))
@@ -185,18 +183,18 @@ def readable() -> tuple[str, ...]:
 
 def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int] = ()) -> Result:
     """
-    Do one job in a child. The handles in `handed` go to the child and are closed here.
+    Run one job in a child. The handles in `handed` are passed to the child and closed here.
 
-    The child says over a pipe of its own that it is confined, and closes that before it runs any
-    code: no code can make it look as if the sandbox had failed. Raises SandboxUnavailable if
-    it did.
+    The child reports on a separate pipe that it is confined, and closes the pipe before it runs any
+    code, so that no code can fake a failure of the sandbox. Raises SandboxUnavailable if the child
+    did not start.
     """
-    said, say = os.pipe()
+    reader, writer = os.pipe()
     with contextlib.ExitStack() as until_end:
-        status = until_end.enter_context(open(said, "rb", buffering=0))
+        status = until_end.enter_context(open(reader, "rb", buffering=0))
         with contextlib.ExitStack() as until_started:
-            info = os.dup(say) if layer == "bubblewrap" else say
-            passed = {say, info, *handed}
+            info = os.dup(writer) if layer == "bubblewrap" else writer
+            passed = {writer, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
             folder = "/" if layer == "bubblewrap" else own_folder(until_end)
@@ -209,13 +207,13 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
                     env={},
                     cwd=folder,
                     pass_fds=tuple(passed),
-                    start_new_session=True,  # a process group of its own, and no terminal
+                    start_new_session=True,  # its own process group, no terminal
                 )
             )
             until_end.callback(kill, process, process.pid)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # else it did not start
-            pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": say}))
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: did not start
+            pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": writer}))
         inner = await_start(process, status)
         used = file_counter(layer, inner, folder, until_end)
         output, reason = watch(process, limits, used)
@@ -226,15 +224,15 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
 
 
 def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
-    """The part of a job that says what the child gives up and what it keeps."""
+    """The part of a job that defines the child's restrictions."""
     rlimits = {
-        "RLIMIT_CPU": math.ceil(limits.seconds) + 1,  # should this process die before the child
+        "RLIMIT_CPU": math.ceil(limits.seconds) + 1,  # in case this process is killed first
         "RLIMIT_FSIZE": limits.file_bytes,
         "RLIMIT_NOFILE": 32,
         "RLIMIT_NPROC": 1,
         "RLIMIT_CORE": 0,
     }
-    if sys.platform.startswith("linux"):  # others do not keep to it, or refuse it
+    if sys.platform.startswith("linux"):  # others ignore or reject it
         rlimits["RLIMIT_AS"] = limits.memory_bytes
     is_root = layer == "landlock" and os.geteuid() == 0 and may_trace()
     nobody = is_root and all(map(open_to_all, (*readable(), tempfile.gettempdir())))
@@ -242,38 +240,38 @@ def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
 
 
 def may_trace() -> bool:
-    """Whether this process may read in /proc which files another user's process holds open."""
+    """Whether this process may list the open files of other users' processes in /proc."""
     found = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) & CAP_SYS_PTRACE)
 
 
 def open_to_all(path: str) -> bool:
-    """Whether every user of the machine can read a file or folder."""
+    """Whether every user can read a file or directory."""
     reachable = all(folder.stat().st_mode & 0o001 for folder in Path(path).parents)
     return reachable and Path(path).stat().st_mode & 0o004 != 0
 
 
 def await_start(process: subprocess.Popen[bytes], status: IO[bytes]) -> int:
     """
-    The id of the confined process, which bubblewrap tells, once that process says it is ready.
+    Wait until the confined process is ready; returns its process id, which bubblewrap reports.
 
-    Raises SandboxUnavailable with what is said instead.
+    Raises SandboxUnavailable with the output of the child if it does not become ready.
     """
-    said = b""
+    received = b""
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
-        while not said.endswith(READY) and selector.select(START_SECONDS):
+        while not received.endswith(READY) and selector.select(START_SECONDS):
             if not (piece := status.read(CHUNK)):
                 break
-            said += piece
-    found = CHILD_PID.search(said)
+            received += piece
+    found = CHILD_PID.search(received)
     inner = int(found[1]) if found else process.pid
-    if not said.endswith(READY):
+    if not received.endswith(READY):
         kill(process, inner)
         assert process.stderr is not None
-        told = said.rpartition(b"}")[2] + process.stderr.read(1000)
-        why = told.decode("utf-8", "replace").strip() or "no answer"
-        raise SandboxUnavailable(f"the sandbox did not start: {why}")
+        output = received.rpartition(b"}")[2] + process.stderr.read(1000)
+        reason = output.decode("utf-8", "replace").strip() or "no answer"
+        raise SandboxUnavailable(f"sandbox did not start: {reason}")
     return inner
 
 
@@ -281,9 +279,8 @@ def watch(
     process: subprocess.Popen[bytes], limits: Limits, used: Callable[[], float]
 ) -> tuple[list[bytearray], str]:
     """
-    Read until the child ends or breaks a limit: its stdout and stderr, and which limit.
-
-    used: returns the bytes of its files.
+    Read until the child exits or exceeds a limit. Returns [stdout, stderr] and the name of the
+    exceeded limit, or "". used: returns the bytes of the child's files.
     """
     assert process.stdout is not None and process.stderr is not None
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
@@ -302,13 +299,13 @@ def watch(
             else:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(wait)
-            broken = {
+            exceeded = {
                 "time": time.monotonic() >= deadline,
                 "output": max(map(len, output.values())) > limits.output_bytes,
                 "files": used() > limits.file_bytes,
             }
-            if reason := next((name for name in broken if broken[name]), ""):
-                for key, _ in selector.select(0):  # what was printed before the limit was passed
+            if reason := next((name for name in exceeded if exceeded[name]), ""):
+                for key, _ in selector.select(0):  # output printed before the limit was hit
                     output[key.fd] += os.read(key.fd, CHUNK)
                 return list(output.values()), reason
     return list(output.values()), ""
@@ -316,10 +313,10 @@ def watch(
 
 def kill(process: subprocess.Popen[bytes], inner: int) -> int:
     """
-    End the child: the confined process, or its whole group where it was started as `process`.
+    Kill the confined process, or its whole group if it is `process` itself.
 
-    bubblewrap ends by itself, after its child: killed, it would leave the child as a zombie to
-    an init that in many containers collects none. Returns the exit status, 128 + n for signal n.
+    bubblewrap exits by itself after its child. Killing it would leave the child as a zombie, which
+    the init of many containers does not reap. Returns the exit status, 128 + n for signal n.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
@@ -335,9 +332,9 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
 
 def own_folder(until_end: contextlib.ExitStack) -> str:
     """
-    A new folder for one child's files, locked while it is in use, removed with `until_end`.
+    Create a directory for one child's files; it is locked while in use and removed by `until_end`.
 
-    Removes first what killed processes left: the folders that nobody has locked.
+    Stale directories of killed processes, which are not locked, are removed first.
     """
     parent = tempfile.gettempdir()
     remove_stale_folders(parent)
@@ -346,16 +343,16 @@ def own_folder(until_end: contextlib.ExitStack) -> str:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         until_end.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:  # else another process took it for stale before it was locked
+        if os.fstat(lock).st_nlink:  # else another process removed it before it was locked
             until_end.callback(shutil.rmtree, folder)
             return folder
 
 
 @functools.cache
 def remove_stale_folders(parent: str) -> None:
-    """Remove the folders of processes that were killed. Once per process and parent folder."""
+    """Remove the directories of killed processes, once per process and parent directory."""
     for path in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        # An OSError: another user's, in use, or removed by another process at this moment
+        # OSError: owned by another user, in use, or just removed by another process
         with contextlib.suppress(OSError), contextlib.ExitStack() as until_end:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             until_end.callback(os.close, lock)
@@ -367,36 +364,37 @@ def remove_stale_folders(parent: str) -> None:
 def file_counter(
     layer: Layer, pid: int, folder: str, until_end: contextlib.ExitStack
 ) -> Callable[[], float]:
-    """A function that returns the bytes of the files of process `pid`, removed ones included."""
+    """Return a function that counts the bytes of the child's files, deleted ones included."""
     if layer != "bubblewrap":
         return functools.partial(disk_bytes, folder, pid)
     try:
         mounted = os.open(f"/proc/{pid}/root/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:  # it has ended already
+    except FileNotFoundError:  # it has already exited
         return lambda: 0
     until_end.callback(os.close, mounted)
     return functools.partial(mounted_bytes, mounted)
 
 
 def mounted_bytes(folder: int) -> int:
-    """Bytes in use on the file system of an open folder; an inode counts as a block at least."""
+    """Bytes used on the file system of an open directory; at least one block per inode."""
     status = os.fstatvfs(folder)
-    inodes = status.f_files - status.f_ffree - 1  # without the folder itself
+    inodes = status.f_files - status.f_ffree - 1  # excluding the directory itself
     return max((status.f_blocks - status.f_bfree) * status.f_frsize, inodes * BLOCK)
 
 
 def disk_bytes(folder: str, pid: int) -> float:
     """
-    Bytes of the files in a flat folder, which may change meanwhile, and of those removed from it
-    that process `pid` has open or mapped. Infinite with a removed file that is mapped but not open:
-    /proc does not tell its size.
+    Bytes of the files in a flat directory plus deleted files that process `pid` has open or mapped.
+
+    Infinite if a deleted file is mapped but not open: /proc does not show its size. The files may
+    change during the scan.
     """
     sizes: dict[int, float] = {}  # by inode
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 sizes[entry.inode()] = entry.stat(follow_symlinks=False).st_size
-    # A process that is ending has neither files nor mappings, and /proc refuses or lacks them
+    # /proc entries of an exiting process may be missing or unreadable
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for handle in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
@@ -411,15 +409,15 @@ def disk_bytes(folder: str, pid: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
-# Tools of a model: a calculator, and Python where that is allowed. The calculator never lets Python
-# evaluate what a model wrote: it walks a syntax tree of numbers and operators and rejects the rest,
-# what would be slow, and what would be large.
+# Tools of the model: a calculator and, if enabled, Python. The calculator never evaluates model
+# output as Python: it walks a syntax tree of numbers and operators, and rejects everything else as
+# well as slow or large computations.
 
 PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
-MAX_CHARACTERS = 256  # of an expression
-LARGEST = 10**30  # of all values on the way
+MAX_CHARACTERS = 256  # length limit of an expression
+LARGEST = 10**30  # magnitude limit of all intermediate values
 LARGEST_EXPONENT = 256
-DECIMALS = 6  # with 3 or more, as many results of GSM8K's annotations come out as they stand there
+DECIMALS = 6  # any value >= 3 reproduces the same number of GSM8K annotations
 ARITHMETIC = re.compile(r"[0-9.,+*/%()\s-]+")
 QUOTED = r"\"[^\"\\\n]*\"|'[^'\\\n]*'"
 COUNT = re.compile(rf"({QUOTED})\.count\(({QUOTED})\)")
@@ -438,12 +436,12 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 class Tools:
     """
-    Answers a model's calls: `Engine(..., tool=Tools())`.
+    Executes tool calls of a model: `Engine(..., tool=Tools())`.
 
-    python: let the sandbox run what is no arithmetic; what it prints is the answer. unsafe: run it
-    unconfined where nothing confines it. threads: run up to so many programs alongside the engine;
-    their answers are then futures. Raises SandboxUnavailable if Python is allowed and nothing
-    here confines it.
+    python: run code that is not arithmetic as Python in the sandbox; its stdout is the result.
+    unsafe: run it unsandboxed if no layer works. threads: number of worker threads for programs;
+    if > 0, their results are futures. Raises SandboxUnavailable if `python` is set, `unsafe` is
+    not, and no layer works.
     """
 
     def __init__(self, python: bool = False, unsafe: bool = False, threads: int = 0):
@@ -453,24 +451,24 @@ class Tools:
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools") if threads else None
 
     def __call__(self, code: str) -> str | None | Future[str | None]:
-        """The answer to one call, or its future; None where there is none."""
+        """Result of a call, or a future of it; None if there is no result."""
         answer = calculate(code)
         if answer is not None or not self.python:
             return answer
         return self.pool.submit(self.run, code) if self.pool else self.run(code)
 
     def run(self, code: str) -> str | None:
-        """What a program prints; None where it prints nothing, or fails."""
+        """Stripped stdout of a program; None if it prints nothing or fails."""
         result = run_python(code, PYTHON_LIMITS, unsafe=self.unsafe)
         return result.stdout.strip() or None if result.ok else None
 
 
 def calculate(expression: str) -> str | None:
     """
-    The value of `12*(3+4)/7`, or of `"strawberry".count("r")`; None for anything else.
+    Evaluate arithmetic such as `12*(3+4)/7`, or `"strawberry".count("r")`; None for anything else.
 
-    Numbers, + - * / // % **, signs and parentheses; commas are dropped. Whole numbers come out
-    without a decimal point, others rounded to DECIMALS.
+    Supports numbers, + - * / // % **, signs and parentheses; commas are dropped. The result is
+    rounded to DECIMALS; integers have no decimal point.
     """
     expression = expression.strip()
     if len(expression) > MAX_CHARACTERS:
@@ -490,7 +488,7 @@ def calculate(expression: str) -> str | None:
 
 
 def evaluate(node: ast.AST) -> int | float:
-    """The value of a syntax tree. Raises ValueError or ArithmeticError where it has none for us."""
+    """Value of a syntax tree. Raises ValueError or ArithmeticError if it is not supported."""
     match node:
         case ast.Constant(value=int() | float() as value):
             pass
@@ -499,10 +497,10 @@ def evaluate(node: ast.AST) -> int | float:
         case ast.BinOp(left=left, op=op, right=right):
             a, b = evaluate(left), evaluate(right)
             if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
-                raise ValueError("too large an exponent")
+                raise ValueError("exponent too large")
             value = OPERATORS[type(op)](a, b)
         case _:
-            raise ValueError("no arithmetic")
+            raise ValueError("not arithmetic")
     if isinstance(value, complex) or not abs(value) <= LARGEST:
-        raise ValueError("too large, or no real number")
+        raise ValueError("too large or not real")
     return value

@@ -1,14 +1,14 @@
 """
-The child's half of the sandbox: gives up its rights, says so, and only then runs the code.
+The child's side of the sandbox: drop privileges, report "ready", then run the code.
 
-    job on fd 0 -> user, limits, Landlock, capabilities, seccomp -> "ready" -> the code, its calls
+    job on fd 0 -> user, limits, Landlock, capabilities, seccomp -> "ready" -> run code, serve calls
 
-`sandbox.py` starts this file's text with `python -I -S -c`; nothing imports it. Every rule here is
-enforced by the kernel on the whole process, so that nothing the code finds in this interpreter
-(these functions, ctypes, the frames above it) gives a right back. What is left: to compute, to
-read the standard library, to keep files in one flat folder, and the pipes it was started with.
-Processes, threads, sockets, signals and programs are out of reach, and so are the parts of
-the library that need them (subprocess, threading, asyncio). Knows nothing of how its end is judged.
+`sandbox.py` runs the source of this file with `python -I -S -c`; nothing imports it. The kernel
+enforces every restriction on the whole process, so nothing the code finds in this interpreter
+(these functions, ctypes, parent frames) can undo one. The code can compute, read the standard
+library, write files in one flat directory, and use the pipes it was started with. It cannot use
+processes, threads, sockets or signals, nor library modules that need them (subprocess, threading,
+asyncio).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import stat
 import struct
 import sys
 
-TYPE_CHECKING = False  # `typing` has one, but takes as long to load as the rest of this file
+TYPE_CHECKING = False  # importing `typing` would double the startup time of this file
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NOBODY = 65534
-TMPFILE = 0o20000000  # the bit of O_TMPFILE that O_DIRECTORY does not have
+TMPFILE = 0o20000000  # O_TMPFILE without the O_DIRECTORY bit
 
-# What Python needs to compute, by name and number: on x86-64, then on 64-bit Arm (- is: none).
+# System calls that Python needs: name, number on x86-64, number on 64-bit Arm (- = none).
 SYSCALLS = """
     read 0 63, write 1 64, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, openat 257 56,
     dup 32 23, dup2 33 -, dup3 292 24, fcntl 72 25, ioctl 16 29, ftruncate 77 46, fsync 74 82,
@@ -46,31 +46,31 @@ SYSCALLS = """
     getgroups 115 158, uname 63 160, getrandom 318 278, futex 202 98, sched_yield 24 124,
     sched_getaffinity 204 123, exit 60 93, exit_group 231 94
 """
-# Calls let through only where an argument is harmless: which argument, its mask, the good values.
+# System calls allowed only for some argument values: (argument index, mask, allowed values).
 ARGUMENTS = {
-    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. Out: F_SETOWN with F_SETSIG,
-    # which sends a signal of choice to a process of choice.
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. Not F_SETOWN and F_SETSIG,
+    # which together can send any signal to any process.
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
-    # O_TRUNC only with a right to write: before its third version Landlock did not ask for one.
-    # No O_TMPFILE: a file without a name. openat2, whose flags are in memory, is not in SYSCALLS.
+    # O_TRUNC only with write access, which Landlock requires only since version 3. No O_TMPFILE
+    # (unnamed files). openat2 is not in SYSCALLS because its flags are in memory.
     "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
 }
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: the call fails with EPERM
-LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # operations of the kernel's packet filters
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: fail with EPERM
+LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # BPF operations
 
-# Rights of Landlock, as bits.
+# Landlock access rights.
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (
     1 << bit for bit in (1, 2, 3, 5, 8, 14)
 )
 READ = READ_FILE | READ_DIR
 KEEP_FILES = READ | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, the same everywhere
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on all architectures
 
 
 def main() -> None:
-    """Take the job from fd 0, which is at its end then, and do it."""
+    """Read a job from fd 0 until EOF and run it."""
     with open(0, "rb", buffering=0, closefd=False) as stream:
         job = marshal.load(stream)
     try:
@@ -79,13 +79,13 @@ def main() -> None:
         os.write(job["status"], f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.write(job["status"], b"ready")
-    os.close(job["status"])  # before the code runs: it can neither unsay nor repeat it
+    os.close(job["status"])  # before the code runs, so that it cannot write there
     os.environ.clear()
 
     program = type(sys)("__main__")
     sys.modules["__main__"] = program
     namespace = program.__dict__
-    namespace.update(exit=sys.exit, quit=sys.exit)  # as `site` would, which is not loaded
+    namespace.update(exit=sys.exit, quit=sys.exit)  # usually added by `site`
     if job["role"] == "judge":
         execute(job["setup"], namespace)
         namespace[job["entry"]] = remote(*job["channel"])
@@ -95,16 +95,16 @@ def main() -> None:
 
 
 def execute(code: str, namespace: dict[str, Any]) -> None:
-    """Run source text as a program of its own."""
+    """Run source code in a namespace."""
     exec(compile(code, "<code>", "exec"), namespace)
 
 
 # ------------------------------------------------------------------------------------------------
-# Giving up rights
+# Dropping privileges
 
 
 def confine(job: dict[str, Any]) -> None:
-    """Give up what the job names, in an order in which each step still may. Raises OSError."""
+    """Apply the job's restrictions, ordered so that each step is still allowed. Raises OSError."""
     if job["nobody"]:
         try:
             os.setgroups([])
@@ -112,7 +112,7 @@ def confine(job: dict[str, Any]) -> None:
             os.chown(".", NOBODY, NOBODY)
             os.setuid(NOBODY)
         except OSError:
-            pass  # the root of some containers cannot, and stays root without any capability
+            pass  # not allowed in some containers: stay root, but without capabilities
     for name, value in job["rlimits"].items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
@@ -120,11 +120,11 @@ def confine(job: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value))
     if job["layer"] == "none":
         return
-    call(LIBC.prctl, 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: do not outlive the parent
+    call(LIBC.prctl, 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: exit with the parent
     call(LIBC.prctl, 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     if job["layer"] == "landlock":
         landlock(job["readable"])
-    call(LIBC.capset, struct.pack("=Ii", 0x20080522, 0), bytes(24))  # no capabilities at all
+    call(LIBC.capset, struct.pack("=Ii", 0x20080522, 0), bytes(24))  # drop all capabilities
     program = ctypes.create_string_buffer(seccomp_program())
     seccomp_filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
     call(LIBC.prctl, 22, 2, seccomp_filter, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
@@ -132,10 +132,10 @@ def confine(job: dict[str, Any]) -> None:
 
 def landlock(readable: list[str]) -> None:
     """
-    Let this process read below `readable`, keep files in the current folder, and no other file.
+    Restrict file access to reading below `readable` and keeping files in the current directory.
 
-    Source: the kernel's Documentation/userspace-api/landlock.rst. What a kernel's version of
-    Landlock does not know (before 6.2: truncating), the system call filter refuses as well.
+    Actions that older versions of Landlock do not control (truncation before Linux 6.2) are
+    also denied by the seccomp filter. Source: Linux, Documentation/userspace-api/landlock.rst.
     """
     version = call(LIBC.syscall, CREATE_RULESET, 0, 0, 1)
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
@@ -144,7 +144,7 @@ def landlock(readable: list[str]) -> None:
     for path, rights in [*((path, READ) for path in readable), (".", KEEP_FILES)]:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            rights &= READ_FILE  # READ_DIR would be refused
+            rights &= READ_FILE  # READ_DIR is invalid for files
         call(LIBC.syscall, ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
         os.close(handle)
     call(LIBC.syscall, RESTRICT_SELF, ruleset, 0)
@@ -153,13 +153,13 @@ def landlock(readable: list[str]) -> None:
 
 def seccomp_program() -> bytes:
     """
-    A packet filter over system calls: those of SYSCALLS pass, the others fail with EPERM.
+    Build the BPF program that allows the calls in SYSCALLS; others fail with EPERM.
 
-    A call in another architecture's numbering kills the process. Raises OSError where the numbers
-    of this machine are not known. Source: the kernel's Documentation/userspace-api/seccomp_filter.
+    A call with another architecture's numbering kills the process. Raises OSError on unsupported
+    architectures. Source: Linux, Documentation/userspace-api/seccomp_filter.rst.
     """
     if os.uname().machine not in ARCHITECTURES:
-        raise OSError(f"no table of system calls for {os.uname().machine}")
+        raise OSError(f"system call numbers of {os.uname().machine} are unknown")
     column, audit = ARCHITECTURES[os.uname().machine]
     steps = [step(LOAD, 4), step(EQUAL, audit, yes=1), step(RETURN, KILL), step(LOAD, 0)]
     for row in (entry.split() for entry in SYSCALLS.split(",")):
@@ -177,12 +177,12 @@ def seccomp_program() -> bytes:
 
 
 def step(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction of a packet filter; a test skips `yes` or `no` instructions after it."""
+    """One BPF instruction; a comparison skips the next `yes` or `no` instructions."""
     return struct.pack("=HBBI", operation, yes, no, value)
 
 
 def call(function: Callable, *values: int | bytes) -> int:
-    """What a function of libc returns, given longs and addresses. Raises OSError."""
+    """Call a libc function with longs and addresses; returns its result. Raises OSError."""
     result = function(*(ctypes.c_long(v) if isinstance(v, int) else v for v in values))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -190,11 +190,11 @@ def call(function: Callable, *values: int | bytes) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# Calls between the process that holds the program and the one that judges it
+# Calls between the candidate process (runs the program) and the judge process (runs the test)
 
 
 CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
-# No StopIteration: it would end a loop of the test early, and with it what the loop checks.
+# Not StopIteration, which would silently end a loop of the test and skip its checks.
 ERRORS = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, OverflowError)
@@ -202,8 +202,8 @@ ERRORS = {
 
 
 def serve(function: Callable, calls: int, replies: int) -> None:
-    """Answer calls of `function`, a line each, until the caller closes the pipe."""
-    import json  # slow to load, and only the two processes of a verdict need it
+    """Serve calls of `function`, one JSON line each, until the caller closes the pipe."""
+    import json  # slow to import; only candidate and judge need it
 
     with open(calls) as lines, open(replies, "w") as answers:
         for line in lines:
@@ -218,12 +218,12 @@ def serve(function: Callable, calls: int, replies: int) -> None:
 
 def remote(replies: int, calls: int) -> Callable:
     """
-    A function that runs in the process at the other end of the pipes.
+    Return a proxy for the function that the process at the other end of the pipes serves.
 
-    It returns plain data or raises one of ERRORS (RuntimeError in place of any other). Where the
-    answer is neither, or none comes, this process ends at once with an exit status of 1.
+    The proxy returns plain data or raises one of ERRORS, RuntimeError for any other exception. On
+    an invalid or missing answer, this process exits immediately with status 1.
     """
-    import json  # as in `serve`
+    import json  # see `serve`
 
     answers, questions = open(replies), open(calls, "w")
 
@@ -243,18 +243,18 @@ def remote(replies: int, calls: int) -> Callable:
 
 
 def pack(value: Any) -> Any:
-    """Plain data in the types of JSON. Raises TypeError for what is no plain data."""
+    """Convert plain data to JSON types. Raises TypeError for other values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             items = value.items() if isinstance(value, dict) else value
             return [name, [pack(item) for item in items]]
-    raise TypeError(f"plain data can leave the sandbox, a {type(value).__name__} cannot")
+    raise TypeError(f"only plain data can leave the sandbox, got {type(value).__name__}")
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given, its subclasses as the types they extend."""
+    """Inverse of `pack`; instances of subclasses become instances of the base type."""
     if not isinstance(value, list):
         return value
     name, items = value

@@ -1,10 +1,10 @@
 """
-Scaling: depth -> shape, horizon, batch, learning rates and weight decay.
+Scaling rules: depth -> shape, horizon, batch size, learning rates and weight decay.
 
     depth -> shape_for_depth -> GPTConfig -> plan_horizon (steps x batch) -> scaled_rules
 
-Depth is the only dial; what is given explicitly overrides what follows from it. The reference
-point, where the learning rates were tuned, is depth 12 with a vocabulary of 32,768.
+All defaults follow from depth; explicit settings override them. The learning rates were tuned at
+the reference point: depth 12, vocabulary size 32,768.
 """
 
 import math
@@ -15,24 +15,23 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, rules
 
 WIDTH_PER_LAYER = 64
-# More rows teach a small model more (d4, 2026-11); others found no gain left at depth 25
+# More rows help a small model (d4, 2026-11); others found no gain at depth 25
 BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 64, 2**19, 12
 REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
-REFERENCE_BATCH = 2**19  # tokens per step there
+REFERENCE_BATCH = 2**19  # tokens per step at the reference point
 REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
-BATCH_EXPONENT = 0.383  # growth of the best batch with the horizon (nanochat, 2026-02-05)
-MIN_STEPS = 960  # a short run rather takes smaller batches: measured by the peers, d4, 2026-11
+BATCH_EXPONENT = 0.383  # best batch ~ tokens ** exponent (nanochat, 2026-02-05)
+MIN_STEPS = 960  # shorter runs use smaller batches instead (peers' runs: d4, 2026-11)
 
 
 @dataclass(frozen=True)
 class ShapeConfig:
     value_every: int | None = None
-    """Add a gated embedding of the token to the values of every N-th layer, counted back from the
-    last; 0 = none. Default: 1, in classic 0."""
+    """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
+    Default: 1; classic: 0."""
     bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding, which adds a vector for each token and the one in front of
-    it, half a vector in each of two rows; 0 = none. Default: 64 per token of the vocabulary, at
-    most 524,288, to depth 12; beyond it, and in classic, none."""
+    """Rows of the hash-bigram embedding; 0 = none. Default: up to depth 12, 64 x vocabulary size,
+    at most 524,288; above, and in classic, 0."""
 
 
 def shape_for_depth(
@@ -44,8 +43,8 @@ def shape_for_depth(
     shape: ShapeConfig = ShapeConfig(),
 ) -> GPTConfig:
     """
-    The model of a depth: 64 channels per layer; what `shape` gives replaces what follows from
-    depth. Raises ValueError for a depth below 1.
+    Configuration of a model of this depth, 64 x depth channels wide; `shape` overrides defaults.
+    Raises ValueError for a depth below 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
@@ -62,13 +61,13 @@ def shape_for_depth(
 
 
 def default_head_dim(d_model: int) -> int:
-    """Channels of each head: 128 where they divide a width of at least 512, else 64."""
+    """Head width: 128 if it divides `d_model` and `d_model` is at least 512, else 64."""
     return 128 if d_model % 128 == 0 and d_model >= 512 else 64
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long to train: `num_steps` steps of `batch_tokens` tokens."""
+    """Training length: `num_steps` steps of `batch_tokens` tokens."""
 
     num_steps: int
     batch_tokens: int
@@ -76,10 +75,10 @@ class Horizon:
 
 def auto_batch(tokens: float, max_seq_len: int) -> int:
     """
-    Tokens per step for a run over `tokens`: a power of two times the row length.
+    Tokens per step for a run over `tokens`: max_seq_len times a power of two.
 
-    Grows with the horizon to the power 0.383 from the reference point, but leaves a short run
-    at least MIN_STEPS steps, and is never below one row.
+    Proportional to tokens ** BATCH_EXPONENT from the reference point, but small enough that a short
+    run has about MIN_STEPS steps, and at least one packed sequence.
     """
     ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
     ideal = min(ideal, tokens / MIN_STEPS)
@@ -96,12 +95,12 @@ def plan_horizon(
     world_size: int = 1,
 ) -> Horizon:
     """
-    Steps and batch. Precedence: num_iterations, then target_flops, then tokens per parameter.
+    Number of steps and batch size. Precedence: num_iterations, target_flops, tokens per parameter.
 
-    With num_iterations alone the batch is that of the ratio's horizon. A default batch is rounded
-    to whole rows on each of `world_size` devices, which changes nothing for 1, 2, 4 or 8 of them
-    (unless it has fewer rows). Raises ValueError, naming a value that works, for a given batch that
-    does not divide and for settings that are not positive.
+    With num_iterations, the batch size is that of the ratio's horizon. A default batch is rounded
+    to whole rows per device, which changes nothing for 1, 2, 4 or 8 devices (unless it has fewer
+    rows). Raises ValueError for settings that are not positive and, with a value that works, for
+    a total_batch_size that does not divide evenly.
     """
     given = {"num_iterations": num_iterations, "target_flops": target_flops}
     given |= {"target_param_data_ratio": target_param_data_ratio}
@@ -117,29 +116,30 @@ def plan_horizon(
 
 def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_size: int) -> int:
     """
-    Tokens per step: `asked`, or else `default` rounded to whole rows on every device.
+    Tokens per step: `asked`, or else `default` rounded to whole rows per device.
 
-    Raises ValueError, naming a value that works, where `asked` does not divide.
+    Raises ValueError with a value that works if `asked` does not divide evenly.
     """
     unit = max_seq_len * world_size
     batch = default if asked is None else asked
     nearest = max(1, round(batch / unit)) * unit
     if asked is not None and asked % unit:
         raise ValueError(
-            f"total_batch_size {asked} is not a whole number of rows of {max_seq_len} tokens on "
-            f"each of {world_size} devices; use --total_batch_size={nearest}"
+            f"total_batch_size {asked} is not a multiple of max_seq_len x world_size ({unit}); "
+            f"use --total_batch_size={nearest}"
         )
     return nearest
 
 
 def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
     """
-    The update rules of every role for a horizon: the scalars' learning rate follows from it, and
-    weight decay where it is not given.
+    Update rule of each role for a horizon, which sets the learning rate of the scalars and the
+    default weight decay.
 
-    The few scalars see nothing but gradient noise in small batches, so their learning rate falls
-    with the root of the batch. Decay times steps is held constant, so weights forget over the same
-    share of every run (arXiv:2405.13698); runs shorter than MIN_STEPS decay no faster than that.
+    In small batches the gradients of the few scalars are mostly noise, so their learning rate
+    scales with the square root of the batch size. Decay times steps is constant, so the averaging
+    time of weights is the same fraction of every run (arXiv:2405.13698); runs shorter than
+    MIN_STEPS use the decay of MIN_STEPS.
     """
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
     if cfg.weight_decay is None:

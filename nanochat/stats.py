@@ -1,11 +1,11 @@
 """
-Statistics of evaluations: what a figure is worth, and whether two of them differ.
+Statistics of evaluations: standard errors and paired comparisons.
 
-    scores of items -> Estimate (value, n, se); scores of the same items twice -> Comparison
+    scores of items -> Estimate (value, n, se); two scores per item -> Comparison
 
-Items count as a sample of those that could have been asked: a standard error says how much the
-figure would vary with others. Pure functions of numbers; knows nothing of tasks or records.
-Source, where no other is named: Miller, "Adding Error Bars to Evals", arXiv:2411.00640.
+Items are treated as a random sample of all possible items: the standard error estimates how much
+the value would vary with other items. All functions are pure. Source unless stated otherwise:
+Miller, "Adding Error Bars to Evals", arXiv:2411.00640.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-NOISE = 2.0  # a difference of fewer standard errors is within noise
+NOISE = 2.0  # number of standard errors up to which a difference is within noise
 
 Verdict = Literal["better", "worse", "within noise"]
 
 
 class Estimate(NamedTuple):
-    """A measured value, the number of items behind it, and its standard error (NaN: unknown)."""
+    """A measured value, the number of items, and the standard error (NaN = unknown)."""
 
     value: float
     n: int
@@ -29,50 +29,50 @@ class Estimate(NamedTuple):
 
 
 def mean(scores: Sequence[float]) -> Estimate:
-    """The mean of any scores. Raises ValueError without a score; one alone has no known error."""
+    """Mean of scores. The error of a single score is NaN. Raises ValueError if there is none."""
     values = np.asarray(scores, dtype=np.float64)
     n = len(values)
     if n == 0:
-        raise ValueError("a mean needs at least one score")
+        raise ValueError("mean needs at least one score")
     se = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return Estimate(float(values.mean()), n, se)
 
 
 def proportion(successes: int, n: int) -> Estimate:
-    """`successes` of `n`, with the binomial standard error."""
+    """Proportion `successes` / `n` with the binomial standard error."""
     p = successes / n
     return Estimate(p, n, math.sqrt(p * (1 - p) / n))
 
 
 def centred(accuracy: Estimate, baseline: float) -> Estimate:
-    """Accuracy on a scale where guessing, which gets `baseline` right, is 0 and perfect is 1."""
+    """Rescale accuracy so that chance level (`baseline`) is 0 and perfect is 1."""
     scale = 1 - baseline
     return Estimate((accuracy.value - baseline) / scale, accuracy.n, accuracy.se / scale)
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The plain mean of independent estimates, their errors propagated; n counts all items."""
+    """Unweighted mean of independent estimates with propagated error; n counts all items."""
     value = math.fsum(e.value for e in estimates) / len(estimates)
     se = math.hypot(*(e.se for e in estimates)) / len(estimates)
     return Estimate(value, sum(e.n for e in estimates), se)
 
 
 # ------------------------------------------------------------------------------------------------
-# Two runs
+# Comparison of two runs
 
 
 class Comparison(NamedTuple):
-    """What changed from one run to another on the same items."""
+    """Difference of two runs on the same items."""
 
     difference: float
     """After minus before."""
     se: float
     n: int
     won: int
-    """Items with a higher score than before."""
+    """Number of items with a higher score than before."""
     lost: int
     p: float
-    """How often chance alone would make the runs differ this much or more, two-sided."""
+    """Two-sided p-value."""
 
     @property
     def verdict(self) -> Verdict:
@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
 
 
 def verdict(difference: float, se: float) -> Verdict:
-    """better or worse where the difference exceeds NOISE standard errors; higher is better."""
+    """Return "better" or "worse" if |difference| > NOISE * se; assumes higher is better."""
     if not abs(difference) > NOISE * se:
         return "within noise"
     return "better" if difference > 0 else "worse"
@@ -88,11 +88,11 @@ def verdict(difference: float, se: float) -> Verdict:
 
 def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
     """
-    Compare two runs item by item: what both find easy or hard cancels out of the standard error.
+    Compare two runs item by item, which removes item difficulty from the standard error.
 
-    p is that of the exact sign test on the items that changed; for right and wrong it is McNemar's
-    (McNemar, "Sampling error of the difference between correlated proportions", 1947). Raises
-    ValueError where the items are not the same in number.
+    p is from the exact sign test on the items that changed; for binary scores this is McNemar's
+    test ("Sampling error of the difference between correlated proportions", 1947). Raises
+    ValueError if the numbers of items differ.
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} scores cannot be paired with {len(after)}")
@@ -103,7 +103,7 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
 
 
 def sign_test(won: int, lost: int) -> float:
-    """The chance that fair coins fall at least as unevenly as `won` to `lost`, exactly."""
+    """Exact two-sided p-value of `won` against `lost` under a fair coin."""
     n = won + lost
     # binomial coefficients of n, from 0 to the smaller side
     terms = accumulate(range(min(won, lost)), lambda x, i: x * (n - i) // (i + 1), initial=1)
@@ -112,35 +112,28 @@ def sign_test(won: int, lost: int) -> float:
 
 def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison:
     """
-    The comparison of a weighted sum of independent figures, such as a mean over tasks.
+    Comparison of a weighted sum of independent metrics, such as a mean over tasks.
 
-    p comes from the normal distribution, but for a single part, whose own is exact.
+    p is from the normal distribution; a single part keeps its exact p.
     """
     difference = math.fsum(w * c.difference for w, c in zip(weights, parts, strict=True))
     se = math.hypot(*(w * c.se for w, c in zip(weights, parts, strict=True)))
-    p = parts[0].p if len(parts) == 1 else normal_p(difference, se)
+    p = parts[0].p
+    if len(parts) > 1:
+        p = math.erfc(abs(difference) / se / math.sqrt(2)) if se else float(difference == 0)
     n, won, lost = (sum(counts) for counts in zip(*(c[2:5] for c in parts), strict=True))
     return Comparison(difference, se, n, won, lost, p)
 
 
-def normal_p(difference: float, se: float) -> float:
-    """The two-sided chance of a difference at least this large, were there none in truth."""
-    if difference == 0:
-        return 1.0
-    return math.erfc(abs(difference) / se / math.sqrt(2)) if se else 0.0
-
-
 # ------------------------------------------------------------------------------------------------
-# Several samples of each item
+# Several samples per item
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """
-    The chance that at least one of `k` samples is right, unbiased, from `correct` of `n` that are:
-    1 - C(n - correct, k) / C(n, k), in whole numbers until the last division.
-
-    1 <= k <= n. Source: Chen et al., "Evaluating Large Language Models Trained on Code",
-    arXiv:2107.03374.
+    Unbiased estimate of pass@k from `correct` of `n` samples: 1 - C(n - correct, k) / C(n, k), in
+    integers until the final division. Requires 1 <= k <= n. Source: Chen et al., "Evaluating Large
+    Language Models Trained on Code", arXiv:2107.03374.
     """
-    ways = math.comb(n, k)
-    return (ways - math.comb(n - correct, k)) / ways
+    total = math.comb(n, k)
+    return (total - math.comb(n - correct, k)) / total

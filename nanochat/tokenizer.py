@@ -1,15 +1,14 @@
 """
-The tokenizer: text to ids and back, trained and run by rustbpe.
+Byte-level BPE tokenizer, trained and run by rustbpe.
 
     texts -> Tokenizer.train -> tokenizer.json -> Tokenizer.load -> encode, decode
 
 Ids are the 256 bytes, then the merges by rank, then the nine special tokens. Special tokens are
-only ever put in by code, through `special`: encoding text never makes one, whatever a user types.
-Knows nothing of conversations (chat_format.py) or of where text comes from (dataset.py).
+only inserted by code, through `special`; encoding text never produces one, whatever a user types.
 
-tokenizer.json holds `format`, `pattern` (what splits text into words), `special_tokens` and
-`tokens`: the bytes of every other token by id, one character per byte (latin-1), so that most of
-them can be read. The same training gives the same file, byte for byte.
+tokenizer.json contains `format`, `pattern` (the regex that splits text into words),
+`special_tokens` and `tokens`: the bytes of every other token by id, one character per byte
+(latin-1). Training is deterministic: the same text gives the same file, byte for byte.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,80 +22,80 @@ from nanochat.common import MissingInput, base_dir, fingerprint, read_json, requ
 
 if not hasattr(rustbpe, "split"):
     raise ImportError(
-        f"{rustbpe.__file__} is the package of that name from PyPI, which lacks what is used here; "
-        "install the one in rustbpe/: `uv sync`, or `pip install ./rustbpe`"
+        f"{rustbpe.__file__} is rustbpe from PyPI, which lacks functions that nanochat needs; "
+        "install the one in rustbpe/ with `uv sync` or `pip install ./rustbpe`"
     )
 
 FORMAT = 1
-# GPT-4's, with numbers of at most two digits
+# The GPT-4 pattern, but with numbers of at most two digits
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-PROBE = "aB 12,\n \t\u00e9\u6f22'"  # letters, digits, signs and spaces, which a pattern must match
+PROBE = "aB 12,\n \t\u00e9\u6f22'"  # letters, digits, punctuation, spaces: a pattern must match all
 FILE_NAME = "tokenizer.json"
-# bos starts every document and conversation; in the other pairs, what stands between start and end
-# is a turn of the user, one of the assistant, its call of a tool, and the tool's answer.
+# bos starts every document and conversation. The other tokens are pairs that enclose a user turn,
+# an assistant turn, a tool call and the tool output.
 TURNS = ("user", "assistant", "python", "output")
 SPECIAL_TOKENS = ("<|bos|>", *(f"<|{t}_{edge}|>" for t in TURNS for edge in ("start", "end")))
 
 
 class Tokenizer:
     """
-    A trained vocabulary. Make one with `train`, `read` or `load`; it never changes.
+    An immutable BPE vocabulary. Create one with `train`, `read` or `load`.
 
-    `content` makes it again, `Tokenizer(content)`; `pattern` splits a text into words, within which
-    tokens are merged; `fingerprint` is 16 hex digits of the content.
+    `Tokenizer(content)` recreates it from its `content`; `pattern` splits text into words, within
+    which bytes are merged; `fingerprint` is a hash of the content, 16 hex digits.
     """
 
     def __init__(self, content: dict[str, Any]):
-        """`content` is what tokenizer.json holds. Raises ValueError when it is something else."""
+        """`content` is that of a tokenizer.json. Raises ValueError if it is invalid."""
         missing = {"format", "pattern", "special_tokens", "tokens"} - content.keys()
         if missing or content["format"] != FORMAT:
-            raise ValueError(f"not a tokenizer of format {FORMAT}: lacks {sorted(missing)}")
+            raise ValueError(f"not a tokenizer of format {FORMAT}; missing keys: {sorted(missing)}")
         if tuple(content["special_tokens"]) != SPECIAL_TOKENS:
-            raise ValueError(f"special tokens {content['special_tokens']}, not {SPECIAL_TOKENS}")
+            raise ValueError(f"special tokens {content['special_tokens']} are not {SPECIAL_TOKENS}")
         tokens = [token.encode("latin-1") for token in content["tokens"]]
         self.content, self.pattern = content, content["pattern"]
         ranks = [(token, i) for i, token in enumerate(tokens)]
         self._bpe = rustbpe.Tokenizer.from_ranks(ranks, self.pattern)
         self.ranks = dict(ranks)
-        """The id of every token but the special ones, by its bytes, in order of ids."""
+        """Bytes -> id of every non-special token, in order of ids."""
         self._special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self.bos_id = len(tokens)
-        """The id that starts every document."""
+        """Id of <|bos|>, which starts every document."""
         self._bytes = tokens + [name.encode() for name in SPECIAL_TOKENS]
         self.vocab_size = len(self._bytes)
-        """The number of ids, special tokens included."""
+        """Number of token ids, including special tokens."""
         self.fingerprint = fingerprint(content)
         if self.decode(self.encode(PROBE)) != PROBE:
-            raise ValueError(f"pattern {content['pattern']!r} loses text: it must match all of it")
+            raise ValueError(f"pattern {content['pattern']!r} loses text; it must match all of it")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """
-        Learn `vocab_size` tokens, the 256 bytes and the special tokens included.
+        Train a tokenizer of `vocab_size` tokens, including the 256 bytes and the special tokens.
 
-        Reads `texts` once and keeps only the counts of distinct words. With too little text there
-        are fewer tokens, which is printed. The result does not depend on the order of texts or
-        on the number of threads (RAYON_NUM_THREADS, by default one per core). Raises ValueError
-        below 265 tokens and for a text with a lone surrogate.
+        Reads `texts` once and stores only word counts. If the text is too short for `vocab_size`,
+        the vocabulary is smaller and a message is printed. The result does not depend on the order
+        of texts or on the number of threads (RAYON_NUM_THREADS, default: one per core). Raises
+        ValueError if vocab_size is below 265 or a text has a lone surrogate.
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
-            fix = f"use --vocab_size={smallest} or more, for all bytes and special tokens"
+            fix = f"use --vocab_size={smallest} or more (256 bytes and the special tokens)"
             raise ValueError(f"vocab_size is {vocab_size}; {fix}")
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN)
         tokens = [token for token, _ in bpe.get_mergeable_ranks()]
         tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
         if tokenizer.vocab_size < vocab_size:
-            print(f"tokenizer: {tokenizer.vocab_size} ids, not {vocab_size}: nothing left to merge")
+            print(f"trained {tokenizer.vocab_size} of {vocab_size} tokens: no pairs left to merge")
         return tokenizer
 
     @classmethod
     def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
-        """From its parts, tokens by id. Raises ValueError for special tokens that are not ours."""
+        """Build it from its parts, tokens by id. Raises ValueError for other special tokens."""
         names = [token.decode("latin-1") for token in tokens]
         content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
         return cls({**content, "tokens": names})
@@ -104,32 +103,32 @@ class Tokenizer:
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
         """
-        Read a tokenizer.json. Raises FileNotFoundError or ValueError, naming the file.
+        Read a tokenizer.json. Raises FileNotFoundError or ValueError naming the file.
 
-        Where it says its fingerprint, as all that `save` wrote do, it must be that of the rest.
+        A fingerprint in the file, as written by `save`, must match the content.
         """
         content = read_json(path)
         try:
-            said = content.pop("fingerprint", None)
+            recorded = content.pop("fingerprint", None)
             tokenizer = cls(content)
-            if said not in (None, tokenizer.fingerprint):
-                raise ValueError(f"damaged: it is not what {said} was")
+            if recorded not in (None, tokenizer.fingerprint):
+                raise ValueError(f"damaged: the content does not match its fingerprint {recorded}")
             return tokenizer
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def load(cls, tag: str = "main") -> "Tokenizer":
-        """Read the tokenizer of that tag. Raises MissingInput when none was trained."""
+        """Read the tokenizer of a tag. Raises MissingInput if it has not been trained."""
         path = tokenizer_dir(tag) / FILE_NAME
         flag = "" if tag == "main" else f" --tokenizer_tag={tag}"
         command = f"python -m scripts.tok_train{flag}"
         if not path.is_file():
-            raise MissingInput(f"there is no tokenizer {tag!r} ({path})", command)
+            raise MissingInput(f"no tokenizer {tag!r} at {path}", command)
         try:
             return cls.read(path)
         except ValueError as error:
-            raise ValueError(f"{error}\n  way out:  train it again with {command}") from error
+            raise ValueError(f"{error}\n  fix:  retrain it with {command}") from error
 
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
@@ -138,50 +137,50 @@ class Tokenizer:
         return path
 
     def special(self, name: str) -> int:
-        """The id of a special token. Raises ValueError for another name."""
+        """Return the id of a special token. Raises ValueError for an unknown name."""
         if name not in self._special:
-            raise ValueError(f"{name!r} is no special token; they are {', '.join(SPECIAL_TOKENS)}")
+            raise ValueError(f"{name!r} is not a special token; use {', '.join(SPECIAL_TOKENS)}")
         return self._special[name]
 
     def encode(self, text: str) -> list[int]:
         """
-        The ids of a text; never a special token's.
+        Return the token ids of a text, never those of special tokens.
 
-        Raises ValueError for a lone surrogate, which no bytes stand for.
+        Raises ValueError for a lone surrogate, which has no UTF-8 encoding.
         """
         return self._bpe.encode(text)
 
     def encode_flat(self, texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
         """
-        The ids of many texts at once, on all cores: `(ids, offsets)`.
+        Encode many texts on all cores and return `(ids, offsets)`, both read-only.
 
-        Text i is `ids[offsets[i]:offsets[i + 1]]`; `ids` is uint32, `offsets` int64 and one
-        longer than `texts`. The arrays are read-only.
+        Text i is `ids[offsets[i] : offsets[i + 1]]`; `ids` is uint32, `offsets` is int64 with one
+        more entry than `texts`.
         """
         ids, offsets = self._bpe.encode_flat(texts)
         return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of `ids`; special tokens give their names. Raises ValueError for others."""
+        """Bytes of `ids`; special tokens become their names. Raises ValueError for invalid ids."""
         if unknown := [i for i in ids if not 0 <= i < self.vocab_size]:
-            raise ValueError(f"unknown token id {unknown[0]}: ids are 0 to {self.vocab_size - 1}")
+            raise ValueError(f"token id {unknown[0]} is not in [0, {self.vocab_size})")
         return b"".join([self._bytes[i] for i in ids])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
         """
-        The length in bytes of every token, int32 (V,); 0 for special tokens.
+        Return the length in bytes of every token, int32 (V,); 0 for special tokens.
 
-        Over the ids of a text they add up to the length of its UTF-8, which makes them the
-        denominator of bits per byte.
+        The lengths of the tokens of a text add up to its UTF-8 length, the denominator of bits per
+        byte.
         """
         lengths = [*map(len, self.ranks), *[0] * len(SPECIAL_TOKENS)]
         return np.array(lengths, np.int32)
 
 
 def tokenizer_dir(tag: str = "main") -> Path:
-    """Where the tokenizer of that tag lives."""
+    """Directory of the tokenizer of a tag."""
     return base_dir() / "tokenizer" / require_name("tokenizer_tag", tag)

@@ -1,10 +1,10 @@
 """
-The training loop of every stage: gradients, update, evaluation, checkpoints, log.
+The training loop shared by all stages: gradients, update, evaluation, checkpoints, logging.
 
     loader -> micro-batches of a step -> loss and gradients -> sum over ranks -> check -> update
 
-A script describes a `TrainingRun`; `train` takes it from the checkpoint it resumes to its result. A
-loss or gradient that is not finite never reaches the weights.
+A script builds a `TrainingRun`; `train` starts or resumes it and runs it to completion. A step with
+a non-finite loss or gradient is skipped.
 """
 
 import gc
@@ -35,78 +35,78 @@ from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
 
-ShouldStop = Callable[[], bool]  # whether the run was asked to stop
-RL_MOMENTUM = 0.95  # of Muon; the other stages ramp up to it
-UNTIMED_STEPS = 3  # of each attempt, which compile and allocate, are left out of a median
-CHECK_RANKS_EVERY = 100  # steps between checks that all ranks hold the same weights
+ShouldStop = Callable[[], bool]  # whether a stop was requested
+RL_MOMENTUM = 0.95  # Muon momentum; the other stages warm up to it
+UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
+CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     device_batch_size: int | None = None
-    """Rows per forward pass on one device; never changes the result. Default: what fits."""
+    """Micro-batch size per device, in rows; does not change the result. Default: automatic."""
     model_tag: str = ""
-    """Name of the folder of checkpoints. Default: d<depth>, or that of the parent checkpoint."""
+    """Checkpoint folder. Default: d<depth> or the parent's."""
     seed: int = 0
-    """Seed of new weights and of the data order."""
+    """Seed of initial weights and data order."""
     eval_every: int = 250
-    """Steps between evaluations; 0 = only at the end."""
+    """Evaluate every N steps; 0 = only at the end."""
     save_every: int = 0
-    """Steps between checkpoints; 0 = only at the end and when stopped."""
+    """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
     skip_if_done: bool = False
-    """Do nothing when the same training has finished before and its checkpoint is still there."""
+    """Do nothing if this training has already finished."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Directory of records. Default: report/ under the base directory."""
     saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     run: str = "dummy"
-    """Name of the run at Weights & Biases, which reads WANDB_MODE. dummy: no tracker."""
+    """Weights & Biases run name; dummy = no tracking. WANDB_MODE is respected."""
 
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
 
 
-# ---- What extends a run --------------------------------------------------------------------------
+# ---- Callbacks -----------------------------------------------------------------------------------
 
 
 class Callback:
     """
-    Extends a training run. Every method is called on every rank and does nothing by default; one
-    that raises ends the run. Values that a method returns are logged.
+    Base class of callbacks. Methods are called on every rank and do nothing by default; an
+    exception ends the run. Returned metrics are logged.
     """
 
     def start(self, run: "TrainingRun") -> None:
-        """Before the first step of an attempt."""
+        """Called before the first step of each attempt."""
 
     def before_step(self, step: int, share: float) -> None:
-        """Before each step and its evaluation; `share` of the run is done."""
+        """Called before each step and its evaluation; `share` is the completed fraction."""
 
     def forward_context(self, share: float) -> AbstractContextManager[None]:
-        """Entered around the forward and backward passes of a step."""
+        """Context manager around the forward and backward passes of a step."""
         return nullcontext()
 
     def after_backward(self, scale: float) -> dict[str, float]:
-        """When gradients are reduced; times `scale` they are the mean over the targets."""
+        """Called after gradient reduction; gradients x `scale` is the mean over the targets."""
         return {}
 
     def after_step(self, done: "Step", progress: Progress) -> None:
-        """After each step, when it is logged."""
+        """Called after each step is logged."""
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         """
-        Before each step but the first, and once with `last` when all is trained. Returns metrics,
-        the one to minimize under "val_bpb". Raises Interrupted where `stopping()` became true.
+        Called before every step but the first and, with `last`, after training. Returns metrics
+        ("val_bpb" is to be minimized). Raises Interrupted if `stopping()` becomes true.
         """
         return {}
 
     def values(self) -> dict[str, Any]:
-        """Values for the record of the finished run."""
+        """Return values for the record of the finished run."""
         return {}
 
     def tables(self) -> list[dict[str, Any]]:
-        """Tables for that record."""
+        """Return tables for that record."""
         return []
 
 
@@ -114,36 +114,36 @@ class Callback:
 
 
 class MicroBatch(NamedTuple):
-    """Rows of one forward and backward pass, on the device."""
+    """Packed sequences (rows) for one forward and backward pass, on the device."""
 
     tokens: Tensor
     """(B, T) int64."""
     targets: Tensor
-    """(B, T) int64, IGNORE where one does not count."""
+    """(B, T) int64, IGNORE for positions without loss."""
     num_targets: int
-    """How many count."""
+    """Number of non-ignored targets."""
     weights: Tensor | None = None
-    """(B, T) factors of the targets' losses. Default: 1."""
+    """(B, T) loss weights. Default: 1."""
 
 
 class Loader(Protocol):
-    """Gives the batches of a run: a pure function of the step and, in RL, of the model."""
+    """Source of batches; a batch depends only on the step (and, in RL, on the current model)."""
 
     batch_tokens: int
-    """Tokens per step, all ranks together; in RL, the most that can be sampled."""
+    """Tokens per step over all ranks; in RL, an upper bound."""
     identity: dict[str, Any]
-    """What a checkpoint must agree with to be continued."""
+    """Settings that must match for a checkpoint to be resumed."""
     metrics: dict[str, float]
-    """Of the latest step, to be logged."""
+    """Metrics of the latest step."""
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        """This rank's share of a step. Raises StoppedWaiting where `stopping()`."""
+        """This rank's part of a step. Raises StoppedWaiting if `stopping()`."""
         ...
 
-    # Which rows a step trains on, for messages
+    # Rows of a step, for messages
     def row_names(self, step: int) -> str: ...
 
-    # Lines for the screen before a run
+    # Lines of the startup summary
     def describe(self, run: "TrainingRun") -> dict[str, str]: ...
 
 
@@ -153,7 +153,7 @@ class RowLoader:
 
     rows: Rows | MixedRows
     split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-    """Rows as they are stored -> tokens and targets, both (B, T) int64."""
+    """Stored rows -> tokens and targets, both (B, T) int64."""
     batch_tokens: int
     seed: int
     machine: DistContext
@@ -165,10 +165,10 @@ class RowLoader:
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         self.rows.should_stop = stopping
         share = (step, self.num_rows, self.seed)
-        with self.machine.working("waiting for rows that are being packed"):
+        with self.machine.working("waiting for rows to be packed"):
             mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.row_ids(*share)[:, 0]
-        same = 0 < seen.min() == seen.max()  # how often every row of the step came before
+        same = 0 < seen.min() == seen.max()  # all rows seen equally often, at least once
         self.metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
         return split_micro_batches(*self.split(mine), device_rows, self.machine.device)
 
@@ -181,14 +181,14 @@ class RowLoader:
         T, n, world_size = self.rows.max_seq_len, run.device_rows, self.machine.world_size
         return {
             "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
-            "batch": f"{self.batch_tokens:,} tokens, {n} rows at a time on {world_size} devices",
+            "batch": f"{self.batch_tokens:,} tokens, micro-batch {n} rows x {world_size} devices",
         }
 
 
 def split_micro_batches(
     tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of `device_rows` rows, copied to `device` all at once."""
+    """Copy a batch to `device` and split it into micro-batches of `device_rows` rows."""
     x, y = to_device(tokens, device), to_device(targets, device)
     counts = (targets >= 0).sum(axis=1)
     parts = [slice(i, i + device_rows) for i in range(0, len(tokens), device_rows)]
@@ -197,8 +197,8 @@ def split_micro_batches(
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
     """
-    Copy to the device; each call pins memory of its own, so no later step can overwrite it. Only a
-    contiguous copy is asynchronous: of a slice PyTorch copies unpinned memory.
+    Copy to the device. Each call pins new memory, so no later step can overwrite it. PyTorch would
+    copy a slice synchronously, so the array is made contiguous first.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(x))
     if device.type == "cuda":
@@ -211,7 +211,7 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass
 class TrainingRun:
-    """What is trained, on what, for how long. The last group of fields is set by `train`."""
+    """Definition of a training run. `train` sets the last group of fields."""
 
     kind: Literal["base", "mid", "sft", "rl"]
     model: GPT
@@ -221,85 +221,84 @@ class TrainingRun:
     machine: DistContext
     cfg: TrainConfig
     tag: str
-    """Name of the folder of checkpoints."""
+    """Checkpoint directory name."""
     num_steps: int
-    """Steps to train; the most there can be where `max_seconds` ends the run before."""
+    """Steps to train; the maximum if `max_seconds` is set."""
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels and micro-batch where they are not to be chosen (RL), for a run from step 0."""
+    """Kernels and micro-batch size if already chosen (RL); the time is that of all steps."""
     objective: Trainable | None = None
-    """Gives the loss. Default: the model."""
+    """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
     max_seconds: float | None = None
-    """Training ends with the step that reaches this many seconds of steps, evaluations and saves
-    not counted. The schedules then follow the clock."""
+    """End after the step that reaches this many seconds of training, evaluations and saves not
+    counted. The schedules then follow the elapsed time."""
 
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of what is read, the closest parent first."""
+    """Name -> fingerprint of each input, closest parent first."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What else a checkpoint must agree with to be continued."""
+    """Further settings that must match for a checkpoint to be resumed."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What else a checkpoint holds."""
+    """Further checkpoint state."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the script, for log, checkpoint and record."""
+    """Script settings, for log, checkpoint and record."""
     keep_optimizer: bool = True
-    """Whether the checkpoint of the finished run holds the optimizer state."""
+    """Whether the final checkpoint includes the optimizer state."""
     background: Callable[[], AbstractContextManager] = nullcontext
-    """Entered around the training."""
+    """Context manager around the training."""
     bytes_to_pack: int = 0
-    """What that will write to the disk."""
+    """Bytes that `background` writes to disk."""
 
     progress: Progress = field(default_factory=Progress)
-    """As `train` leaves it."""
+    """Training progress."""
     checkpoint: Checkpoint | None = None
-    """The last one; None on the ranks that do not write."""
+    """Last checkpoint; None on all ranks but the main one."""
     device_rows: int = 1
-    """Rows per micro-batch on one device."""
+    """Micro-batch size per device, in rows."""
     save: Callable[..., None] = lambda progress, final=False: None
-    """Writes a checkpoint; `final` returns only when it is safe on disk. Called on every rank."""
+    """Saves a checkpoint; `final` waits until it is on disk. Call on every rank."""
     log: Callable[[int, dict[str, Any]], None] = lambda step, values: None
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens per step, all ranks together."""
+        """Tokens per step over all ranks."""
         return self.loader.batch_tokens
 
     def stopping(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether a stop was requested on this rank."""
         return self.stop.asked
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At the median of the latest timed steps; None where there were none."""
+        """Median throughput of the latest timed steps; None if there are none."""
         seconds = self.progress.step_seconds
         return self.batch_tokens / statistics.median(seconds) if seconds else None
 
     def values(self) -> dict[str, Any]:
-        """Of the callbacks, for the record."""
+        """Return the values of all callbacks, for the record."""
         return {name: value for each in self.callbacks for name, value in each.values().items()}
 
     def horizon(self, progress: Progress) -> float:
-        """How many steps the run will have in all: num_steps, or what the clock allows."""
+        """Expected total number of steps: num_steps, or fewer if `max_seconds` limits them."""
         if self.max_seconds is None or not progress.clock_seconds:
             return self.num_steps
         return min(self.num_steps, progress.step * self.max_seconds / progress.clock_seconds)
 
     def finished(self, progress: Progress) -> bool:
-        """Whether nothing is left to train."""
+        """Whether training is complete."""
         return progress.step >= self.horizon(progress)
 
 
 def run_loop(run: TrainingRun, progress: Progress) -> bool:
     """
-    Train from `progress.step` to the end. Returns False when the run was asked to stop early.
+    Train from `progress.step` to the end. Returns False if the run was stopped early.
 
-    The last thing before the final evaluation is a checkpoint. Asked to stop, it drops the
-    evaluation or the step at hand and saves. Raises NotFinite after saving the last good state,
-    RanksDiffer, and UsageError for more steps after the weights were averaged or where the
-    checkpoint of the finished run holds no optimizer state. Out of memory in the final evaluation,
-    it exits with UNEVALUATED.
+    The final checkpoint is saved before the final evaluation. A stop request aborts the current
+    step or evaluation, then saves. Raises NotFinite after saving the last good state, RanksDiffer,
+    and UsageError if steps remain but the weights are already averaged or the checkpoint has no
+    optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
     """
     machine, first_step = run.machine, progress.step
     if not run.finished(progress):
@@ -320,10 +319,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             done = train_step(run, step, horizon)
             if done is None:
                 run.save(progress, final=True)
-                machine.print0(f"asked to stop: saved step {step}")
+                machine.print0(f"stop requested: saved step {step}")
                 return False
             seconds = time.perf_counter() - started
-            if run.max_seconds is not None:  # all ranks must agree on when to end
+            if run.max_seconds is not None:  # all ranks must end at the same step
                 seconds = machine.sum(seconds)[0] / machine.world_size
             rows = partial(run.loader.row_names, step)
             is_good = detector.record(step, done.loss, done.norm, rows) == "good"
@@ -335,19 +334,19 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 callback.after_step(done, progress)
             if step == first_step:
                 gc.collect()
-                gc.freeze()  # what is alive now stays: keep it out of every later collection
+                gc.freeze()  # exclude long-lived objects from later collections
             if detector.bad_in_a_row >= MAX_BAD_STEPS:
                 run.save(progress, final=True)
                 raise NotFinite(
-                    f"{MAX_BAD_STEPS} steps in a row were not finite, the last one step {step}; "
-                    "what was before them is saved. Look at those rows, or lower learning rates"
+                    f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
+                    "last good state is saved. Inspect those rows or lower the learning rates"
                 )
             every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
         for callback in run.callbacks:
             callback.before_step(progress.step, 1.0)
-        if not progress.averaged:  # the optimizer state of a resumed run may be missing
+        if not progress.averaged:  # a resumed run may have no optimizer state
             progress.averaged = run.optimizer.take_average()
         progress.finished = True
         run.save(progress, final=True)
@@ -355,20 +354,20 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             return evaluate(run, progress, last=True)
         except torch.OutOfMemoryError as error:
             machine.print0(
-                "the model is trained and saved, but memory ran out in its last evaluation; "
-                "--resume=auto repeats that alone, best with a smaller --device_batch_size"
+                "out of memory in the final evaluation; the trained model is saved. Rerun with "
+                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation"
             )
             raise SystemExit(common.UNEVALUATED) from error
 
 
 def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
-    """Measure, keep the smallest validation value, log. False when asked to stop instead."""
+    """Run the callbacks' evaluations and log the metrics. Returns False if a stop aborted them."""
     metrics: dict[str, float] = {}
     try:
         for callback in run.callbacks:
             metrics |= callback.evaluate(progress.step, run.stopping, last)
     except Interrupted:
-        run.machine.print0(f"asked to stop: evaluation at step {progress.step} aborted")
+        run.machine.print0(f"stop requested: evaluation at step {progress.step} aborted")
         return False
     if (value := metrics.get("val_bpb")) is not None:
         progress.last_val = value
@@ -379,23 +378,23 @@ def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
 
 
 class Step(NamedTuple):
-    """Result of a step; the same on every rank."""
+    """Result of a training step; identical on every rank."""
 
     loss: float
-    """Mean nats per counted target."""
+    """Mean cross-entropy (nats) over non-ignored targets."""
     norm: float
-    """Of the gradient."""
+    """Global gradient norm before clipping."""
     tokens: int
-    """Tokens processed, also in skipped steps, padding included, all ranks together."""
+    """Tokens processed over all ranks, including padding and skipped steps."""
     metrics: dict[str, float]
-    """What is to be logged of it."""
+    """Metrics to log."""
 
 
 def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Step | None:
     """
-    One optimizer step of a run of `horizon` steps, by default its num_steps. There is no update
-    where loss or gradient are not finite or no target counts. None where a rank was asked to stop:
-    it is as if the step had not begun.
+    Run one optimizer step of a run of `horizon` steps (default: num_steps). The update is skipped
+    if the loss or gradient is not finite or all targets are ignored. Returns None, with nothing
+    changed, if a stop was requested on any rank.
     """
     machine, optimizer, horizon = run.machine, run.optimizer, horizon or run.num_steps
     objective = run.objective or run.model
@@ -412,7 +411,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
                 break
             weights = {} if each.weights is None else {"weights": each.weights}
             loss_sum = objective.loss(each.tokens, each.targets, **weights)
-            # a constant divisor, so that gradients have a fixed scale in bf16; `scale` corrects it
+            # a constant divisor keeps the gradient scale fixed in bf16; `scale` corrects it
             (loss_sum / run.batch_tokens).backward()
             losses.append(loss_sum.detach())
     nats, count, tokens, stopped = machine.sum(
@@ -425,7 +424,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
         optimizer.drop_gradients()
         return None
     norm = optimizer.reduce_gradients()
-    scale = run.batch_tokens / count if count else 0.0  # exactly the mean over counted targets
+    scale = run.batch_tokens / count if count else 0.0  # mean over non-ignored targets
     loss, norm = nats / count if count else 0.0, norm * scale
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics}
@@ -443,7 +442,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
 
 
 def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -> None:
-    """Log the step just done."""
+    """Log a completed step."""
     machine, rate = run.machine, done.tokens / seconds
     values = {**done.metrics, "smooth_loss": progress.smooth_loss}
     values |= {"tokens_per_second": rate, "step_seconds": seconds}
@@ -457,12 +456,12 @@ def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -
     run.log(progress.step - 1, values)
 
 
-# ---- From an opened model and its rows to a record -----------------------------------------------
+# ---- Setup, training, record ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Made when a script begins, for the cost in its record."""
+    """Start time and memory of a script, for the cost in its record."""
 
     seconds: float = field(default_factory=time.perf_counter)
     memory_bytes: int = field(
@@ -474,8 +473,8 @@ def finished_before(
     section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, machine: DistContext
 ) -> bool:
     """
-    Whether --skip_if_done finds this very stage recorded and its checkpoint intact; `cfg` has
-    skip_if_done and report_dir.
+    Whether --skip_if_done is set and this stage is already recorded, with its checkpoint intact.
+    `cfg` has skip_if_done and report_dir.
     """
     key = records.stage_key(settings, inputs)
     found = cfg.skip_if_done and machine.on_main(
@@ -488,10 +487,10 @@ def finished_before(
 
 def train(run: TrainingRun) -> None:
     """
-    Resume or begin, check what fits, train, save and evaluate: `run` is complete then.
+    Start or resume `run`, choose the micro-batch size, train, save and evaluate.
 
-    Raises UsageError where the run cannot finish, or where another one writes to its folder;
-    SystemExit(PREEMPTED) when it was asked to stop: saved, not finished.
+    Raises UsageError if the run cannot finish or another run is using its directory, and
+    SystemExit(PREEMPTED) if it was stopped early and saved.
     """
     cfg, model, machine = run.cfg, run.model, run.machine
     run_id = machine.broadcast(records.inherited_run_id(run.inputs, cfg.report_dir))
@@ -532,7 +531,7 @@ def train(run: TrainingRun) -> None:
 
 
 def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
-    """Choose kernels and micro-batch, check memory and disk, and print it all on one screen."""
+    """Choose kernels and micro-batch size, check memory and disk space, and print a summary."""
     cfg, model, machine = run.cfg, run.model, run.machine
     left, folder = run.num_steps - run.progress.step, checkpoints.folder
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
@@ -544,7 +543,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
         seconds *= left / run.num_steps
     if run.max_seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
-        most = f"{run.max_seconds:g} s of steps, at most "
+        most = f"{run.max_seconds:g} s of training, at most "
     lines = {
         **preflight.describe(model, machine, prepared.compiled),
         "disk": disk,
@@ -559,48 +558,48 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
 
 def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     """
-    Choose kernels and micro-batch for the `steps` left of a run, and set its model up for them.
-    Raises UsageError where not even one row fits.
+    Choose kernels and micro-batch size for the remaining `steps` and set up the model. Raises
+    UsageError if the requested micro-batch, or even a single row, does not fit in memory.
     """
     model, optimizer, machine = run.model, run.optimizer, run.machine
-    trainable, asked = run.objective or model, run.cfg.device_batch_size
+    trainable, requested = run.objective or model, run.cfg.device_batch_size
     T, device = model.cfg.max_seq_len, machine.device
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
-    limit = rows if asked is not None else preflight.most_rows(model, trainable, machine)
-    device_rows = preflight.choose_device_rows(asked, rows, limit)
+    limit = rows if requested is not None else preflight.most_rows(model, trainable, machine)
+    device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
     compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
-    mode = "compiles first" if compiled else "eager"
-    machine.print0(f"preflight  measuring {device_rows} rows at a time ({mode}) ...")
-    # tokens and targets of a whole step, twice: a step may reorder its rows
+    mode = "compiling first" if compiled else "eager"
+    machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
+    # tokens and targets of a whole step, twice because a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
-    # on a CPU the update is not measured (what undoes it takes more memory than it does), but where
-    # the run ends by the clock: compiling the update must not be part of it
+    # skip the update on CPU, because undoing it takes more memory than the update itself; under a
+    # time budget measure it anyway, so that compiling it is not part of the budget
     update = device.type == "cuda" or run.max_seconds is not None
     rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids, update)
-    # the same limit on all ranks: one that alone ran out of memory would miss a collective
+    # same limit on all ranks: a rank that alone ran out of memory would miss a collective
     available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
-    reserve = preflight.GPU_RESERVE if asked is None else 0
+    reserve = preflight.GPU_RESERVE if requested is None else 0
     with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
         while not (measured := rehearse(device_rows)):
             torch.cuda.empty_cache()
-            if device_rows == 1 or asked is not None:
-                why = f"{device_rows} rows at a time do not fit on {machine.device_name}"
+            if device_rows == 1 or requested is not None:
+                why = f"out of memory at device_batch_size={device_rows} on {machine.device_name}"
                 fix = preflight.SMALLER if device_rows == 1 else preflight.LET_CHOOSE
                 raise common.UsageError(why, fix)
             device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
-            machine.print0(f"preflight  too little memory for that; trying {device_rows} rows")
+            machine.print0(f"preflight  out of memory; trying {device_rows} rows")
     peak_bytes, seconds = measured
-    weights = 4 * model.num_params()  # and their gradients
+    weights = 4 * model.num_params()  # bytes; same for the gradients
     state = sum(4 * x.numel() for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": weights, "optimizer": state}
-    memory["activations"] = max(0, peak_bytes - used - weights)  # and what kernels hold
+    memory["activations"] = max(0, peak_bytes - used - weights)  # including kernel workspaces
     total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
     parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
     machine.print0(
-        f"memory     {total / 2**20:,.0f} MiB a device with {device_rows} rows at a time: {parts}; "
-        f"{free / 2**20:,.0f} available"
+        f"memory     {total / 2**20:,.0f} MiB per device at device_batch_size={device_rows}: "
+        f"{parts}; {free / 2**20:,.0f} available"
     )
     return Prepared(device_rows, compiled, total, seconds * steps * rows / device_rows)
 
@@ -608,7 +607,7 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
 def write_section(
     section: str, run: TrainingRun, values: dict[str, Any], began: Stopwatch, tables: Sequence = ()
 ) -> None:
-    """Write the record of a finished run, render the report, and print the next command."""
+    """Write the record of a finished run, update the report and print the next commands."""
     saved, machine, prepared = run.checkpoint, run.machine, run.prepared
     if saved is not None and prepared is not None:
         if run.kind != "rl":

@@ -1,13 +1,13 @@
 """
-Score a base model on a suite of few-shot tasks: the centred score of each, and their mean, CORE.
+Evaluate a base model on few-shot tasks: centered accuracy per task, and their mean, CORE.
 
-    python -m scripts.base_eval                                    # the checkpoint written last
+    python -m scripts.base_eval                                    # newest checkpoint
     torchrun --nproc_per_node=8 -m scripts.base_eval -- --model_tag=d24 --max_per_task=500
-    python -m scripts.base_eval --hf_path=openai-community/gpt2    # another project's model
+    python -m scripts.base_eval --hf_path=openai-community/gpt2    # a Hugging Face model
 
 Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,
-        downloaded at first use, or that of the built-in data set, written at first use
-Writes  the section "Base model evaluation", of a Hugging Face model "Evaluation of <model>"
+        downloaded at first use, or that of the built-in data set, generated at first use
+Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluation of <model>"
 """
 
 import time
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_model
 from nanochat.common import MissingInput
-from nanochat.config import settings, short, start
+from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_core import (
     EvalModel,
@@ -26,7 +26,7 @@ from nanochat.eval_core import (
     TaskScore,
     core,
     eval_model_of,
-    examine,
+    evaluate_task,
     open_suite,
 )
 from nanochat.gpt import for_inference
@@ -41,40 +41,38 @@ INSTALL = "uv sync --inexact --group interop"
 @dataclass(frozen=True)
 class BaseEval:
     model_tag: str | None = short("g", None)
-    """Folder under base_checkpoints/. Default: the one written last."""
+    """Folder under base_checkpoints/. Default: the newest."""
     model_step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     max_per_task: int | None = None
-    """Items to score of each task. Default: all."""
+    """Maximum number of items per task. Default: all."""
     hf_path: str | None = None
-    """A causal language model of Hugging Face, by its name there or as a folder, instead of one of
-    ours. Needs the packages of `uv sync --group interop`."""
+    """Evaluate this Hugging Face causal language model instead: a Hub name or a folder. Needs
+    `uv sync --group interop`."""
     trust_remote_code: bool = False
-    """Run the code that comes with that model."""
+    """Allow the Hugging Face model to run its own code."""
     suite: str | None = None
-    """Which few-shot tasks: `dclm`, whose mean is CORE, or the name of a built-in data set that has
-    a suite of its own, such as embedded. Default: that of the model's text if it has one, else
-    dclm."""
+    """Few-shot tasks: `dclm` (CORE), or a built-in data set with its own suite, such as embedded.
+    Default: the suite of the model's training data if it has one, else dclm."""
     eval_bundle: str | None = None
-    """Where DCLM's tasks are: a folder, a zip file or its URL. Default: the published archive,
-    downloaded once."""
+    """DCLM's tasks: a folder, a zip file or its URL. Default: the published archive, downloaded
+    once."""
     final: bool = False
-    """Look at tasks that scripts.lab.hold_out declared final, and have it written down."""
+    """Also evaluate tasks that scripts.lab.hold_out declared final, and log the access."""
     only_fetch: bool = False
-    """Only get the tasks and say what they are; no model is needed."""
+    """Only download or generate the tasks and print a description; needs no model."""
     skip_if_done: bool = False
-    """Skip the tasks on which this checkpoint was scored with these settings before."""
+    """Skip tasks that were already evaluated with this checkpoint and these settings."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
-        if self.max_per_task is not None and self.max_per_task < 1:
-            raise ValueError(f"max_per_task must be at least 1, got {self.max_per_task}")
+        require_at_least(self, max_per_task=1)
 
 
 class Candidate(NamedTuple):
-    """The model that is evaluated, as the record names it, and what loads it."""
+    """The model to evaluate: its identity for the record, and a function that loads it."""
 
     section: str
     name: str
@@ -82,21 +80,21 @@ class Candidate(NamedTuple):
     seed: int
     inputs: dict[str, str]
     dataset: str | None
-    """The data set it was trained on, where that is known."""
+    """Data set it was trained on; None if unknown."""
     load: Callable[[], EvalModel]
 
 
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
 
-    def open_asked(dataset: str | None) -> Suite:
+    def open_for(dataset: str | None) -> Suite:
         return open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset))
 
     if cfg.only_fetch:
-        return print(open_asked(None).about)
+        return print(open_for(None).about)
     machine = init_distributed(cfg.machine)
     candidate = (find_hf_model if cfg.hf_path else find_own_model)(cfg, machine)
-    suite = machine.on_main("opening the suite", lambda: open_asked(candidate.dataset))
+    suite = machine.on_main("opening the suite", lambda: open_for(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
     if cfg.skip_if_done:
@@ -112,15 +110,15 @@ def main(cfg: BaseEval) -> None:
     machine.print0(f"{candidate.name} on {suite.about}")
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
-        scores.append(examine(model, task, machine, cfg.max_per_task))
+        scores.append(evaluate_task(model, task, machine, cfg.max_per_task))
         machine.print0(describe(scores[-1]))
-        if machine.is_main:  # an abort keeps what was scored
+        if machine.is_main:  # record each task, so that an abort keeps finished ones
             values, items = figures(candidate.name, suite, scores)
             origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
-            shown = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
-            name, asked = candidate.section, settings(cfg)
-            records.write_record(name, asked, values, origin, cost, folder, **shown)
+            extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
+            name, flags = candidate.section, settings(cfg)
+            records.write_record(name, flags, values, origin, cost, folder, **extra)
         started = time.perf_counter()
     total = core(scores)
     machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
@@ -131,7 +129,7 @@ def main(cfg: BaseEval) -> None:
 
 
 def scored_before(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
-    """The scores that the section's record has for these settings: of the first tasks, or all."""
+    """Scores already in the record for these settings, of some or all tasks."""
     key = records.stage_key(settings(cfg), candidate.inputs)
     record = records.finished(candidate.section, key, cfg.report_dir)
     if record is None:
@@ -148,7 +146,7 @@ def scored_before(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[Tas
 
 
 def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
-    """One of our checkpoints."""
+    """A checkpoint of this project."""
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
@@ -166,11 +164,11 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
 
 def find_hf_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     """
-    A model of Hugging Face; nobody knows what it was trained on. Raises MissingInput without the
-    packages that read it.
+    A Hugging Face model; its training data is unknown. Raises MissingInput if the interop packages
+    are not installed.
     """
     try:
-        from nanochat.hf import eval_model  # its packages are an optional group
+        from nanochat.hf import eval_model  # needs an optional dependency group
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     name = str(cfg.hf_path)
@@ -180,28 +178,28 @@ def find_hf_model(cfg: BaseEval, machine: DistContext) -> Candidate:
 
 
 def describe(score: TaskScore) -> str:
-    """A line about a task."""
-    accuracy, centred = score.accuracy, score.centred
-    cropped = f", {score.num_cropped} cropped" if score.num_cropped else ""
+    """One log line about a task."""
+    accuracy, centered = score.accuracy, score.centred
+    truncated = f", {score.num_cropped} truncated" if score.num_cropped else ""
     return (
-        f"{score.task.name}: {accuracy.value:.4f} right, centred {centred.value:.4f} "
-        f"+- {centred.se:.4f} ({accuracy.n} items{cropped}), {score.seconds:.1f} s"
+        f"{score.task.name}: accuracy {accuracy.value:.4f}, centered {centered.value:.4f} "
+        f"+- {centered.se:.4f} ({accuracy.n} items{truncated}), {score.seconds:.1f} s"
     )
 
 
 def figures(
     name: str, suite: Suite, scores: Sequence[TaskScore]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values and items of the record, with CORE and its items where all tasks are scored."""
-    whole, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
+    """Values and items of the record; with CORE once all tasks are scored."""
+    complete, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
     values: dict[str, Any] = {"Model": name}
     items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
-    if whole:
+    if complete:
         values["CORE metric"] = records.estimate(*core(scores))
         weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
         items["CORE metric"] = records.weighted_scores(weights)
     else:
-        tasks += f" of {len(suite.tasks)}, the evaluation has not ended"
+        tasks += f" of {len(suite.tasks)}, evaluation not finished"
     values |= {
         **{score.task.name: records.estimate(*score.centred) for score in scores},
         "Tasks": tasks + f", missing: {', '.join(suite.missing)}" * bool(suite.missing),
@@ -212,12 +210,12 @@ def figures(
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """How each task was asked, and what it took."""
+    """Settings, accuracy and time of each task, as a table for the record."""
     rows = []
     for s in scores:
-        asked = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_cropped]
+        counts = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_cropped]
         accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
-        rows.append([*asked, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
+        rows.append([*counts, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
     columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]
     return {"title": "Tasks", "columns": columns, "rows": rows}
 

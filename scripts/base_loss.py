@@ -1,10 +1,10 @@
 """
-Score a base model: bits per byte on training and validation text, and seven samples.
+Evaluate a base model: bits per byte on training and validation text, and seven samples.
 
-    python -m scripts.base_loss                                    # the checkpoint written last
+    python -m scripts.base_loss                                    # newest checkpoint
     torchrun --nproc_per_node=8 -m scripts.base_loss -- --model_tag=d24
 
-Reads   base_checkpoints/<tag>/ and the text that its state.json names
+Reads   base_checkpoints/<tag>/ and the text it was trained on (see its state.json)
 Writes  the section "Base model loss"
 """
 
@@ -30,24 +30,24 @@ from nanochat.train import finished_before
 from tasks.builtin import ensure_written
 
 SECTION = "Base model loss"
-GPU_ROWS = 32  # rows per forward pass on a GPU
+GPU_ROWS = 32  # packed sequences ("rows") per forward pass on a GPU
 
 
 @dataclass(frozen=True)
 class BaseLoss:
     device_batch_size: int | None = None
-    """Rows per forward pass on one device; never changes the result."""
+    """Rows per forward pass on each device; does not change the result. Default: automatic."""
     split_tokens: int | None = None
-    """Tokens to score of the training rows and of the validation rows; at most all of them.
-    Default: 10,485,760, on a CPU 262,144."""
+    """Maximum number of training tokens, and of validation tokens, to score. Default: 10,485,760;
+    on CPU 262,144."""
     max_documents: int | None = None
-    """Validation documents of each text to score one by one. Default: all."""
+    """Maximum number of validation documents per text for the document bpb. Default: all."""
     model_tag: str | None = short("g", None)
-    """Folder under base_checkpoints/. Default: the one written last."""
+    """Folder under base_checkpoints/. Default: the newest."""
     model_step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
-    """Do nothing when this checkpoint was scored with these settings before."""
+    """Do nothing if this checkpoint was already evaluated with these settings."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -70,7 +70,7 @@ def main(cfg: BaseLoss) -> None:
     if finished_before(SECTION, settings(cfg), inputs, cfg, machine):
         return machine.close()
 
-    # The model and its text
+    # Model and text
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
     with machine.working("opening the text"):
@@ -83,7 +83,7 @@ def main(cfg: BaseLoss) -> None:
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
-    # Rows: what training saw, and what it did not
+    # bpb on packed rows, training and validation
     num_rows = max(1, split_tokens // T // len(corpus.rows))
     corpus.pack(dict.fromkeys(corpus.rows, num_rows), machine)
     token_bytes = tokenizer.token_bytes()
@@ -100,7 +100,7 @@ def main(cfg: BaseLoss) -> None:
     train, val = pooled(seen.values()), pooled(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
-    # Documents, each from its beginning: comparable between packers and tokenizers
+    # bpb on whole documents: comparable across packing methods and tokenizers
     plain = pooled(
         document_bpb(model, each, tokenizer, T, step_rows, machine)
         for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
@@ -127,7 +127,7 @@ def main(cfg: BaseLoss) -> None:
 def train_batches(
     rows: Rows, num_rows: int, step_rows: int, machine: DistContext
 ) -> Iterator[np.ndarray]:
-    """This rank's share of the first `num_rows` rows in the order of seed 0."""
+    """Yield this rank's batches of the first `num_rows` training rows in the order of seed 0."""
     for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
         batch = rows.batch(number, step_rows, seed=0)
         yield batch[: num_rows - number * step_rows]

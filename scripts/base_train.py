@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from nanochat.checkpoint import build_model, new_model
-from nanochat.config import settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.evaluators import (
@@ -48,60 +48,57 @@ from nanochat.train import (
 from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
-# Flags that other trainers of this kind have, or that moved.
+# Flags of other training programs, and flags that were moved or removed
 RETIRED = {
-    "n_layer": "the number of layers is --depth",
+    "n_layer": "use --depth",
     **dict.fromkeys(
         ("n_embd", "n_head", "d_model", "head_dim"),
-        "width and heads follow from --depth; scripts.golf.base_train takes other widths",
+        "width and heads follow from --depth; scripts.golf.base_train supports other widths",
     ),
-    "sequence_length": "the length of a row is --max_seq_len",
-    "block_size": "the length of a row is --max_seq_len",
-    "gradient_accumulation_steps": "it follows from --total_batch_size, in tokens, and "
-    "--device_batch_size, in rows",
-    "learning_rate": "each kind of weight has its own: --matrix_lr, --embedding_lr, "
-    "--unembedding_lr",
-    "warmup_ratio": "--warmup_steps counts steps",
+    "sequence_length": "use --max_seq_len",
+    "block_size": "use --max_seq_len",
+    "gradient_accumulation_steps": "it follows from --total_batch_size (tokens) and "
+    "--device_batch_size (rows)",
+    "learning_rate": "use --matrix_lr, --embedding_lr and --unembedding_lr",
+    "warmup_ratio": "use --warmup_steps, a number of steps",
     **dict.fromkeys(
         ("qat_start", "quantize", "quant_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
         + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
         + ("decay_rule", "ema_decay", "max_wallclock_seconds"),
         "it is a flag of scripts.golf.base_train",
     ),
-    "value_embeddings": "--value_every=0 leaves the value embeddings out",
+    "value_embeddings": "use --value_every=0 to disable value embeddings",
     **dict.fromkeys(
         ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
         + ("supervision_base", "improvement_bonus", "bptt_loops"),
         "it is a flag of scripts.recursion.base_train",
     ),
-    **dict.fromkeys(
-        ("repeat_layers", "repeat_from"), "it was deleted; the last commit that has it is 27c376f"
-    ),
-    "suite": "the few-shot tasks follow from the data set, or are those of --eval_bundle",
-    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
+    **dict.fromkeys(("repeat_layers", "repeat_from"), "it was removed; commit 27c376f supports it"),
+    "suite": "the few-shot tasks follow from the data set; use --eval_bundle for others",
+    **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
 }
 
 
 @dataclass(frozen=True)
 class BaseTrain:
     depth: int = 20
-    """Number of layers; width, heads, batch, horizon and learning rates follow from it."""
+    """Number of layers; width, batch size, training length and learning rates follow from it."""
     max_seq_len: int = 2048
-    """Tokens in a row, the model's context."""
+    """Tokens per packed sequence ("row"); the context length of the model."""
     num_iterations: int | None = None
-    """Optimizer steps. Default: from target_flops or target_param_data_ratio."""
+    """Optimizer steps. Default: derived from target_flops or target_param_data_ratio."""
     target_flops: float | None = None
-    """Train until about this many FLOPs are spent."""
+    """Training compute in FLOPs; sets the number of steps. Default: no target."""
     target_param_data_ratio: float = 12.0
-    """Training tokens per matmul parameter, where nothing else says how long to train."""
+    """Training tokens per matmul parameter, if neither num_iterations nor target_flops is set."""
     total_batch_size: int | None = None
-    """Tokens per optimizer step over all devices. Default: from the horizon."""
+    """Tokens per optimizer step over all devices. Default: derived from the training length."""
     arch: Literal["default", "classic"] = "default"
-    """classic: the plain architecture of October 2025, which Hugging Face loads natively."""
+    """classic: the plain October 2025 architecture, which transformers supports natively."""
     window_pattern: str = "L"
-    """Attention windows by layer: L sees everything, S a quarter of the row."""
+    """Attention window of each layer, repeated over layers: L = full context, S = a quarter."""
     tokenizer_tag: str = "main"
-    """Which tokenizer under tokenizer/ to use."""
+    """Tokenizer to use, a folder under tokenizer/."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)
@@ -110,6 +107,9 @@ class BaseTrain:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, depth=1, max_seq_len=1, num_iterations=1, total_batch_size=1)
 
 
 def pretrain(
@@ -123,21 +123,21 @@ def pretrain(
     rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
     """
-    Train a base model and record it; tracks extend it.
+    Train a base model and write its record. The scripts of tracks pass further arguments.
 
-    adapt: the configuration of a depth -> that of another model. callbacks: further ones.
-    max_seconds: a budget of training time. make_optimizer: with the arguments of MuonAdamW.
-    identity: further settings that decide the result; a run with others is not resumed.
-    rules: optimizer settings, horizon and width -> the update rules.
+    adapt: modifies the model configuration that follows from depth. callbacks: additional ones.
+    max_seconds: budget of training time. make_optimizer: takes the arguments of MuonAdamW.
+    identity: further settings that must match for a checkpoint to be resumed.
+    rules: (optimizer config, horizon, width) -> update rules.
     """
     began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
 
-    # Data: tokenizer, rows, and whether this very training was done before
+    # Data: tokenizer and rows; exit if this training has already finished
     corpus, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
-    asked = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
-    if finished_before(SECTION, asked, inputs, cfg.train, machine):
+    resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
+    if finished_before(SECTION, resolved, inputs, cfg.train, machine):
         return machine.close()
 
     # Model: everything follows from depth
@@ -177,11 +177,11 @@ def pretrain(
             "source": corpus.texts.describe(),
             **({"mixture": mixed.state()} if mixed else {}),
         },
-        settings=asked,
+        settings=resolved,
         background=partial(corpus.packing, needed, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
     )
-    if max_seconds is not None:  # the clock must not run while text is packed
+    if max_seconds is not None:  # packing must not count against the time budget
         corpus.pack(needed, machine)
     train(run)
     write_section(SECTION, run, summarize(run), began, mixed.tables() if mixed else ())
@@ -191,8 +191,8 @@ def plan(
     cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: DistContext
 ) -> tuple[Horizon, int]:
     """
-    The horizon as if there were no clock, and the most steps that there can be: with a clock twice
-    as many as it is estimated to allow, for which text is packed.
+    Return the horizon without a time budget, and the maximum number of steps. With a budget, that
+    is twice the estimated number; enough text for it is packed.
     """
     horizon = plan_horizon(
         model,
@@ -210,8 +210,8 @@ def plan(
 
 def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, str]]:
     """
-    Open tokenizer, source and rows, the main rank first, so that one process writes. Returns the
-    corpus and the fingerprints of what is read.
+    Open tokenizer, text and rows, on the main rank first so that only one process writes. Returns
+    the corpus and the fingerprints of all three.
     """
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
@@ -226,7 +226,7 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, s
 
 
 def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> list[Callback]:
-    """What is measured besides the validation loss, as far as it was asked for."""
+    """Enabled evaluators, besides the validation loss."""
     evaluation, evaluators = cfg.evaluation, []
     if evaluation.sample_every:
         evaluators.append(Samples(evaluation.sample_every))
@@ -240,11 +240,11 @@ def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> lis
 
 
 def summarize(run: TrainingRun) -> dict[str, Any]:
-    """What the section shows first."""
-    progress, machine, rate = run.progress, run.machine, run.tokens_per_second
+    """First values of the report section."""
+    progress, machine, throughput = run.progress, run.machine, run.tokens_per_second
     tokens = progress.step * run.batch_tokens
-    flops = progress.flops / tokens  # of a token
-    mfu = rate and utilization(rate * flops, machine.device, machine.world_size)
+    flops = progress.flops / tokens  # per token
+    mfu = throughput and utilization(throughput * flops, machine.device, machine.world_size)
     return {
         "Number of parameters": run.model.num_params(),
         "Number of FLOPs per token": f"{flops:e}",

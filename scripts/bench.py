@@ -1,26 +1,26 @@
 """
-Measure speed against others and against the machine's own limits, in one run.
+Benchmark speed against other libraries and against measured hardware limits.
 
-    python -m scripts.bench --what=all                  # everything, into dev/bench-<device>.md
+    python -m scripts.bench --what=all                  # everything, to dev/bench-<device>.md
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=engine --depth=4
 
-train       a training step: forward, backward, update; tokens/s; share of the measured ceiling
+train       a training step: forward, backward, update; tokens/s; fraction of the measured ceiling
 
-peer        a training step of the plain architecture, beside transformers' own model
+peer        a training step of a plain architecture, compared with the transformers model
 
-engine      generation: tokens/s of reading prompts and of writing, at batch 1, 8 and 64, beside
-            transformers' generate with the same weights; memory
+engine      generation: prefill and decode tokens/s at batch size 1, 8 and 64, compared with
+            transformers' generate on the same weights; memory
 
-evaluation  few-shot items scored per second, beside EleutherAI's harness on the same model
+evaluation  few-shot items per second, compared with EleutherAI's harness on the same model
 
-tokenizer   training with our crate against the PyPI package rustbpe and Hugging Face tokenizers;
-            encoding with it against tiktoken and gigatoken, one vocabulary for all, first pass
+tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers; encoding
+            with our crate, tiktoken and gigatoken on one vocabulary, first pass
 
-start       importing the package
+start       import time of the package
 
-Reads   for the tokenizer, training shards of the text
-Writes  with --what=all, dev/bench-cpu.md or dev/bench-gpu.md
+Reads   training shards of the text, for the tokenizer
+Writes  dev/bench-cpu.md or dev/bench-gpu.md, with --what=all
 """
 
 import importlib.util
@@ -51,35 +51,34 @@ from nanochat.scaling import shape_for_depth
 from tasks.builtin import ensure_written
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
-HINT = "make it with:  uv sync --inexact --group interop"
+HINT = "install with:  uv sync --inexact --group interop"
 
 
 @dataclass(frozen=True)
 class Bench:
     what: Literal["all", "train", "peer", "engine", "evaluation", "tokenizer", "start"] = "all"
-    """What to measure."""
+    """Benchmark to run."""
     depth: int = 4
-    """Depth of the model; all: of generation and evaluation."""
+    """Number of layers; --what=all also trains other depths."""
     max_seq_len: int = 512
-    """Tokens in a row."""
+    """Tokens per packed sequence ("row")."""
     rows: int = 8
     """train, peer: rows per step on this device."""
     vocab_size: int = 8192
-    """Size of the model's vocabulary."""
+    """Vocabulary size of the model."""
     steps: int = 3
-    """train: steps to time in each measurement."""
+    """train: steps per measurement."""
     repeats: int = 3
-    """Measurements of each thing; of several parties in turn, so that a slow minute hits all
-    alike."""
+    """Number of measurements; libraries alternate, so that machine noise affects all alike."""
     max_megabytes: float = 110.0
-    """tokenizer: text to measure on, from the first training shards."""
+    """tokenizer: maximum MB of text, from the first training shards."""
     vocab_sizes: tuple[int, ...] | None = None
-    """tokenizer: sizes of vocabulary to train. Encoding uses the last. Default: 8,192 and 32,768;
-    of the embedded world, which has no more words, 1,024 and 2,048."""
+    """tokenizer: vocabulary sizes to train; encoding uses the last. Default: 8,192 and 32,768, or
+    1,024 and 2,048 for the small embedded data set."""
     threads: tuple[int, ...] = (1, 2)
-    """tokenizer: numbers of threads to encode with. Training uses the last."""
+    """tokenizer: thread counts for encoding; training uses the last."""
     findings: Path | None = None
-    """Also write what was found as JSON, for --what=all to collect."""
+    """Also write results as JSON; used by --what=all. Default: no file."""
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -100,9 +99,9 @@ def main(cfg: Bench) -> None:
 
 
 def bench_model(cfg: Bench, found: Findings) -> None:
-    """Training, generation or evaluation by an untrained model."""
+    """Benchmark training, generation or evaluation with an untrained model."""
     machine = init_distributed(cfg.machine)
-    arch = "default" if cfg.what == "train" else "classic"  # which transformers has too
+    arch = "default" if cfg.what == "train" else "classic"  # implemented by transformers too
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch)
     peers = None if cfg.what == "train" else find_peers()
     if cfg.what == "train":
@@ -118,10 +117,10 @@ def bench_model(cfg: Bench, found: Findings) -> None:
 
 
 def find_peers() -> Any:
-    """The module of peers; None, printed, where transformers or lm-eval are not installed."""
+    """Import the peers module; print a note and return None if packages are missing."""
     missing = [name for name in ("transformers", "lm_eval") if not importlib.util.find_spec(name)]
     if missing:
-        print(f"{', '.join(missing)} missing, so there is no comparison; {HINT}", flush=True)
+        print(f"{', '.join(missing)} not installed, skipping the comparison; {HINT}", flush=True)
         return None
     from nanochat.bench import peers
 
@@ -129,7 +128,7 @@ def find_peers() -> Any:
 
 
 def tokenizer(cfg: Bench, found: Findings) -> None:
-    """Training and encoding on the first documents of the source, by default the built-in one."""
+    """Benchmark the tokenizer on --dataset, the last used source, or the embedded one."""
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None:
         data = replace(data, dataset="embedded")
@@ -139,7 +138,7 @@ def tokenizer(cfg: Bench, found: Findings) -> None:
 
 
 def read_texts(source: Source, max_megabytes: float) -> list[str]:
-    """The first `max_megabytes` of text, in whole batches of documents."""
+    """Return the first `max_megabytes` of text, in whole batches of documents."""
     texts: list[str] = []
     num_bytes = 0
     for batch in chain.from_iterable(map(source.documents, source.train_shards)):
@@ -151,30 +150,30 @@ def read_texts(source: Source, max_megabytes: float) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Everything
+# All benchmarks
 
 
 def everything(cfg: Bench) -> None:
-    """Each benchmark in a process of its own, so that none uses memory during another."""
+    """Run each benchmark in its own process, so that none holds memory during another."""
     began, machine = time.perf_counter(), init_distributed(cfg.machine)
-    kind, given = machine.device.type, sys.argv[1:]
+    kind, argv = machine.device.type, sys.argv[1:]
     found = Findings()
     for num_processes, flags in jobs(kind):
         print(f"\n--- {num_processes or ''} {' '.join(flags)}", flush=True)
-        found.add(run(num_processes, [*given, *flags]))  # of two equal flags the last counts
+        found.add(run(num_processes, [*argv, *flags]))  # the last of duplicate flags wins
     if not found.lines:
-        raise SystemExit("error: nothing could be measured, see above")
+        raise SystemExit("error: all benchmarks failed, see above")
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
-    command = " ".join(("python -m scripts.bench", *given))
+    command = " ".join(("python -m scripts.bench", *argv))
     write_atomic(page, render(found, command, machine.device_name, minutes))
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 
 def jobs(kind: str) -> list[tuple[int, list[str]]]:
-    """The processes of one thread (0: one process, not launched) and the flags of benchmarks."""
+    """List (num_processes, flags); 0 = no launcher, else single-threaded torchrun processes."""
     training = [(0, ["--what=train", f"--depth={depth}"]) for depth in DEPTHS.get(kind, (4,))]
-    # a launched single process too, to compare several with
+    # include one launched process as the scaling baseline
     most = 2 if kind == "cpu" else torch.cuda.device_count() if kind == "cuda" else 1
     ranks = [(n, ["--what=train"]) for n in (1, 2, 4, 8) if n <= most and most > 1]
     others = ("peer", "engine", "evaluation", "tokenizer", "start")
@@ -182,7 +181,7 @@ def jobs(kind: str) -> list[tuple[int, list[str]]]:
 
 
 def run(num_processes: int, flags: list[str]) -> Findings:
-    """The findings of one benchmark; a note where it failed."""
+    """Run one benchmark and return its findings; on failure, a note."""
     command, environment = [sys.executable, "-m", "scripts.bench"], dict(os.environ)
     if num_processes:
         environment["OMP_NUM_THREADS"] = "1"

@@ -1,15 +1,15 @@
 """
 Chat with a model in the terminal.
 
-    python -m scripts.chat_cli                             # the last stage there is
+    python -m scripts.chat_cli                             # newest checkpoint of the last stage
     python -m scripts.chat_cli -i sft -p "Where does Mira live?"    # one question, one answer
     python -m scripts.chat_cli < question.txt              # the same from standard input
 
-A base model has not learned to chat: it continues each text, as on the chat page. Ctrl-C stops an
-answer, and only it; /help lists the commands and keys.
+A base model is not trained to chat; it continues each text. Ctrl-C stops an answer but not the
+program; /help lists commands and keys.
 
 Reads   the checkpoint of a stage (base, mid, sft, rl)
-Writes  chat_history under the base directory: what was typed, for the arrow keys
+Writes  chat_history under the base directory: input history for the arrow keys
 """
 
 import os
@@ -36,11 +36,11 @@ from nanochat.serve.transcript import Transcript, render_fitting
 from nanochat.tokenizer import Tokenizer
 
 HELP = """\
-/help            this list
-/system <text>   set the system prompt of this conversation; without a text, remove it
+/help            show this help
+/system <text>   set the system prompt; without text, remove it
 /clear           start a new conversation
-/quit, Ctrl-D    leave
-Enter           send; Alt-Enter or Ctrl-J: new line; Up: earlier input; Ctrl-C: stop an answer"""
+/quit, Ctrl-D    quit
+Enter            send; Alt-Enter or Ctrl-J: new line; Up: earlier input; Ctrl-C: stop an answer"""
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")
 STYLES = {"text": "", "python": "cyan", "python_output": "green"}
 MARKS = {"python": "[", "python_output": " = "}
@@ -49,33 +49,42 @@ MARKS = {"python": "[", "python_output": " = "}
 @dataclass(frozen=True)
 class ChatCli:
     source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
-    """Whose checkpoint to talk to. Default: the last stage that has one."""
+    """Stage of the model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the one written last."""
+    """Folder of the checkpoint. Default: the newest."""
     step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     prompt: str | None = short("p", None)
-    """Ask this, print the answer and exit. Default: ask what comes from standard input."""
+    """Answer this question and exit. Default: the question piped to standard input, else chat."""
     system: str = ""
-    """System prompt, put in front of the first message."""
+    """System prompt."""
     temperature: float = short("t", 0.6)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 = greedy."""
     top_k: int | None = short("k", 50)
-    """Sample from the k most likely tokens. Default: all."""
+    """Sample from the k most likely tokens; -1 = all tokens."""
     top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     max_new_tokens: int = short("m", 256)
-    """Longest answer, in tokens."""
+    """Maximum number of tokens per answer."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Random seed for sampling."""
     python: bool = False
-    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
-    """Run what the model wrote with all your rights where this machine has no sandbox."""
+    """If no sandbox works, run the model's code unsandboxed, with your permissions."""
     compile_engine: bool | None = None
-    """Fuse the step that writes a token: faster answers, a slower start. Default: on a GPU,
-    for more than one question."""
+    """Compile the decode step: faster answers, slower start. Default: on a GPU, unless there is
+    only one question."""
     machine: DistConfig = field(default_factory=DistConfig)
+
+    def __post_init__(self) -> None:
+        assert self.sampling(0)  # raises ValueError for values out of range
+
+    def sampling(self, turn: int) -> Sampling:
+        """Sampling settings of one answer; the seed differs per turn."""
+        return Sampling(
+            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed + turn
+        )
 
 
 def main(cfg: ChatCli) -> None:
@@ -88,15 +97,15 @@ def main(cfg: ChatCli) -> None:
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False
-    fused = choose_fused_engine(wanted, machine, most_tokens=0)
-    engine = Engine(model, tokenizer, slots=1, tool=tool, compiled=fused)
+    compiled = choose_fused_engine(wanted, machine, most_tokens=0)
+    engine = Engine(model, tokenizer, slots=1, tool=tool, compiled=compiled)
     chat = Chat(engine, cfg, console, is_base=source == "base")
     if prompt is not None:
         return chat.ask(prompt)
     where = f"{source}, {checkpoint.folder.parent.name} step {checkpoint.step}"
-    console.print(f"{printable(where)}. /help lists commands, Ctrl-D leaves.", markup=False)
+    console.print(f"{printable(where)}. /help lists commands, Ctrl-D quits.", markup=False)
     if chat.is_base:
-        console.print("A base model continues what you write.", style="dim")
+        console.print("This is a base model: it continues your text.", style="dim")
     session: PromptSession = PromptSession(
         "> ", history=history(), multiline=True, key_bindings=enter_sends()
     )
@@ -112,18 +121,18 @@ def main(cfg: ChatCli) -> None:
 
 
 def piped_text() -> str:
-    """Standard input as it is, but for its last line break. Raises ValueError where it is empty."""
+    """Standard input without its final line break. Raises ValueError if empty or not UTF-8."""
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 text ({error}); convert it") from error
+        raise ValueError(f"standard input is not UTF-8 ({error}); convert it to UTF-8") from error
     if not text.strip():
-        raise ValueError("standard input is empty; pipe a question in, or ask it with -p")
+        raise ValueError("standard input is empty; pipe a question in, or pass it with -p")
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def history() -> History:
-    """What was typed in earlier sessions; of this one alone where it cannot be kept."""
+    """Input history, kept across sessions; in memory only if the file is not writable."""
     file = base_dir() / "chat_history"
     writable = os.access(file if file.exists() else base_dir(), os.R_OK | os.W_OK)
     return FileHistory(str(file)) if writable else InMemoryHistory()
@@ -139,7 +148,7 @@ def enter_sends() -> KeyBindings:
 
 
 class Chat:
-    """A conversation, and how its answers are shown. A base model continues each text instead."""
+    """A conversation in the terminal. A base model continues each text instead."""
 
     def __init__(self, engine: Engine, cfg: ChatCli, console: Console, is_base: bool = False):
         self.engine, self.cfg, self.console, self.is_base = engine, cfg, console, is_base
@@ -148,7 +157,7 @@ class Chat:
         self.lines = LineBreaker(console.width if console.is_terminal else None)
 
     def command(self, text: str) -> bool:
-        """Do what was typed: a command, or a question. Returns False where that is to leave."""
+        """Run a command or answer a question. Returns False to quit."""
         found = COMMAND.match(text)
         rest = text[found.end() :].strip() if found else ""
         match found[0] if found else None:
@@ -166,49 +175,47 @@ class Chat:
                 except ValueError as error:
                     self.console.print(printable(str(error)), style="red", markup=False)
             case unknown:
-                self.console.print(f"there is no {unknown}; /help lists the commands", markup=False)
+                self.console.print(f"unknown command {unknown}; try /help", markup=False)
         return True
 
     def ask(self, question: str) -> None:
         """
-        Print the answer as it comes; Ctrl-C ends it, and what was generated stays in the
-        conversation. Of a long conversation the oldest turns are left out.
+        Stream the answer to the terminal; Ctrl-C stops it and keeps the partial answer. The oldest
+        turns of a long conversation are dropped from the prompt.
 
-        Raises ValueError, and forgets the question, where it does not fit the context.
+        Raises ValueError if the question does not fit the context; it is then not kept.
         """
         tokenizer = self.engine.tokenizer
-        asked = {"role": "user", "content": question}
+        message = {"role": "user", "content": question}
         if self.is_base:
             prompt = [tokenizer.bos_id, *tokenizer.encode(question)]
         else:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            messages = [*system, *self.messages, asked]
+            messages = [*system, *self.messages, message]
             prompt = render_fitting(tokenizer, messages, self.engine.cache.capacity * 3 // 4)
         transcript = Transcript(tokenizer)
-        cfg, seed = self.cfg, self.cfg.seed + len(self.messages)  # other numbers for every turn
-        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, seed=seed)
-        [completion] = self.engine.submit(prompt, sampling)
-        shown, seen, stopped = "text", 0, ""
+        [completion] = self.engine.submit(prompt, self.cfg.sampling(len(self.messages)))
+        current, seen, stopped = "text", 0, ""
         try:
             while completion.finish is None:
                 self.engine.step()
                 new, seen = completion.ids[seen:], len(completion.ids)
                 for kind, text in (piece for token in new for piece in transcript.add(token)):
-                    shown = self.show(shown, kind, text)
+                    current = self.show(current, kind, text)
             for kind, text in transcript.close():
-                shown = self.show(shown, kind, text)
+                current = self.show(current, kind, text)
         except KeyboardInterrupt:
             stopped = " (stopped)"
         finally:
             self.engine.cancel(completion)
-        self.write(self.lines.end(), STYLES[shown])
+        self.write(self.lines.end(), STYLES[current])
         self.write(stopped, "dim")
-        self.write("]\n" if shown != "text" else "\n")
+        self.write("]\n" if current != "text" else "\n")
         self.lines.column = 0
-        self.messages += [asked, {"role": "assistant", "content": transcript.parts}]
+        self.messages += [message, {"role": "assistant", "content": transcript.parts}]
 
     def show(self, before: str, kind: str, text: str) -> str:
-        """Print a piece; a tool call and its result stand in brackets. Returns its kind."""
+        """Print a piece of text; tool calls and results are in brackets. Returns its kind."""
         if kind != before:
             self.write(self.lines.end(), STYLES[before])
             self.write(self.lines.add("] " if kind == "text" else MARKS[kind]), "dim")
@@ -216,7 +223,7 @@ class Chat:
         return kind
 
     def write(self, text: str, style: str = "") -> None:
-        """To the terminal in a style, to a file or pipe as it is."""
+        """Print text; the style applies only in a terminal."""
         if self.console.is_terminal:
             self.console.print(text, style=style, end="", markup=False)
         else:
@@ -226,8 +233,8 @@ class Chat:
 
 class LineBreaker:
     """
-    Breaks text that comes in pieces into lines of `width` columns, between words. None: changes
-    nothing. A word is held back until it is whole.
+    Wraps streamed text at `width` columns, between words; None = no wrapping. The last word is
+    buffered until it is complete.
     """
 
     def __init__(self, width: int | None):
@@ -235,14 +242,14 @@ class LineBreaker:
         self.column, self.word = 0, ""
 
     def add(self, text: str) -> str:
-        """What can be printed now, given more text."""
+        """Add text and return the part that can be printed now."""
         if self.width is None:
             return text
         out = ""
         for char in text:
             if not char.isspace():
                 self.word += char
-                if cell_len(char) > 1:  # lines of Chinese or Japanese break anywhere
+                if cell_len(char) > 1:  # Chinese and Japanese can break after any character
                     out += self.end()
                 continue
             out += self.end()
@@ -254,7 +261,7 @@ class LineBreaker:
         return out
 
     def end(self) -> str:
-        """What was held back, on the next line where this one has no room for it."""
+        """Return the buffered word, after a line break if it does not fit on the line."""
         word, self.word = self.word, ""
         columns = cell_len(word)
         if self.width is not None and self.column and self.column + columns > self.width:

@@ -1,12 +1,12 @@
 """
-Score a chat model on tasks, by the letters' logits or by what it writes.
+Evaluate a chat model on tasks, scored by answer-letter logits or by generated answers.
 
-    python -m scripts.chat_eval -i sft                       # all tasks of the model's world
-    python -m scripts.chat_eval -i rl -a GSM8K -n 8 -t 1.0   # one task, 8 answers to each question
+    python -m scripts.chat_eval -i sft                       # all default tasks
+    python -m scripts.chat_eval -i rl -a GSM8K -n 8 -t 1.0   # one task, 8 answers per question
     torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i mid -a "ARC-Easy|MMLU"
 
 Reads   the checkpoint of a stage (base, mid, sft, rl) and the evaluation splits of the tasks
-Writes  the section "Chat evaluation <stage>", to which every call adds its tasks
+Writes  the section "Chat evaluation <stage>"; each run adds its tasks
 """
 
 import time
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
-from nanochat.config import settings, short, start
+from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import Graded, Outcomes, score_by_generation, score_by_logits
@@ -30,51 +30,51 @@ from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from tasks.base import Task
-from tasks.registry import exam, key_of, why_unavailable
+from tasks.registry import eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
 EVAL_TASKS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling")
-BUILTIN_EVAL_TASKS = {  # by the data set that the base model was trained on
+BUILTIN_EVAL_TASKS = {  # data set that the base model was trained on -> tasks
     "embedded": ("world_choice", "world_facts", "world_problems", "world_spelling")
 }
 
 
 @dataclass(frozen=True)
 class TaskEval:
-    """What the scripts that score chat models have in common."""
+    """Settings shared by the scripts that evaluate chat models."""
 
     task_name: str | None = short("a", None)
-    """Tasks by name, with | between them. Default: all of the model's world."""
+    """Tasks, separated by |. Default: a standard set that depends on the pretraining data."""
     temperature: float = short("t", 0.0)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 = greedy."""
     max_new_tokens: int = short("m", 512)
-    """Longest answer, in tokens."""
+    """Maximum number of tokens per answer."""
     top_k: int | None = short("k", 50)
-    """Sample from the k most likely tokens. Default: all."""
+    """Sample from the k most likely tokens; -1 = all tokens."""
     top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     max_problems: int | None = short("x", None)
-    """Questions of each task, counted from the first. Default: all."""
+    """Evaluate only the first N questions of each task. Default: all."""
     seed: int = 0
-    """Of the answers, at a temperature above 0."""
+    """Random seed for sampling."""
     python: bool = False
-    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
-    """Run what the model wrote with all your rights where this machine has no sandbox."""
+    """If no sandbox works, run the model's code unsandboxed, with your permissions."""
     batch_size: int | None = short("b", None)
-    """Answers written at a time; changes no result. Default: 64."""
+    """Number of answers generated concurrently; does not change the result. Default: 64."""
     compile_engine: bool | None = None
-    """Fuse the step that writes a token. Default: on a GPU, and on a CPU where so much may be
-    written that it pays."""
+    """Compile the decode step. Default: on a GPU, and on a CPU if enough may be generated to
+    amortize compile time."""
     final: bool = False
-    """Also score benchmarks that scripts.lab.hold_out declared final, and log the access; without
-    it, they are rejected by name and otherwise left out."""
+    """Also evaluate benchmarks that scripts.lab.hold_out declared final, and log the access.
+    Without it, they are skipped, or rejected if listed in task_name."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
 
     def count(self, task: Task) -> int:
-        """Questions of a task that are asked."""
+        """Number of questions of a task to evaluate."""
         return min(len(task), self.max_problems or len(task))
 
     @property
@@ -87,35 +87,32 @@ class TaskEval:
 @dataclass(frozen=True)
 class ChatEval(TaskEval):
     source: Literal["base", "mid", "sft", "rl"] = short("i", "sft")
-    """The stage whose model is scored."""
+    """Stage of the model."""
     num_samples: int | None = short("n", None)
-    """Answers to each question; a score is their mean (Avg@k), and pass@k is shown beside it.
-    Default: 1 at temperature 0, else what scripts.lab.eval_variance found the task to need."""
+    """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:
+    1 at temperature 0, else the number measured by scripts.lab.eval_variance, if any."""
     model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the one written last."""
+    """Folder of the checkpoint. Default: the newest."""
     step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
-    """Skip the tasks on which this checkpoint was scored with these settings before."""
+    """Skip tasks that were already evaluated with this checkpoint and these settings."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_samples", "batch_size", "max_problems"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        assert self.sampling  # raises ValueError for values that no answer can be sampled with
+        require_at_least(self, max_new_tokens=1, num_samples=1, batch_size=1, max_problems=1)
+        assert self.sampling  # raises ValueError for values out of range
 
     @property
     def section(self) -> str:
         return f"Chat evaluation {self.source}"
 
     def repeats(self, task: Task) -> int:
-        """Answers to each question of a task that is scored by what the model generates."""
+        """Number of answers per question of a task that is scored by generation."""
         return self.num_samples or default_repeats(task.name, self.temperature)
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a model is scored on that was pretrained on `source`, as a checkpoint describes it."""
+    """Default tasks for a model pretrained on `source` (from the checkpoint state)."""
     return BUILTIN_EVAL_TASKS.get(source.get("dataset", ""), EVAL_TASKS)
 
 
@@ -123,29 +120,29 @@ def open_tasks(
     cfg: TaskEval, default: Sequence[str], machine: DistContext
 ) -> tuple[list[Task], dict[str, str]]:
     """
-    The tasks that every rank can score, and of the others why not; logged. Raises UsageError where
-    the user asked for one of these by name.
+    Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
+    logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
     names = admitted(cfg.task_name, default, cfg.final, machine.print0)
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
     missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
-            raise UsageError(f"{name} cannot be scored here: {why}", "leave it out of --task_name")
-        machine.print0(f"{name} is left out: {why}")
+            raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
+        machine.print0(f"skipping {name}: {why}")
     with machine.working("loading the tasks"):
-        return [exam(name, cfg.unsafe_exec) for name in names if name not in missing], missing
+        return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 
 def open_engine(
     cfg: TaskEval, checkpoint: Checkpoint, machine: DistContext, num_answers: int
 ) -> Engine:
-    """An engine with the model of a checkpoint, compiled where that many answers pay for it."""
+    """Engine for a checkpoint; compiled if `num_answers` are enough to amortize compile time."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = for_inference(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    fused = choose_fused_engine(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
-    return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=fused)
+    compiled = choose_fused_engine(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
+    return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=compiled)
 
 
 def main(cfg: ChatEval) -> None:
@@ -158,7 +155,7 @@ def main(cfg: ChatEval) -> None:
     every_task = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, every_task, machine)
     inputs = parent_inputs(checkpoint)
-    key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # of each task's score
+    key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # identifies a score
     known: dict[str, Estimate] = {}
     if cfg.skip_if_done:
         known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
@@ -176,7 +173,7 @@ def main(cfg: ChatEval) -> None:
     engine = open_engine(cfg, checkpoint, machine, answers)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
-        """Extend the section at the cost of the time since; an abort keeps what was scored."""
+        """Add to the section, so that an abort keeps finished tasks."""
         nonlocal started
         if machine.is_main:
             origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
@@ -207,7 +204,7 @@ def main(cfg: ChatEval) -> None:
 
 
 def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
-    """The scores of the record that have this `task_key`, and ChatCORE where it has one."""
+    """Scores in the record with this `key`, and ChatCORE if recorded along with any."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
     record = records.read_if_sound(path)
     if record is None or record["provenance"]["inputs"] != inputs:
@@ -222,21 +219,21 @@ def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[st
 
 
 def asked(cfg: ChatEval) -> dict[str, Any]:
-    """The settings as the report shows them: what was left open as None."""
-    open_ones = ("task_name", "model_tag", "step", "max_problems")
-    return {**settings(cfg), **{name: getattr(cfg, name) for name in open_ones}}
+    """Settings for the report; unset ones stay None."""
+    optional = ("task_name", "model_tag", "step", "max_problems")
+    return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
 
 
 def item_means(outcomes: Outcomes) -> list[float]:
-    """The score of every item: the mean over its answers."""
+    """Score of each item, the mean over its answers."""
     return [sum(scores) / len(scores) for scores in outcomes]
 
 
 def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     """
-    A score as the record has it: with n items, k answers to each, and the two parts of its error.
-
-    One answer by chance hides which part is which: then only their sum is known.
+    A score for the record: mean, number of items n, answers per item k, and the standard error,
+    split into the parts from items and from sampling. One sampled answer per item cannot separate
+    the two.
     """
     value, n, se = stats.mean(item_means(outcomes))
     k = len(outcomes[0])
@@ -247,13 +244,13 @@ def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
 
 
 def describe(task: Task, graded: Graded, seconds: float) -> str:
-    """A line about a task."""
+    """One log line about a task."""
     score, k = stats.mean(item_means(graded.outcomes)), len(graded.outcomes[0])
     repeats = f", {k} answers each" if k > 1 else ""
-    cropped = f", {graded.num_cropped} cropped" if graded.num_cropped else ""
+    repeats += f", {graded.num_cropped} truncated" if graded.num_cropped else ""
     return (
-        f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({score.n} questions{repeats}{cropped})"
-        f", {seconds:.1f} s"
+        f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({score.n} questions{repeats}), "
+        f"{seconds:.1f} s"
     )
 
 
@@ -261,7 +258,7 @@ Figures = tuple[dict[str, Any], dict[str, Any]]  # values and items of the recor
 
 
 def task_figures(task: Task, graded: Graded, key: str, sampled: bool) -> Figures:
-    """The scores of a task, whole and by item; of several answers to each question, pass@k too."""
+    """Score of a task, overall and per item; also pass@k if there are several answers."""
     name, outcomes = task.name, graded.outcomes
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
     values: dict[str, Any] = {name: with_repeats(outcomes, sampled)}
@@ -277,12 +274,12 @@ def task_figures(task: Task, graded: Graded, key: str, sampled: bool) -> Figures
 def mean_figures(
     tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
 ) -> Figures:
-    """ChatCORE: the mean of the centered scores of all tasks of the model's world."""
-    centred = [stats.centred(scores[task.name], task.baseline) for task in tasks]
+    """ChatCORE: mean centered score of `tasks`; also lists the `missing` ones."""
+    centered = [stats.centred(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-    names = ", ".join(exam(name).name for name in missing)
+    names = ", ".join(eval_task(name).name for name in missing)
     values = {
-        MEAN: records.estimate(*stats.average(centred)),
+        MEAN: records.estimate(*stats.average(centered)),
         f"{MEAN} without": f"{names}: {'; '.join(missing.values())}" if names else None,
     }
     return values, {MEAN: records.weighted_scores(weights)}

@@ -1,10 +1,10 @@
 """
-Reinforcement learning: the model answers questions, and right answers become likelier.
+Reinforcement learning on questions with scorable answers.
 
-    python -m scripts.chat_rl                                      # the SFT checkpoint written last
+    python -m scripts.chat_rl                                      # newest SFT checkpoint
     torchrun --nproc_per_node=8 -m scripts.chat_rl -- --task=gsm8k,aqua
 
-Reads   chatsft_checkpoints/<tag>/ and the tasks' training and evaluation questions
+Reads   chatsft_checkpoints/<tag>/ and the training and evaluation questions of the tasks
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
@@ -40,19 +40,19 @@ from tasks.registry import key_of
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
-BUILTIN_TASKS = {"embedded": "world_facts"}  # by the data set that the base model was trained on
-SLOTS = 64  # answers generated at a time on one device
+BUILTIN_TASKS = {"embedded": "world_facts"}  # data set of the base model -> default task
+SLOTS = 64  # answers generated concurrently on each device
 RETIRED = {
     **RETIRED_FLAGS,
     **dict.fromkeys(
         ("overlong", "format_reward", "python", "unsafe_exec", "advantage", "split", "slots"),
-        "it was deleted: no script used it",
+        "it was removed",
     ),
     **dict.fromkeys(
         ("min_pass_rate", "max_pass_rate", "solved_from", "solved_to"),
-        "it is now one flag, --pass_rates=0.2,0.8",
+        "use --pass_rates=0.2,0.8",
     ),
-    "compile_engine": "the decode step is compiled where enough is generated",
+    "compile_engine": "the decode step is compiled if enough is generated to amortize it",
     "resample": "it is now --resample_zero_signal",
 }
 
@@ -60,27 +60,26 @@ RETIRED = {
 @dataclass(frozen=True)
 class ChatRL:
     source: str = "sft"
-    """The checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
+    """Checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
     task: str | None = None
-    """One task, or a mixture of tasks whose answers can be scored, as in gsm8k or gsm8k,aqua=2000.
-    Default: gsm8k, or a task of the built-in data set that the model was trained on."""
+    """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or a
+    task of the built-in data set that the model was trained on."""
     num_iterations: int | None = None
-    """Steps. Default: from num_epochs."""
+    """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
-    """Passes over the training questions."""
+    """Epochs over the training questions."""
     init_lr_frac: float = 0.05
-    """Peak of all learning rates, as a fraction of those of pretraining; they fall linearly to
-    0."""
+    """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
-    """Held-out questions, of all tasks together, to answer before, after, and every --eval_every
-    steps; before and after, rewards of about as many training questions."""
+    """Held-out questions, over all tasks, to evaluate before, after, and every eval_every steps;
+    before and after, also the rewards of about as many training questions."""
     eval_samples: int = 8
-    """Answers to each of them."""
+    """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None
-    """Train only on questions that the parent model answers correctly at a rate between these, as
-    in 0.2,0.8, estimated with as many answers as a group has. Default: on all."""
+    """Train only on questions whose pass rate under the parent model is in this range, as in
+    0.2,0.8; estimated from num_samples answers each. Default: all questions."""
     save_optimizer: bool = False
-    """Keep the optimizer state in the last checkpoint, so that the run can be made longer."""
+    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     rl: RLConfig = field(default_factory=RLConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
     train: TrainConfig = TrainConfig(
@@ -100,11 +99,11 @@ def main(cfg: ChatRL) -> None:
     machine = init_distributed(cfg.train.machine, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
-    asked, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
-    if finished_before(SECTION, asked, inputs, cfg.train, machine):
+    resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
+    if finished_before(SECTION, resolved, inputs, cfg.train, machine):
         return machine.close()
 
-    # Questions to train on, and others to evaluate with
+    # Training and held-out questions
     with machine.working("loading the tasks"):
         train_task = questions(spec, "train", seed)
         held_out = held_out_questions(spec, cfg.eval_examples)
@@ -112,7 +111,7 @@ def main(cfg: ChatRL) -> None:
     parents = {t.name: tags(Part(key_of(t.name))).parent for t in train_task.tasks}
     require_other_families(parents)
 
-    # Model, rollouts with it as batches, optimizer
+    # Model, rollouts, optimizer
     model = load_model(parent, machine)
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
     steps = cfg.num_epochs * len(rollouts.questions) / cfg.rl.examples_per_step
@@ -120,11 +119,11 @@ def main(cfg: ChatRL) -> None:
     table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
 
-    # Evaluation before, and the canaries
+    # Evaluation before training, and canaries
     reward_steps = min(num_steps, math.ceil(cfg.eval_examples / cfg.rl.examples_per_step))
     evaluator = HeldOut(rollouts, held_out, cfg.eval_samples, reward_steps)
     chats = {task.name: task for task in held_out.tasks}
-    watch = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
+    monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
     rates, seconds = cfg.pass_rates, num_steps * evaluator.seconds_per_step
     identity = {"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates and list(rates)}
@@ -140,11 +139,11 @@ def main(cfg: ChatRL) -> None:
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
-        callbacks=[evaluator, *([watch] if watch else [])],
+        callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
         identity={**identity, **inputs},
         state={"source": parent.state["source"]},
-        settings=asked,
+        settings=resolved,
         keep_optimizer=cfg.save_optimizer,
     )
     train(run)
@@ -154,10 +153,10 @@ def main(cfg: ChatRL) -> None:
 def open_rollouts(
     cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: DistContext
 ) -> RolloutLoader:
-    """Rollouts by one engine, on the questions of `task` that are neither too hard nor too easy."""
+    """Rollouts on the questions of `task` whose pass rate is within `pass_rates`."""
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
-    asked = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
-    compiled = choose_fused_engine(None, machine, asked * rl.num_samples * rl.max_new_tokens)
+    total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
+    compiled = choose_fused_engine(None, machine, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     engine = Engine(for_inference(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
@@ -166,8 +165,8 @@ def open_rollouts(
         rates = [sum(scores) / len(scores) for scores in graded.outcomes]
         questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
         machine.print0(
-            f"training on {len(questions):,} of {len(rates):,} questions: those of which "
-            f"{least:.0%} to {most:.0%} of the answers are right"
+            f"training on {len(questions):,} of {len(rates):,} questions, "
+            f"with a pass rate of {least:.0%} to {most:.0%}"
         )
     reference = for_inference(load_model(parent, machine)) if rl.log_kl else None
     return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)

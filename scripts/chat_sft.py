@@ -1,10 +1,10 @@
 """
-Supervised fine-tuning: the model learns to answer as the best conversations do.
+Supervised fine-tuning (SFT) on high-quality conversations.
 
-    python -m scripts.chat_sft                                     # the mid checkpoint written last
+    python -m scripts.chat_sft                                     # newest mid checkpoint
     torchrun --nproc_per_node=8 -m scripts.chat_sft -- --source=base --mixture="smoltalk,gsm8k*4"
 
-Reads   mid_checkpoints/<tag>/ (or base_) and the training splits of the tasks in the mixture
+Reads   mid_checkpoints/<tag>/ or base_checkpoints/<tag>/, and the training splits of the tasks
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
@@ -26,12 +26,12 @@ BUILTIN_MIXTURES = {
 }
 RETIRED = {
     **mid_train.RETIRED,
-    "target_examples_per_step": "a step has --total_batch_size tokens of packed conversations",
-    "aqua_train_examples": "say how many in the mixture: --mixture=aqua=20000,...",
-    "aqua_val_examples": "validation takes its share of every task of the --mixture",
-    "eval_steps": "--eval_tokens says how much is evaluated",
-    "eval_metrics_every": "scripts.chat_eval scores the finished model on tasks",
-    "eval_metrics_max_problems": "scripts.chat_eval has --max_problems",
+    "target_examples_per_step": "use --total_batch_size, the number of tokens per step",
+    "aqua_train_examples": "set the number in the mixture: --mixture=aqua=20000,...",
+    "aqua_val_examples": "use --eval_tokens, split over the tasks of the mixture",
+    "eval_steps": "use --eval_tokens",
+    "eval_metrics_every": "use scripts.chat_eval on the finished model",
+    "eval_metrics_max_problems": "use scripts.chat_eval --max_problems",
 }
 
 
@@ -42,7 +42,7 @@ class ChatSft(MidTrain):
 
 DEFAULTS = ChatSft(
     source="mid",
-    # learning rates fall linearly from their peak to 0
+    # learning rates decay linearly from their peak to 0
     tuning=FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0),
     train=TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0)),
 )
@@ -54,7 +54,7 @@ def main(cfg: ChatSft) -> None:
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """What the section shows first."""
+    """First values of the report section."""
     progress = tuning.run.progress
     return {
         "Training rows": tuning.resolution.documents,

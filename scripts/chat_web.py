@@ -1,11 +1,11 @@
 """
-Talk to your models in a browser, and serve them by OpenAI's API.
+Serve models with a chat page and an OpenAI-compatible API.
 
-    python -m scripts.chat_web                      # then open the address it prints
-    python -m scripts.chat_web -i sft -p 8001       # another stage first, another port
+    python -m scripts.chat_web                      # then open the printed URL
+    python -m scripts.chat_web -i sft -p 8001       # other default model, other port
 
-Every stage that has a checkpoint can be picked on the page, or as `model` of the API; the last one
-is asked where nothing is picked. Ctrl-C or SIGTERM ends it.
+Every stage that has a checkpoint can be selected on the page, or with `model` in the API. Ctrl-C or
+SIGTERM stops the server.
 
 Reads   the checkpoints of all stages (base, mid, sft, rl)
 """
@@ -32,35 +32,35 @@ from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 @dataclass(frozen=True)
 class ChatWeb:
     source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
-    """Whose checkpoint is asked first. Default: the last stage that has one."""
+    """Stage of the default model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the one written last."""
+    """Folder of the checkpoint. Default: the newest."""
     step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     temperature: float = short("t", 0.6)
-    """Sampling temperature of requests that give none; 0 is greedy."""
+    """Sampling temperature of requests that do not set one; 0 = greedy."""
     top_k: int | None = short("k", 50)
-    """Sample from the k most likely tokens. Default: all."""
+    """Sample from the k most likely tokens; -1 = all tokens."""
     top_p: float = 1.0
-    """Only among the likeliest tokens that together reach this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     max_tokens: int = short("m", 256)
-    """Longest answer the page asks for, in tokens; the API's longest is what the context holds."""
+    """Maximum number of tokens per answer on the page. API default: as many as fit the context."""
     python: bool = False
-    """Run python that the model calls, in the sandbox; without it, it only has a calculator."""
+    """Let models run Python in the sandbox; otherwise they have only a calculator."""
     unsafe_exec: bool = False
-    """Run what the model wrote with all your rights where this machine has no sandbox."""
+    """If no sandbox works, run the models' code unsandboxed, with your permissions."""
     compile_engine: bool | None = None
-    """Fuse the step that writes a token: faster answers, a slower start. Default: on a GPU."""
+    """Compile the decode step: faster answers, slower start. Default: on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
     machine: DistConfig = field(default_factory=DistConfig)
 
 
 def main(cfg: ChatWeb) -> None:
+    defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
     key, bound = cfg.server.key(), listen(cfg.server)
     machine = init_distributed(cfg.machine, steady=False)
-    # Leave a core to the event loop. On 2 cores, served tokens/s with one core left against none:
-    # of one user 1.6 times (depth 4) and 1.25 times (depth 10), of 64 users 0.97 and 0.84 times
-    # (bf16, 2026-11)
+    # Leave one core to the event loop. Measured throughput on 2 cores, relative to using both
+    # (bf16, 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
@@ -68,16 +68,15 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
-    fused = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
-    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, fused)
+    compiled = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
+    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     engine = library.loaded[name] = library.load(name)
-    defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
     handler = RequestHandler(library, defaults, cfg.server.max_waiting)
     server = Server(handler, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
-        print("note   whoever reaches this machine can use it; --api_key_file asks for a key")
-    about = f"context of {engine.cache.capacity} tokens, {engine.slots} answers at once"
+        print("note   anyone who can reach this host can use the models; consider --api_key_file")
+    about = f"context {engine.cache.capacity} tokens, {engine.slots} concurrent completions"
     print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
     print(f"page   {url_of(bound)}\nAPI    {url_of(bound)}/v1", flush=True)
     with suppress(KeyboardInterrupt):
@@ -85,7 +84,7 @@ def main(cfg: ChatWeb) -> None:
 
 
 def suggestions(checkpoint: Checkpoint) -> list[str]:
-    """Held-out questions that a model of the embedded world may answer; none for others."""
+    """Held-out questions for models trained on the embedded data set; empty for others."""
     if checkpoint.state.get("source", {}).get("dataset") != "embedded":
         return []
     tasks = (WorldFacts("test"), WorldProblems("test"), WorldSpelling("test"))

@@ -1,12 +1,11 @@
 """
-Download, verify and pack text into rows ahead of training.
+Download, verify and pack text ahead of training.
 
     python -m scripts.data --dataset=karpathy/climbmix-400b-shuffle --num_shards=8 --download_only
     python -m scripts.data --dataset=my/texts --max_seq_len=512
 
-Training packs what it lacks by itself, in the background; this does it with all cores, and to the
-end. Safe to run again: what is there is kept. Several machines that share the base directory may
-run it at the same time, and share the work.
+Optional: training packs missing rows in the background. This script packs all of them, with all
+cores. Finished work is kept; machines that share the base directory can run it together.
 
 Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_train)
 Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
@@ -35,15 +34,15 @@ from tasks.builtin import ensure_written
 @dataclass(frozen=True)
 class Data:
     max_seq_len: int = 2048
-    """Row length: the context length of the training that will read these rows."""
+    """Tokens per packed sequence ("row"); must match training."""
     tokenizer_tag: str = "main"
-    """Which tokenizer cuts the text."""
+    """Tokenizer to use, a folder under tokenizer/."""
     workers: int | None = None
-    """Processes that pack, each a shard at a time and below 1 GiB. Default: one per core."""
+    """Number of packing processes, each below 1 GiB of memory. Default: one per core."""
     download_only: bool = False
     """Only download and verify; needs no tokenizer."""
     verify: bool = False
-    """Compare rows that are there already with their SHA-256; pack damaged ones again."""
+    """Check the SHA-256 of existing rows and pack damaged shards again."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
@@ -65,23 +64,23 @@ def main(cfg: Data) -> None:
 
 
 def download(source: Source, workers: int) -> None:
-    """Fetch every shard, several at a time."""
+    """Download all shards, `workers` at a time."""
     shards = source.shards()
-    missing, what = source.missing_bytes(shards), f"downloading {len(shards)} shards"
-    require_free(base_dir(), missing, what, "lower --num_shards")
+    missing, label = source.missing_bytes(shards), f"downloading {len(shards)} shards"
+    require_free(base_dir(), missing, label, "lower --num_shards")
     with ThreadPoolExecutor(workers) as pool:
         fetched = as_completed([pool.submit(source.fetch, shard) for shard in shards])
         try:
-            for done in track(fetched, what, len(shards), disable=not sys.stdout.isatty()):
+            for done in track(fetched, label, len(shards), disable=not sys.stdout.isatty()):
                 done.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    print(printable(f"{source.name}: {len(shards)} shards are there and verified"))
+    print(printable(f"{source.name}: {len(shards)} shards present and verified"))
 
 
 def discard_damaged(rows: Rows) -> None:
-    """Discard the shards of rows that differ from their records."""
+    """Discard packed shards that do not match their records."""
     for shard in filter(rows.is_packed, rows.shards):
         if damage := rows.damage(shard):
             print(printable(f"{damage}: packing {shard} again"))
@@ -89,7 +88,7 @@ def discard_damaged(rows: Rows) -> None:
 
 
 def pack(rows: Rows, source: Source, workers: int) -> None:
-    """Pack every shard that is missing, in `workers` processes, and print a summary."""
+    """Pack all missing shards in `workers` processes and print a summary."""
     began, before = time.monotonic(), rows.totals()["text_bytes"]
     missing = [shard for shard in rows.shards if not rows.is_packed(shard)]
     with start_packing(rows, source, workers=min(workers, len(missing))):
@@ -102,7 +101,7 @@ def pack(rows: Rows, source: Source, workers: int) -> None:
 
 
 def summary(rows: Rows) -> Table:
-    """Counts of the rows for training and for validation."""
+    """Table of counts for the training and the validation rows."""
     totals = rows.totals(), rows.totals([rows.val_shard])
     table = Table("", title=f"Rows of {rows.row_length:,} tokens")
     for column in ("train", "validation"):
@@ -112,7 +111,7 @@ def summary(rows: Rows) -> Table:
     for label, part, whole, form in (
         ("bytes per token", "text_bytes", "tokens", ".2f"),
         ("documents cut", "documents_cut", "documents", ".1%"),
-        ("places lost to extra BOS", "extra_bos", "places", ".2%"),
+        ("positions lost to extra BOS", "extra_bos", "positions", ".2%"),
     ):
         table.add_row(label, *(format(t[part] / max(1, t[whole]), form) for t in totals))
     return table

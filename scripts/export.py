@@ -1,14 +1,14 @@
 """
-Write a checkpoint in another project's format.
+Export a checkpoint to the Hugging Face format or to a compressed golf artifact.
 
-    python -m scripts.export                            # the last stage's newest checkpoint
+    python -m scripts.export                            # newest checkpoint of the last stage
     python -m scripts.export -i base -g d24 --out=my-model --dtype=bfloat16
     python -m scripts.export -i base --format=artifact --limit_bytes=16000000
 
 Reads   a checkpoint of a stage
-Writes  export/<stage>-<tag>/, or the folder of --out: weights, configuration, tokenizer and chat
-        template for Hugging Face's AutoModelForCausalLM and AutoTokenizer; as an artifact the one
-        file export/<stage>-<tag>.golf, which scripts.golf.evaluate scores
+Writes  export/<stage>-<tag>/ or --out: weights, configuration, tokenizer and chat template for
+        AutoModelForCausalLM and AutoTokenizer; as an artifact, the file
+        export/<stage>-<tag>.golf, which scripts.golf.evaluate scores
 """
 
 from dataclasses import dataclass, field, fields
@@ -30,33 +30,33 @@ from nanochat.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Export:
     format: Literal["hf", "artifact"] = "hf"
-    """hf: Hugging Face's. A model of --arch=classic becomes transformers' own NanoChat classes; any
-    other brings its code along. artifact: one file, as small as can be, refused above a limit."""
+    """hf: Hugging Face format; --arch=classic models use transformers' NanoChat classes, others
+    include their code. artifact: one compressed file, rejected above limit_bytes."""
     source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
-    """The stage whose model is written. Default: the last that has one."""
+    """Stage of the model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the one written last."""
+    """Folder of the checkpoint. Default: the newest."""
     step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the last good one."""
+    """Step of the checkpoint. Default: the latest intact one."""
     out: str | None = None
-    """Folder or file to write. Default: export/<stage>-<tag> under the base directory."""
+    """Output folder or file. Default: export/<stage>-<tag> under the base directory."""
     quantize: str | None = None
-    """Of an artifact: the format of each matrix, as in embed.*=int8,*=int6. Default: what the model
-    was trained for, else *=int8."""
+    """artifact: quantization format of each matrix, as in embed.*=int8,*=int6. Default: as trained,
+    else *=int8."""
     row_clip: Clip | None = None
-    """Of an artifact: how far the grid of a row reaches (see base_train). Default: as trained."""
+    """artifact: clipping range of each row (see scripts.golf.base_train). Default: as trained."""
     row_clip_std: float | None = None
-    """Of an artifact: standard deviations that --row_clip=std keeps. Default: as trained."""
+    """artifact: range of --row_clip=std in standard deviations. Default: as trained."""
     container: Container | None = None
-    """Of an artifact: levels in a byte each, or packed to their bits. Default: the smaller file."""
+    """artifact: one byte per level, or packed to the bit width. Default: the smaller file."""
     compressor: Compressor | None = None
-    """Of an artifact: what compresses it. Default: the smallest file."""
+    """artifact: compression algorithm. Default: the one with the smallest file."""
     limit_bytes: int = 16_000_000
-    """Of an artifact: the most that file and code may take together."""
+    """artifact: maximum size of file and code together, in bytes."""
     count_code: bool = True
-    """Of an artifact: whether the code that scores it counts towards the limit."""
+    """artifact: count the code required to score it toward the limit."""
     machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
-    """Its dtype is that of the weights as they are written."""
+    """Its dtype is also that of the exported weights."""
 
 
 def main(cfg: Export) -> None:
@@ -69,7 +69,7 @@ def main(cfg: Export) -> None:
     model = load_model(checkpoint, machine)
     if cfg.format == "artifact":
         write_artifact(cfg, model, tokenizer, checkpoint, out)
-        what = f"an artifact, {out.stat().st_size:,} bytes"
+        what = f"an artifact of {out.stat().st_size:,} bytes"
     else:
         origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
         write_hf(out, model, tokenizer, machine.dtype, origin)
@@ -82,12 +82,12 @@ def main(cfg: Export) -> None:
 def write_artifact(
     cfg: Export, model: GPT, tokenizer: Tokenizer, checkpoint: Checkpoint, path: Path
 ) -> None:
-    """One file, or UsageError; the table of what everything costs in any case."""
+    """Print the table of sizes and write the artifact. Raises UsageError if it is too large."""
     if path.is_dir():
-        raise ValueError(f"--out={path} is a folder; an artifact is one file")
+        raise ValueError(f"--out={path} is a folder; pass a file name, an artifact is one file")
     trained = checkpoint.state.get("settings", {})
-    asked = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
-    quant = QuantConfig(**{name: value for name, value in asked.items() if value is not None})
+    chosen = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
+    quant = QuantConfig(**{name: value for name, value in chosen.items() if value is not None})
     provenance = checkpoint.state["provenance"]
     origin = {
         "stage": checkpoint.state["stage"],

@@ -1,11 +1,11 @@
 """
-Make a checkpoint of a model in Hugging Face's format: one of scripts.export, or another NanoChat.
+Import a Hugging Face model as a checkpoint: an export of scripts.export or another NanoChat model.
 
     python -m scripts.import_hf --hf_path=my-model --model_tag=imported
-    python -m scripts.import_hf --hf_path=downloaded --stage=sft     # to talk to it
+    python -m scripts.import_hf --hf_path=downloaded --stage=sft     # to chat with it
 
 Reads   a folder with config.json, tokenizer.json and *.safetensors
-Writes  <stage>_checkpoints/<tag>/, without an optimizer's state
+Writes  <stage>_checkpoints/<tag>/, without optimizer state
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from nanochat.distributed import DistConfig, init_distributed
 from nanochat.hf.export import Imported, read_hf
 from nanochat.records import new_run_id
 
-BATCH_TOKENS = 524_288  # per step of training, where the batch of pretraining is unknown
+BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size is unknown
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class ImportHF:
     hf_path: str = ""
     """Folder of the model."""
     stage: Literal["base", "mid", "sft", "rl"] | None = None
-    """What it is to be. Default: what it was, else base."""
+    """Stage of the imported checkpoint. Default: the stage it was exported from, else base."""
     model_tag: str = "imported"
-    """Name of the folder of the checkpoint."""
+    """Folder name of the checkpoint."""
     machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
 
 
 def main(cfg: ImportHF) -> None:
     if not cfg.hf_path:
-        raise ValueError("name the folder of a model: --hf_path=<folder>")
+        raise ValueError("no model given; use --hf_path=<folder>")
     machine = init_distributed(cfg.machine, steady=False)
     found = read_hf(Path(cfg.hf_path).expanduser())
     model = new_model(found.cfg)
@@ -45,14 +45,14 @@ def main(cfg: ImportHF) -> None:
     stage = cfg.stage or origin["stage"]
     folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
     state = {"stage": stage, **lineage(origin)}
-    with Checkpoints(folder, machine):  # no training writes there meanwhile
+    with Checkpoints(folder, machine):  # locks the folder
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))
     machine.close()
 
 
 def unknown(found: Imported) -> Mapping[str, Any]:
-    """The state of a checkpoint of a model that other software trained."""
+    """Checkpoint state of a model that was trained with other software."""
     inputs = {"tokenizer": found.tokenizer.fingerprint}
     provenance = {"run_id": new_run_id(), "seed": 0, "inputs": inputs}
     identity = {"batch_tokens": BATCH_TOKENS}

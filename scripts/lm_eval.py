@@ -1,11 +1,11 @@
 """
-EleutherAI's evaluation harness with our checkpoints as its model `nanochat`; its own flags.
+EleutherAI's evaluation harness with our checkpoints as model `nanochat`; takes the harness's flags.
 
     uv sync --inexact --group interop
     python -m scripts.lm_eval run --model=nanochat --model_args=source=base --tasks=arc_easy
 
-Reads   a checkpoint of a stage, and what the harness downloads for its tasks
-Writes  what the harness is told to (--output_path)
+Reads   a checkpoint of a stage, and data sets that the harness downloads
+Writes  results to --output_path
 """
 
 import sys
@@ -13,9 +13,9 @@ import sys
 try:
     from lm_eval.__main__ import cli_evaluate
 
-    import nanochat.hf.lm_eval  # noqa: F401  (makes the model known)
+    import nanochat.hf.lm_eval  # noqa: F401  (registers the model)
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {error.name} is missing\n  make it with:  uv sync --inexact --group interop")
+    sys.exit(f"error: {error.name} is not installed\n  run:  uv sync --inexact --group interop")
 
 if __name__ == "__main__":
     cli_evaluate()

@@ -1,7 +1,7 @@
 """
-Midtraining: a base model learns the format of conversations, tools and questions.
+Midtraining: teach a base model the formats of conversations, tool calls and multiple choice.
 
-    python -m scripts.mid_train                                    # the base model written last
+    python -m scripts.mid_train                                    # newest base checkpoint
     torchrun --nproc_per_node=8 -m scripts.mid_train -- --mixture="smoltalk,mmlu,gsm8k"
 
 Reads   base_checkpoints/<tag>/ and the training splits of the tasks in the mixture
@@ -32,25 +32,25 @@ from tasks.buckets import buckets
 
 SECTION = "Midtraining"
 MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
-BUILTIN_MIXTURES = {  # by the data set that the base model was trained on
+BUILTIN_MIXTURES = {  # data set that the base model was trained on -> default mixture
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
 RETIRED = {
     **RETIRED_FLAGS,
-    "dry_run": "--num_iterations=1 tries everything, --run=dummy logs nowhere",
-    **dict.fromkeys(("arm", "arm_floor"), "scripts.lab.sweep --arms=... is a data ablation"),
+    "dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking",
+    **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
     **dict.fromkeys(
         ("warmup_steps", "final_lr_frac"),
-        "learning rates start at their peak and fall to 0: --init_lr_frac and --warmdown_ratio",
+        "learning rates start at their peak and decay to 0; use --init_lr_frac, --warmdown_ratio",
     ),
-    "waive_families": "leave the bucket out: a final benchmark is not trained for",
+    "waive_families": "remove buckets that belong to the family of a final benchmark",
 }
 
 
 @dataclass(frozen=True)
 class MidTrain:
     source: str = "base"
-    """The checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
+    """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
     mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = field(default_factory=FinetuneConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
@@ -77,15 +77,15 @@ def fine_tune(
     summarize: Callable[[FineTuning], dict[str, Any]],
 ) -> None:
     """
-    Train a checkpoint of one of `stages` on conversations and record it.
+    Fine-tune a checkpoint of one of `stages` on conversations and write the record.
 
-    mixture: the default; builtin_mixtures: that of a model trained on a built-in data set.
+    mixture: default mixture; builtin_mixtures: built-in pretraining data set -> default mixture.
     """
     began = Stopwatch()
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
 
-    # Data: the conversations of the mixture, and those that measure the loss
+    # Data: training and validation conversations
     with machine.working("loading conversations"):
         default = builtin_mixtures.get(parent.state["source"].get("dataset"), mixture)
         spec, own = read_mixture(cfg.mix.mixture or default)
@@ -93,20 +93,20 @@ def fine_tune(
         chats = ChatMixture(spec, own, buckets(spec, own), measured)
     require_fair(chats.learned, chats.measured)
     eval_tokens = cfg.tuning.validation.tokens(machine)
-    asked = {**settings(cfg), "mixture": spec, "eval_tokens": eval_tokens}
+    resolved = {**settings(cfg), "mixture": spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
-    if finished_before(section, asked, inputs, cfg.train, machine):
+    if finished_before(section, resolved, inputs, cfg.train, machine):
         return machine.close()
 
-    # Model, optimizer, rows and validation loss; then the canaries
-    tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, asked, inputs, machine)
+    # Model, optimizer, rows, validation loss and canaries
+    tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, resolved, inputs, machine)
     tuning.run.callbacks = [tuning.loss, *monitor_finetuning(cfg.canaries, tuning)]
     train(tuning.run)
     write_section(section, tuning.run, summarize(tuning), began, tuning.resolution.tables())
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """What the section shows first."""
+    """First values of the report section."""
     progress = tuning.run.progress
     return {
         "Number of iterations": tuning.run.num_steps,

@@ -1,11 +1,11 @@
 """
-Render report.md and draw its figures from the records of the stages that ran, or start a new one.
+Render report.md and its figures from the records of finished stages, or start a new report.
 
     python -m scripts.report                     # out/report.md
-    python -m scripts.report --out=.             # and a copy here, its figures in dev/report/
+    python -m scripts.report --out=.             # also a copy here, with figures in dev/report/
 
 Reads   report/ under the base directory
-Writes  report.md there, report/figures/; with --out also <out>/report.md and <out>/dev/report/
+Writes  report.md and report/figures/ there; with --out, also <out>/report.md and <out>/dev/report/
 """
 
 import shutil
@@ -23,12 +23,12 @@ from nanochat.records import Folder, new_run_id, report_folder
 @dataclass(frozen=True)
 class Report:
     reset: bool = False
-    """Start a new report: the records of the old one move to report/archive-<time>/."""
+    """Start a new report; move the old records to report/archive-<time>/."""
     out: str | None = None
-    """Folder that gets a copy of report.md, with the figures in its dev/report/."""
+    """Folder for a copy of report.md, with figures in dev/report/. Default: no copy."""
     hourly_rate: float | None = None
-    """Dollars per hour for the whole machine, kept for later calls. Default: by the names of its
-    GPUs, 0 for a machine without any."""
+    """Dollars per hour for the whole machine; saved for later runs. Default: rental price of its
+    GPUs; 0 without GPUs."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
@@ -37,7 +37,7 @@ def main(cfg: Report) -> None:
     require_at_least(cfg, hourly_rate=0)
     if cfg.reset:
         archive = reset(cfg.report_dir, cfg.hourly_rate)
-        return print(f"new report; the old one is in {archive}" if archive else "new report")
+        return print(f"new report; moved the old one to {archive}" if archive else "new report")
 
     path = report.update(cfg.report_dir, cfg.hourly_rate, sections, draw)
     print(path)
@@ -47,8 +47,8 @@ def main(cfg: Report) -> None:
 
 def reset(report_dir: Folder, hourly_rate: float | None) -> Path | None:
     """
-    Start a new report: its header is made now. What the old one had moves to a folder
-    archive-<time> beside it, whose path is returned; nothing is deleted.
+    Start a new report and write its header. Moves the old report to a subfolder archive-<time> and
+    returns that folder; None if there was no old report.
     """
     folder = report_folder(report_dir)
     old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
@@ -62,7 +62,7 @@ def reset(report_dir: Folder, hourly_rate: float | None) -> Path | None:
 
 
 def copy(report: Path, figures: Path, out: Path) -> Path:
-    """A copy of the report in the folder `out`, with its figures in dev/report/ there."""
+    """Copy the report to `out` and its figures to `out`/dev/report; return the copied report."""
     for old in (out / "dev" / "report").glob("*.svg"):
         old.unlink()
     figures.mkdir(exist_ok=True)  # a report may have none

@@ -1,11 +1,11 @@
 """
 Compare a tokenizer with those of GPT-2 and GPT-4: bytes per token on seven kinds of text.
 
-    python -m scripts.tok_eval                            # the tokenizer trained last
-    python -m scripts.tok_eval --dataset=embedded         # on other text than it was trained on
+    python -m scripts.tok_eval                            # on the text it was trained on
+    python -m scripts.tok_eval --dataset=embedded         # on other text
 
-The vocabularies of GPT-2 and GPT-4 come from tiktoken, which fetches them at first use. A
-vocabulary that does not come within ten seconds is left out, and the section says so.
+tiktoken downloads the vocabularies of GPT-2 and GPT-4 at first use. A vocabulary that is not
+available within ten seconds is skipped, which the section reports.
 
 Reads   tokenizer/<tag>/ (scripts.tok_train), a training shard and the validation shard
 Writes  the section "Tokenizer evaluation"
@@ -28,21 +28,21 @@ from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer evaluation"
-# Written for this project, of the lengths that the seed report's texts have
+# Written for this project; lengths match the texts of the original nanochat report
 SAMPLES = {
     kind: Path(__file__).parent / "samples" / f"{kind}.txt"
     for kind in ("news", "korean", "code", "math", "science")
 }
 RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
-FETCH_SECONDS = 10.0  # for a vocabulary to come, and to count its tokens
+FETCH_SECONDS = 10.0  # time limit per rival for download and encoding
 
 
 @dataclass(frozen=True)
 class TokEval:
     tokenizer_tag: str = "main"
-    """Which tokenizer under tokenizer/ to judge."""
+    """Tokenizer to evaluate, a folder under tokenizer/."""
     skip_if_done: bool = False
-    """Do nothing when the same evaluation has ended before."""
+    """Do nothing if the same evaluation has already finished."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -87,26 +87,26 @@ def main(cfg: TokEval) -> None:
 
 
 def first_batch(source: Source, shard: str) -> str:
-    """The first few megabytes of a shard, one document after another."""
+    """First batch of documents of a shard (a few MB), joined by newlines."""
     return "\n".join(next(source.documents(shard)))
 
 
 def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
-    """How many tokens the text takes. They must spell the very same text."""
+    """Number of tokens of a text. Asserts that encoding and decoding round-trip."""
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text, f"{kind}: decoding the tokens gives another text"
+    assert tokenizer.decode(ids) == text, f"{kind}: decoded tokens differ from the text"
     return len(ids)
 
 
 def compare(
     rival: str, texts: Mapping[str, str], theirs: Sequence[int], ours: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The table of one rival: tokens, bytes per token, and how many per cent fewer are ours."""
+    """Table of one rival: tokens, bytes per token, and how many percent fewer tokens ours needs."""
     rows = []
     for (kind, text), base in zip(texts.items(), theirs, strict=True):
         size, count = len(text.encode()), ours[kind]
-        fewer = f"{100 * (base - count) / base:+.1f}%"
-        rows.append([kind, size, base, f"{size / base:.2f}", count, f"{size / count:.2f}", fewer])
+        saving = f"{100 * (base - count) / base:+.1f}%"
+        rows.append([kind, size, base, f"{size / base:.2f}", count, f"{size / count:.2f}", saving])
     columns = ["Text Type", "Bytes", f"{rival} Tokens", f"{rival} Ratio"]
     columns += ["Ours Tokens", "Ours Ratio", "Relative Diff %"]
     return {"title": f"Comparison with {rival}", "columns": columns, "rows": rows}
@@ -121,26 +121,26 @@ def show(table: Mapping[str, Any]) -> None:
 
 def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     """
-    Rival -> its number of tokens for each text; or a sentence saying why there are none.
+    Rival -> number of tokens of each text, or why it was skipped.
 
-    tiktoken's download has no time limit. So the rivals work in processes of their own, which are
-    killed when a vocabulary does not come in time.
+    tiktoken's download has no timeout, so each rival runs in its own process, which is killed at
+    the time limit.
     """
     found: dict[str, list[int] | str] = {}
     with multiprocessing.get_context("spawn").Pool(len(RIVALS)) as pool:
-        pool.map(abs, range(len(RIVALS)))  # the limit is to count from when the processes run
+        pool.map(abs, range(len(RIVALS)))  # start the processes before the time limit applies
         results = {r: pool.apply_async(count_rival, (RIVALS[r], texts)) for r in RIVALS}
         for rival, result in results.items():
             try:
                 found[rival] = result.get(FETCH_SECONDS)
             except (multiprocessing.TimeoutError, OSError, ValueError) as error:
-                why = f"no vocabulary in {FETCH_SECONDS:g} seconds ({type(error).__name__})"
-                found[rival] = f"left out: {why}"
+                why = f"no vocabulary within {FETCH_SECONDS:g} s ({type(error).__name__})"
+                found[rival] = f"skipped: {why}"
     return found
 
 
 def count_rival(name: str, texts: Sequence[str]) -> list[int]:
-    """The number of tokens of each text in a vocabulary of tiktoken."""
+    """Number of tokens of each text with a tiktoken encoding."""
     encoding = tiktoken.get_encoding(name)
     return [len(encoding.encode_ordinary(text)) for text in texts]
 

@@ -4,7 +4,7 @@ Train a tokenizer.
     python -m scripts.tok_train --dataset=embedded --vocab_size=4096        # seconds, no network
     python -m scripts.tok_train --dataset=karpathy/climbmix-400b-shuffle    # minutes
 
-Reads   training shards of the text, as many as --max_chars needs; never the validation shard
+Reads   training shards, until --max_chars is reached; never the validation shard
 Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer training"
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from nanochat import records, report
 from nanochat.common import require_name
-from nanochat.config import settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
@@ -27,15 +27,15 @@ SECTION = "Tokenizer training"
 @dataclass(frozen=True)
 class TokTrain:
     max_chars: int = 10_000_000_000
-    """Stop reading after this many characters."""
+    """Maximum number of characters to train on."""
     doc_cap: int = 10_000
-    """Characters read of one document, so that a few long ones do not outweigh the rest."""
+    """Maximum number of characters per document, so that a few long ones do not dominate."""
     vocab_size: int = 65_536
-    """Number of ids, the nine special tokens included."""
+    """Vocabulary size, including the nine special tokens."""
     tokenizer_tag: str = "main"
-    """Name of the tokenizer: its folder under tokenizer/."""
+    """Name of the tokenizer, its folder under tokenizer/."""
     skip_if_done: bool = False
-    """Do nothing when the same training has ended before and its tokenizer is still there."""
+    """Do nothing if the same training has already finished and its tokenizer still exists."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
@@ -43,26 +43,24 @@ class TokTrain:
 
     def __post_init__(self) -> None:
         require_name("tokenizer_tag", self.tokenizer_tag)
-        for name in ("max_chars", "doc_cap"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, max_chars=1, doc_cap=1)
 
 
 @dataclass
 class Reading:
-    """Iterates over the capped documents of texts, and counts what it has read."""
+    """Iterates over truncated documents and counts what it reads."""
 
     texts: Sequence[tuple[Source, int]]
-    """Each with the characters to read of it, at most."""
+    """Sources, each with its maximum number of characters."""
     doc_cap: int
     documents: int = 0
     chars: int = 0
     text_bytes: int = 0
     shards: int = 0
     documents_cut: int = 0
-    """How many are longer than doc_cap."""
+    """Number of documents longer than `doc_cap`."""
     chars_cut: int = 0
-    """Characters beyond it."""
+    """Number of characters cut from them."""
 
     def __iter__(self) -> Iterator[str]:
         for source, left in self.texts:
@@ -77,9 +75,9 @@ class Reading:
                     break
 
     def read(self, source: Source) -> Iterator[str]:
-        """The capped documents of a source."""
+        """Documents of a source, truncated to `doc_cap` characters."""
         for shard in source.train_shards:
-            print(f"reading {shard}, {self.chars:,} characters so far", flush=True)
+            print(f"reading {shard} | {self.chars:,} characters so far", flush=True)
             self.shards += 1
             for text in source.texts(shard):
                 self.documents_cut += len(text) > self.doc_cap
@@ -88,7 +86,7 @@ class Reading:
 
 
 def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
-    """How many characters of each text: its share of all; those that name none share the rest."""
+    """Characters to read from each source: its share; sources without one split the rest evenly."""
     if not texts.spec:
         return [(texts.only, max_chars)]
     rest = 1 - sum(part.share or 0 for part in texts.parts)
@@ -113,12 +111,11 @@ def main(cfg: TokTrain) -> None:
 
     if reading.documents_cut:
         print(
-            f"--doc_cap={cfg.doc_cap}: of {reading.documents_cut:,} of {reading.documents:,} "
-            f"documents only the first {cfg.doc_cap:,} characters were read; "
-            f"{reading.chars_cut:,} characters were left out"
+            f"--doc_cap={cfg.doc_cap}: truncated {reading.documents_cut:,} of "
+            f"{reading.documents:,} documents, dropping {reading.chars_cut:,} characters"
         )
 
-    run_id = records.new_run_id()  # the first stage of a run names it
+    run_id = records.new_run_id()  # later stages inherit it
     folder = tokenizer_dir(cfg.tokenizer_tag)
     tokenizer.save(folder)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
@@ -132,16 +129,16 @@ def main(cfg: TokTrain) -> None:
         files=[folder],
     )
     report.update(cfg.report_dir)
-    size = f"{tokenizer.vocab_size:,} ids from {reading.text_bytes / 1e6:,.1f} MB of text"
-    print(f"{folder}: {size} in {train_seconds:.1f} s")
+    size = f"vocabulary size {tokenizer.vocab_size:,}, {reading.text_bytes / 1e6:,.1f} MB of text"
+    print(f"{folder}: {size}, {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
     print(f"next: python -m scripts.base_train --depth=4{tag}")
 
 
 def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:
-    """What the section shows: the time, the lengths of tokens in bytes, the text read."""
+    """Values of the section: time, token lengths in bytes, and amounts of text."""
     lengths = tokenizer.token_bytes()
-    lengths = lengths[lengths > 0]  # special tokens stand for no text
+    lengths = lengths[lengths > 0]  # special tokens have no bytes
     return {
         "train_time": train_seconds,
         "num_special_tokens": len(SPECIAL_TOKENS),

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The run of the seed report: a classic model of depth 8 (92,274,688 parameters) whose fine-tuning and
-# reinforcement learning are weighted towards AQuA, algebra word problems with five options.
+# The run of the seed report: a classic model of depth 8 (92,274,688 parameters) with fine-tuning
+# and RL focused on AQuA, algebra word problems with five options.
 #
 #   bash scripts/train_aqua.sh               # detect the machine
 #   PROFILE=gpu bash scripts/train_aqua.sh   # h100x8 (the seed's own settings), gpu (1 to 7), cpu
 #
-# Real data, fetched from the hub: TEXT names the pretraining text, TALK the conversations, EVAL_BUNDLE
-# the few-shot tasks (folder, zip or URL). Writes to out/aqua, or to NANOCHAT_BASE_DIR. If it is
+# Downloads real data from the hub: TEXT is the pretraining dataset, TALK the conversations,
+# EVAL_BUNDLE the few-shot tasks (folder, zip or URL). Writes to out/aqua or NANOCHAT_BASE_DIR. If
 # interrupted, rerun the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ source dev/profile.sh
 TEXT=${TEXT:-karpathy/climbmix-400b-shuffle}
 TALK=${TALK:-HuggingFaceTB/smol-smoltalk}
 
-# AQuA has 254 questions for validation and 254 for tests: the loss, RL and the scores see all of them.
+# AQuA has 254 validation and 254 test questions; loss, RL and evaluation use all of them.
 case "$PROFILE" in
 h100x8)
     depth=8
@@ -60,7 +60,7 @@ cpu)
     others=(--max_problems=50)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu or cpu, not '$PROFILE'" >&2
+    echo "error: PROFILE must be h100x8, gpu or cpu, not '$PROFILE'" >&2
     exit 2
     ;;
 esac
@@ -71,7 +71,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/aqua}"
 tag="d$depth"
 go=(--run="${WANDB_RUN:-dummy}" --resume=auto --skip_if_done)
 learned="arc_easy,arc_challenge,aqua=20000,gsm8k,smoltalk:$TALK=$talk"
-evaluate() { # AQuA on all of its questions, then the others
+evaluate() { # all AQuA questions, then the other tasks
     local score=(scripts.chat_eval --source="$1" --model_tag="$tag" "${chat[@]}" --skip_if_done)
     train "${score[@]}" --task_name="AQUA" &&
         train "${score[@]}" --task_name="GSM8K|ARC-Easy|ARC-Challenge|MMLU" ${others[@]+"${others[@]}"}
@@ -96,4 +96,4 @@ stage "chat rl" train scripts.chat_rl --model_tag="$tag" --task=aqua --temperatu
     "${rl[@]}" "${go[@]}"
 stage "chat evaluation rl" evaluate rl
 python -m scripts.report >/dev/null
-echo "The report card is $NANOCHAT_BASE_DIR/report.md."
+echo "Report card: $NANOCHAT_BASE_DIR/report.md"

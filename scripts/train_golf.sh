@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Parameter golf: the best model that fits in a file of a given size and trains in a given time.
+# Parameter golf: the best model within a file size and a training time limit.
 #
 #   bash scripts/train_golf.sh                          # detect the machine
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke
 #
-# For every seed: train until the clock says stop, export what fits, refuse what does not; then score
-# the files alone. TEXT names the text: a data set repository, or embedded, the built-in world. Flags
-# of base_train may follow; another recipe wants another TAG. Writes to out/golf, or to
-# NANOCHAT_BASE_DIR; its report card has the section "Parameter golf". Safe to run again.
+# For each seed: train until the time limit and export, which fails above the size limit; then
+# evaluate the files alone. TEXT is a dataset repository or "embedded" (the built-in world). Extra
+# arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
+# NANOCHAT_BASE_DIR; the report card has the section "Parameter golf". If interrupted, rerun the
+# same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 source dev/profile.sh
 SEEDS=${SEEDS:-0}
 
-# What is the same everywhere: one table embeds and scores, MLPs of three times the width, the last
-# 15% of the time on the grids of the file. On H100s the shape is that of the known record with
-# 4,096 ids, and decay keeps weights small; on a laptop what the log of experiments measured.
+# All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15% of time.
+# GPU profiles use the shape of the known record with a vocabulary of 4,096, and decay that keeps
+# weights small; the CPU profile uses settings measured in dev/LOG.md.
 recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
@@ -65,7 +66,7 @@ smoke)
     limit=(--limit_bytes=120000 --no-count_code)
     ;;
 *)
-    echo "error: PROFILE is h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
+    echo "error: PROFILE must be h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
     exit 2
     ;;
 esac
@@ -74,7 +75,7 @@ source dev/setup.sh
 source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/golf}"
 
-# All text is packed before the clock runs; each seed keeps its records in a folder of its own.
+# Text is packed before the timed training; each seed has its own record folder.
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
 stage "rows" python -m scripts.data "${row[@]}"
 files=""
@@ -90,4 +91,4 @@ done
 stage "parameter golf" train scripts.golf.evaluate --artifacts="$files" "${eval[@]}" "${limit[@]}"
 python -m scripts.report >/dev/null
 echo
-echo "The report card is $NANOCHAT_BASE_DIR/report.md, the models are $files"
+echo "Report card: $NANOCHAT_BASE_DIR/report.md, models: $files"

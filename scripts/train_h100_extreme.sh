@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Recursion, second phase: preset extreme on H100s, 5,000 steps, judged against plain models.
+# Recursion, phase 2: preset extreme on H100s, 5,000 steps, compared with plain models.
 #
-#   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; what they cost an hour
+#   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
 #
-# The rest as in scripts/train_h100_fast.sh; the text is enough for the plain run of equal FLOPs.
+# Otherwise as scripts/train_h100_fast.sh; the shards suffice for the plain run of equal FLOPs.
 set -euo pipefail
 
 name=extreme preset=extreme

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Recursion, first phase: preset aggressive on H100s, 1,000 steps, judged against plain models.
+# Recursion, phase 1: preset aggressive on H100s, 1,000 steps, compared with plain models.
 #
-#   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; what they cost an hour
+#   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke
 #
-# SEEDS="0 1 2" gives the verdict a spread to judge by. Flags of base_train may follow. Writes to
-# out/recursion-fast, or to NANOCHAT_BASE_DIR, and to logs/train.log. Ends with status 1 where a
-# criterion is not met: gradients finite, loss falling, loops in order, first loop not held back,
-# better than a plain model of equal FLOPs. The rates are those of any model here: the ones this phase
-# once came with learned less (dev/LOG.md). Safe to run again.
+# SEEDS="0 1 2" adds the spread over seeds. Extra arguments are passed to base_train. Writes to
+# out/recursion-fast or NANOCHAT_BASE_DIR, and to logs/train.log. Exits with status 1 if a criterion
+# is not met: gradients finite, loss falling, loops in order, first loop not held back, better than
+# a plain model of equal FLOPs. Uses the default learning rates; the lower ones this phase once had
+# learned less (dev/LOG.md). If interrupted, rerun the same command.
 set -euo pipefail
 
 name=fast preset=aggressive

@@ -1,7 +1,7 @@
 """
 AQuA: algebraic word problems with five options and a rationale.
 
-    AQuA: reason, then end with the marker `Answer: X`; AQuALetter: the letter at once
+    AQuA: reason, then end with `Answer: X`; AQuALetter: answer with the letter only
 
 Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.04146.
 """
@@ -30,10 +30,10 @@ MARKER = re.compile(r"Answer: ([A-E])\b")
 
 class AQuA(HubTask):
     """
-    Judged by the last marker. Nothing else counts: not a letter that stands alone, not the case.
+    Generative form, scored by the last `Answer: X` (case-sensitive); a bare letter is wrong.
 
-    `letters` of this form are for a model that has written `Answer: `; scored right after
-    <|assistant_start|> is AQuALetter.
+    `letters` are scored after a generated `Answer: `. For scoring right after <|assistant_start|>,
+    use AQuALetter.
     """
 
     name = "AQUA"
@@ -46,21 +46,21 @@ class AQuA(HubTask):
 
     @cached_property
     def order(self) -> Sequence[int]:
-        """Conversation -> row. Rows without five options, one of them right, are skipped."""
+        """Conversation -> row. Rows without five options or a valid answer are skipped."""
         valid = [
             len(row["options"]) == NUM_OPTIONS and row["correct"] in LETTERS[:NUM_OPTIONS]
             for row in self.data.rows
         ]
         if skipped := valid.count(False):
             print(
-                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where}: not "
-                f"{NUM_OPTIONS} options with the right one among them",
+                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where} without "
+                f"{NUM_OPTIONS} options or a valid answer",
                 flush=True,
             )
         return [i for i in super().order if valid[i]]
 
     def options(self, i: int) -> list[str]:
-        """The options without the `A)` in front."""
+        """The options without their `A)` prefixes."""
         return [option.partition(")")[2].strip() for option in self.row(i)["options"]]
 
     def conversation(self, i: int) -> Conversation:
@@ -88,7 +88,7 @@ class AQuA(HubTask):
 
 
 class AQuALetter(QuestionTask, AQuA):
-    """The same questions, to be answered by the letter alone."""
+    """The same questions, answered with the letter only."""
 
     name = "AQUA-Letter"
 

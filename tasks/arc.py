@@ -1,5 +1,5 @@
 """
-ARC: grade-school science questions with three to five options, easy ones and challenging ones.
+ARC: grade-school science questions with three to five options, an easy and a challenge set.
 
 Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
 """
@@ -9,12 +9,12 @@ from tasks.hub import HubTask
 
 
 def stems_in(folder: str) -> dict[str, str]:
-    """How the files of each split are named."""
+    """Split -> file stem."""
     return {"train": f"{folder}/train", "val": f"{folder}/validation", "test": f"{folder}/test"}
 
 
 class ARC(HubTask, QuestionTask):
-    """Options are lettered by their place; some of the rows number them instead."""
+    """Options are lettered by position, although some rows number them."""
 
     baseline = 0.25
     splits = ("train", "val", "test")
@@ -28,14 +28,14 @@ class ARC(HubTask, QuestionTask):
 
 
 class ARCEasy(ARC):
-    """The questions that simple methods can answer."""
+    """Questions that simple methods can answer."""
 
     name = "ARC-Easy"
     stems = stems_in("ARC-Easy")
 
 
 class ARCChallenge(ARC):
-    """The questions that a retrieval and a co-occurrence method both got wrong."""
+    """Questions that both a retrieval and a co-occurrence method answered incorrectly."""
 
     name = "ARC-Challenge"
     stems = stems_in("ARC-Challenge")

@@ -1,11 +1,11 @@
 """
-More training questions out of those there are: other answer forms, other orders, more options.
+Question augmentation: other answer formats, shuffled options, extra options.
 
-    QuestionTask -> Styled, Reordered, MoreOptions -> tasks whose items stand for the same questions
+    QuestionTask -> Styled, Reordered, MoreOptions -> tasks with the same questions
 
-Whatever is drawn is drawn by seed and number, so an item is the same on every machine. What an
-augmentation is worth must be measured: more options made by retrieval lowered most benchmarks of
-those who tried it, so they are off by default.
+Items depend only on seed and index, so they are the same on every machine. Measure the effect of an
+augmentation: retrieved extra options lowered most benchmarks for others who tried them, so they
+are off by default.
 """
 
 import difflib
@@ -32,13 +32,13 @@ from tasks.base import (
 from tasks.overlap import WORD
 
 K1, B = 1.2, 0.75  # of BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
-NEIGHBOURS = 40  # questions whose options are candidates
-ALIKE = 0.85  # share of characters in common from which two options say the same
+NUM_SIMILAR = 40  # similar questions that provide candidate options
+ALIKE = 0.85  # similarity ratio from which two options are nearly equal
 MOST_OPTIONS = 10
 
 
 class Style(NamedTuple):
-    """A form of answer: what asks for it, what it looks like, and how it is read."""
+    """An answer format: the instruction, the template and the pattern that parses it."""
 
     instruction: str
     form: str
@@ -60,7 +60,7 @@ STYLES = (
 
 
 def read_letter(answer: str) -> str | None:
-    """The letter of an answer in any of the styles; None where it has none of them, or several."""
+    """The letter of an answer in any style; None if there is none or several."""
     said = spoken(answer).strip()
     found = {style.pattern.fullmatch(said)[1] for style in STYLES if style.pattern.fullmatch(said)}  # type: ignore
     if not found:
@@ -69,16 +69,14 @@ def read_letter(answer: str) -> str | None:
 
 
 class Augmented(QuestionTask):
-    """Questions of a task, changed."""
+    """Base class for tasks that modify the questions of another task."""
 
     kinds = "augmented"
     splits = ("train", "val", "dev", "test")
 
     def __init__(self, task: Task, seed: int = 0):
         if not isinstance(task, QuestionTask):
-            raise ValueError(
-                f"{task.name} has no options to change: only questions can be augmented"
-            )
+            raise ValueError(f"{task.name} has no options to augment; use a multiple-choice task")
         self.task, self.seed = task, seed
         self.name, self.split = task.name, task.split
         self.baseline = task.baseline
@@ -95,12 +93,12 @@ class Augmented(QuestionTask):
         return len(self.task)
 
     def random(self, i: int) -> random.Random:
-        """What is drawn for item i."""
+        """Random generator of item i."""
         return random.Random(f"{self.kinds}-{self.seed}-{i}")
 
 
 class Reordered(Augmented):
-    """The options in another order, the right one with them."""
+    """Questions with shuffled options."""
 
     kinds = "reordered"
 
@@ -110,19 +108,19 @@ class Reordered(Augmented):
 
 
 def reordered(question: Question, rng: random.Random) -> Question:
-    """The same question, its options in an order that is drawn."""
+    """Shuffle the options of a question."""
     order = sorted(range(len(question.options)), key=lambda _: rng.random())
     options = tuple(question.options[n] for n in order)
     return Question(question.text, options, order.index(question.right))
 
 
 class Styled(Augmented):
-    """Each question asks for one of several forms of answer, and is answered in it."""
+    """Questions that each ask for one of several answer formats and are answered in it."""
 
     kinds = "styled"
 
     def style(self, i: int) -> Style:
-        """The form that item i asks for."""
+        """The answer format of item i."""
         return STYLES[int(self.random(i).random() * len(STYLES))]
 
     def question(self, i: int) -> Question:
@@ -143,11 +141,11 @@ class Styled(Augmented):
 
 class MoreOptions(Augmented):
     """
-    Further options from similar training questions, by BM25: up to `most` in all.
+    Questions with extra options from similar training questions (BM25), up to `most` in total.
 
-    Only options that are wrong there are taken, and none that says nearly what another one of the
-    item says. Training items draw how many they get; `exactly` gives all of them `most`, as far as
-    there are candidates.
+    Candidates are the wrong options of those questions, except near-duplicates of other options of
+    the item. The number of options is random; with `exactly` it is `most` if there are enough
+    candidates.
     """
 
     kinds = "more options"
@@ -156,7 +154,7 @@ class MoreOptions(Augmented):
         super().__init__(task, seed)
         self.most, self.exactly = most, exactly
         self.counts: Counter = Counter()
-        """added, near_equal: options that were taken, and that were too like another."""
+        """Number of options that were "added" and that were rejected as "near_equal"."""
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -164,7 +162,7 @@ class MoreOptions(Augmented):
 
     @cached_property
     def corpus(self) -> "tuple[list[Question], BM25]":
-        """The training questions, whatever split is augmented, and their index."""
+        """The training questions and their index, regardless of the augmented split."""
         train = self.task if self.task.split == "train" else type(self.task)("train")
         questions = [train.question(i) for i in range(len(train))]
         return questions, BM25([question.text for question in questions])
@@ -177,17 +175,17 @@ class MoreOptions(Augmented):
         return reordered(Question(text, tuple(every), right), rng)
 
     def candidates(self, text: str, options: Sequence[str], count: int) -> list[str]:
-        """Wrong options of the most similar other questions."""
+        """Up to `count` wrong options of the most similar other questions."""
         questions, index = self.corpus
         found: list[str] = []
-        for n in index.search(text, NEIGHBOURS) if count > 0 else ():
+        for n in index.search(text, NUM_SIMILAR) if count > 0 else ():
             other = questions[n]
             if other.text == text:
                 continue
-            for place, option in enumerate(other.options):
+            for position, option in enumerate(other.options):
                 if len(found) == count:
                     return found
-                if place == other.right:
+                if position == other.right:
                     continue
                 if any(near_equal(option, known) for known in [*options, *found]):
                     self.counts["near_equal"] += 1
@@ -198,7 +196,7 @@ class MoreOptions(Augmented):
 
 
 class TenOptions(MoreOptions):
-    """The items of a task with ten options each, for evaluation."""
+    """A task with ten options per question, for evaluation."""
 
     splits = ("val", "test")
     of: type[QuestionTask]
@@ -224,7 +222,7 @@ AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}
 
 
 def near_equal(one: str, other: str) -> bool:
-    """Whether two options say nearly the same: the same words, some of them, most letters."""
+    """Whether one option contains the other or their similarity ratio is at least ALIKE."""
     a, b = (" ".join(WORD.findall(text.lower())) for text in (one, other))
     if a == b or (min(len(a), len(b)) > 3 and (a in b or b in a)):
         return True
@@ -232,7 +230,7 @@ def near_equal(one: str, other: str) -> bool:
 
 
 class BM25:
-    """Which of some texts are most like a query, by the words they share. Okapi BM25."""
+    """Okapi BM25 index of a list of texts."""
 
     def __init__(self, texts: Sequence[str]):
         bags = [Counter(WORD.findall(text.lower())) for text in texts]
@@ -246,7 +244,7 @@ class BM25:
         self.size = len(texts)
 
     def search(self, query: str, n: int) -> list[int]:
-        """Numbers of the `n` texts most like the query, the best first."""
+        """Indices of the `n` texts most similar to the query, best first."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(WORD.findall(query.lower())):
             holding = self.weights.get(word, [])

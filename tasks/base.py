@@ -1,11 +1,11 @@
 """
-What a task is: conversations by number, with a right answer, for training, evaluation and RL.
+Tasks: indexed conversations with reference answers for training, evaluation and RL.
 
-    Task[i] -> Conversation -> train on it, or ask it and `score` what comes back
+    Task[i] -> Conversation -> train on it, or prompt a model and `score` its answer
     Subset, Mixture: tasks made of tasks
 
-Here are also the two forms of answer that several tasks share: the letter of an option, and a
-number after `####`. Text in, text out: a task knows nothing of tokens or models.
+Also the two answer formats that several tasks share: an option letter, and a number after `####`.
+Tasks work on text only, independent of tokenizer and model.
 """
 
 import bisect
@@ -27,7 +27,7 @@ Kind = Literal["choice", "generate", "talk"]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
-SAMPLE = 8  # conversations that stand in `identity` for the wording of all
+SAMPLE = 8  # conversations hashed into `identity` to detect changes of wording
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
 CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
@@ -35,27 +35,27 @@ FINAL_NUMBER = re.compile(r"#### *\$?(-?\d[\d,]*(?:\.\d+)?|-?\.\d+)")
 
 
 def user(words: str) -> Message:
-    """What the user says."""
+    """A user message."""
     return {"role": "user", "content": words}
 
 
 def assistant(content: str | list[Part]) -> Message:
-    """What the assistant says: a text, or parts made by `text` and `tool_call`."""
+    """An assistant message: a string, or parts made by `text` and `tool_call`."""
     return {"role": "assistant", "content": content}
 
 
 def text(words: str) -> Part:
-    """A part of the assistant's answer that is said."""
+    """A text part of an assistant message."""
     return {"type": "text", "text": words}
 
 
 def tool_call(code: str, output: str) -> list[Part]:
-    """Two parts: what is given to the tool, and what it answers."""
+    """Two parts: the code passed to the tool and its output."""
     return [{"type": "python", "text": code}, {"type": "python_output", "text": output}]
 
 
 def with_tool_calls(notation: str) -> list[Part]:
-    """Parts of a text in GSM8K's notation, where `<<3*4=12>>` is a call of the calculator."""
+    """Split GSM8K notation into parts; `<<3*4=12>>` becomes a calculator call."""
     parts: list[Part] = []
     end = 0
     for call in CALCULATION.finditer(notation):
@@ -65,29 +65,27 @@ def with_tool_calls(notation: str) -> list[Part]:
 
 
 def flaw(messages: Any) -> str | None:
-    """What keeps something from being a conversation to train on, or None."""
+    """Why `messages` is not a valid training conversation; None if it is valid."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        return 'neither a list of messages nor {"messages": [...]}'
+        return 'expected a list of messages or {"messages": [...]}'
     roles = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
-        return f"user and assistant must speak in turn, the assistant last; roles are {roles}"
+        return f"roles must alternate user, assistant and end with assistant; got {roles}"
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         parts = content if isinstance(content, list) and message["role"] == "assistant" else None
         if not (isinstance(content, str) if parts is None else all(map(is_part, parts))):
-            return f"message {number}: the content must be text, or parts of an answer"
+            return f"message {number}: content must be a string or, for assistant, a list of parts"
         if not content:
             return f"message {number} is empty"
         if any(is_torn(part["text"]) for part in parts or [{"text": content}]):
-            return (
-                f"message {number} holds half of a character (a lone surrogate), which is no text"
-            )
+            return f"message {number} contains a lone surrogate, which UTF-8 cannot encode"
     return None
 
 
 def is_torn(text: str) -> bool:
-    """Whether a string is no text: JSON can hold halves of characters, UTF-8 cannot."""
+    """Whether a string contains lone surrogates, which JSON allows but UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -96,13 +94,13 @@ def is_torn(text: str) -> bool:
 
 
 def is_part(part: Any) -> bool:
-    """Whether something is a part of an assistant's answer."""
+    """Whether `part` is a valid part of an assistant message."""
     known = isinstance(part, dict) and part.get("type") in ("text", "python", "python_output")
     return known and isinstance(part.get("text"), str)
 
 
 def answer_text(message: Message) -> str:
-    """The text of a message; of one in parts, its text parts joined."""
+    """The text of a message; its text parts joined if it has parts."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -110,12 +108,12 @@ def answer_text(message: Message) -> str:
 
 
 def spoken(answer: str) -> str:
-    """A completion without tool calls, their outputs and special tokens: what a user reads."""
+    """A completion without tool calls, tool outputs and special tokens."""
     return SPECIAL.sub("", TOOL_USE.sub("", answer))
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number after the last `####`, commas and a dollar sign aside."""
+    """The number after the last `####`, without commas and dollar sign; None if there is none."""
     found = FINAL_NUMBER.findall(answer)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -124,9 +122,9 @@ def choice_question(
     question: str, options: Sequence[str], letters: Sequence[str], instruction: str = BY_LETTER
 ) -> str:
     """
-    A multiple-choice question, by default one to be answered by a letter and nothing else.
+    Format a multiple-choice question. The default instruction asks for the letter only.
 
-    The letter follows `=` without a space, so that it is the same token here and in the answer.
+    The letter follows `=` without a space to be the same token here and in the answer.
     """
     lines = [f"- {option}={letter}" for option, letter in zip(options, letters, strict=True)]
     return "\n".join([question, *lines, "", instruction])
@@ -134,21 +132,20 @@ def choice_question(
 
 class Task(ABC):
     """
-    Conversations 0 to len - 1 of a split, the same ones in the same order on every machine.
+    Conversations 0 to len - 1 of a split, in the same order on every machine.
 
-    Making one costs nothing: what has to be downloaded is when it is first needed. Raises
-    ValueError for a split that the task does not have.
+    Data is downloaded on first use, not at construction. Raises ValueError for an unknown split.
     """
 
     name: str
-    """As the report prints it."""
+    """Name in reports."""
     kind: Kind
     """choice: scored by the logits of the letters right after <|assistant_start|>; generate: by
-    what the model writes; talk: only trained on."""
+    the generated answer; talk: training only."""
     splits: ClassVar[tuple[str, ...]]
-    """All there are. Only "train" is ever trained on."""
+    """Available splits. Only "train" is ever trained on."""
     baseline: float = 0.0
-    """Accuracy of guessing."""
+    """Chance accuracy."""
 
     def __init__(self, split: str):
         if split not in self.splits:
@@ -157,17 +154,17 @@ class Task(ABC):
 
     @property
     def where(self) -> str:
-        """Which data this is, in words for the report."""
+        """Name of the data in reports."""
         return self.split
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What decides the conversations beside the split: commit, digests, options."""
+        """What determines the conversations besides the split: commit, digests, options."""
         return {}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready; changes with the data, the options and the wording of the conversations."""
+        """JSON-serializable; changes with the data, the options and the wording."""
         wording = fingerprint([self.conversation(i) for i in range(min(SAMPLE, len(self)))])
         return {
             "task": self.name,
@@ -182,49 +179,49 @@ class Task(ABC):
 
     @abstractmethod
     def conversation(self, i: int) -> Conversation:
-        """Conversation i, for i from 0 to len - 1; the last message is the right answer."""
+        """Conversation i, 0 <= i < len; the last message is the reference answer."""
 
     def __getitem__(self, i: int) -> Conversation:
-        """Conversation i. Raises IndexError outside of 0 to len - 1."""
+        """Conversation i. Raises IndexError if i is out of range."""
         if not 0 <= i < len(self):
-            raise IndexError(f"{self.name} has conversations 0 to {len(self) - 1}, not {i}")
+            raise IndexError(f"{self.name} has no conversation {i}, only 0 to {len(self) - 1}")
         return self.conversation(i)
 
     def __iter__(self) -> Iterator[Conversation]:
         return map(self.conversation, range(len(self)))
 
     def locate(self, i: int) -> tuple["Task", int]:
-        """The task that conversation i is of, and its number there: a mixture has several."""
+        """The task of conversation i and its index there; a Mixture has several tasks."""
         return self, i
 
     def letters(self, i: int) -> tuple[str, ...]:
-        """The letters of the options of question i; none where there are no options."""
+        """The option letters of question i; empty without options."""
         return ()
 
     def material(self, i: int) -> str:
-        """What conversation i is made of, without instructions: what overlap.py compares."""
+        """Content of conversation i without instructions, for overlap.py."""
         return "\n".join(answer_text(message) for message in self.conversation(i))
 
     def asked(self, i: int) -> str:
-        """The question of conversation i without its options, where it has some; else nothing."""
+        """The question of conversation i without its options; empty for tasks without options."""
         return ""
 
     def score(self, conversation: Conversation, answer: str) -> float:
         """
-        1.0 where `answer` is right, else 0.0: the measure of evaluation and the reward of RL.
+        Return 1.0 if `answer` is right, else 0.0: the evaluation metric and the RL reward.
 
-        answer: a completion as the assistant wrote it, special tokens by their names. Raises
-        ValueError for a task that has no right answers.
+        answer: a completion with special tokens as text. Raises ValueError for a task of kind
+        "talk".
         """
-        raise ValueError(f"{self.name} is only trained on: it has no right answers to score")
+        raise ValueError(f"{self.name} is training-only: it has no reference answers to score")
 
     def answered(self, answer: str) -> bool:
-        """Whether `answer` has the form that a right one must have, right or wrong."""
+        """Whether `answer` has the required format, right or wrong."""
         return True
 
 
 class ChoiceTask(Task):
-    """A task whose answers are the letter of an option and nothing else."""
+    """A task whose answers are a single option letter."""
 
     kind = "choice"
 
@@ -236,7 +233,7 @@ class ChoiceTask(Task):
 
 
 class Question(NamedTuple):
-    """A multiple-choice question: what is asked, the options, and which of them is right."""
+    """A multiple-choice question: text, options and the index of the right option."""
 
     text: str
     options: tuple[str, ...]
@@ -244,7 +241,7 @@ class Question(NamedTuple):
 
 
 class QuestionTask(ChoiceTask):
-    """A choice task made of questions, whose options are lettered by their place."""
+    """A choice task made of `Question`s with options lettered by position."""
 
     @abstractmethod
     def question(self, i: int) -> Question:
@@ -267,13 +264,13 @@ class QuestionTask(ChoiceTask):
 
 
 class NumberTask(Task):
-    """A task whose answers end in `####` and a number, after whatever leads to it."""
+    """A task whose answers end in `####` and a number."""
 
     kind = "generate"
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right = final_number(answer_text(conversation[-1]))
-        assert right is not None, f"{self.name}: a right answer without a number"
+        assert right is not None, f"{self.name}: a reference answer without a number"
         return float(final_number(spoken(answer)) == right)
 
     def answered(self, answer: str) -> bool:
@@ -282,14 +279,14 @@ class NumberTask(Task):
 
 class Subset(Task):
     """
-    Conversations `start` to `stop` - 1 of a task, as far as it has them; its name and rules.
+    Conversations `start` to `stop` - 1 of a task, clipped to its length.
 
-    Raises ValueError for a range that is none.
+    Raises ValueError unless 0 <= start <= stop.
     """
 
     def __init__(self, task: Task, start: int, stop: int):
         if not 0 <= start <= stop:
-            raise ValueError(f"no subset of {task.name} goes from {start} to {stop}")
+            raise ValueError(f"invalid range {start}:{stop} of {task.name}; use 0 <= start <= stop")
         self.task, self.start, self.stop = task, start, stop
         self.name, self.kind, self.split = task.name, task.kind, task.split
         self.baseline = task.baseline
@@ -326,10 +323,10 @@ class Subset(Task):
 
 class Mixture(Task):
     """
-    Several tasks as one, their conversations shuffled together by `seed`.
+    Several tasks as one, their conversations shuffled by `seed`.
 
-    A task that is given twice comes twice. `locate` finds the task behind a conversation, which
-    alone can score an answer to it. Raises ValueError where there is no task.
+    A task given twice is repeated. To score an answer, use the task returned by `locate`. Raises
+    ValueError for an empty list of tasks.
     """
 
     kind = "talk"
@@ -340,7 +337,7 @@ class Mixture(Task):
         self.tasks, self.seed = tuple(tasks), seed
         self.name = "+".join(task.name for task in tasks)
         self.split = "+".join(sorted({task.split for task in tasks}))
-        self.ends: list[int] = []  # where each task ends; empty until a length is asked for
+        self.ends: list[int] = []  # cumulative lengths; empty until `len` is called
         self.order: list[int] = []
 
     def __len__(self) -> int:
@@ -356,7 +353,7 @@ class Mixture(Task):
         return self.tasks[part], number - (self.ends[part - 1] if part else 0)
 
     def composition(self) -> dict[str, int]:
-        """Task and data -> how many conversations of it there are, repeats included."""
+        """Task and data -> number of conversations, repeats included."""
         counts = Counter()
         for task in self.tasks:
             counts[f"{task.name} ({task.where})"] += len(task)
@@ -384,6 +381,6 @@ class Mixture(Task):
 
 
 def shuffled(n: int, seed: int) -> list[int]:
-    """0 to n - 1 in random order. Only `random()` is promised to be the same in every Python."""
+    """0 to n - 1 in random order. Only `random()` is stable across Python versions."""
     rng = random.Random(seed)
     return sorted(range(n), key=lambda _: rng.random())

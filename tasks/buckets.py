@@ -1,11 +1,10 @@
 """
-Tasks as the buckets of a mixture: what they are, in tags, and which conversations they hold.
+Tasks as buckets of a mixture: their tags and conversations.
 
     "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> name, tags, train and val of each
 
-Where its data come from can be chosen for some: jsonl:<file>, spelling:<file of words>,
-smoltalk:<owner>/<name>. Training takes the split "train" of each task and no other; nothing is
-downloaded before it is needed.
+Some tasks take a data source: jsonl:<file>, spelling:<word file>, smoltalk:<owner>/<name>. Training
+uses only the "train" split of a task. Data is downloaded on first use.
 """
 
 import math
@@ -18,9 +17,9 @@ from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.registry import TASKS, held_out, key_of, make
 
-VAL_ROWS = 1_000  # of each task: enough to measure a loss, and none drowns the others
+VAL_ROWS = 1_000  # per task: enough to measure a loss, and no task dominates
 
-# As the owners of the data sets state it
+# As stated by the owners of the data sets
 TAGS = {
     "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
@@ -45,32 +44,32 @@ TAGS = {
 
 def known(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:
     """
-    The parts of a mixture, by the keys of their tasks or the names they were declared under
-    (`mixture.read_mixture`).
+    Parse a mixture and resolve its names to task keys or declared names (`mixture.read_mixture`).
 
-    Raises ValueError naming a part that is amiss, or that names no task to train on.
+    Raises ValueError for an invalid part or a task without a train split.
     """
     parts = []
     for part in parse_mixture(spec):
         if part.name in declared:
             if part.source or "task" not in declared[part.name]:
                 raise ValueError(
-                    f"{part.label!r}: {part.name} is declared as {declared[part.name]}"
+                    f"{part.label!r}: {part.name} is declared as {declared[part.name]}; "
+                    f"declare a task and use {part.name} without a source"
                 )
             parts.append(part)
             continue
         key = key_of(part.name)
         entry = TASKS[key]
         if "train" not in entry.task.splits:
-            raise ValueError(f"{key} is only for evaluation: it has no split to train on")
+            raise ValueError(f"{key} is evaluation-only: it has no train split")
         if part.source and not entry.source:
-            raise ValueError(f"{part.label!r}: the data of {key} cannot be chosen")
+            raise ValueError(f"{part.label!r}: {key} takes no data source; use {key}")
         parts.append(part._replace(name=key))
     return parts
 
 
 def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> Task:
-    """A split of the task behind a part, whole; "held out" is that which measures the loss."""
+    """A full split of a part's task; "held out" selects the split for the validation loss."""
     entry = declared.get(part.name, {"task": part.name, "source": part.source})
     key, source = key_of(entry["task"]), entry.get("source")
     option = TASKS[key].source
@@ -78,22 +77,22 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
     task = make(key, split, **({option: source} if option and source else {}))
     if kind := entry.get("augment"):
         if kind not in AUGMENTERS:
-            raise ValueError(f"{part.name}: augment is {' or '.join(AUGMENTERS)}, not {kind!r}")
+            raise ValueError(f"{part.name}: augment {kind!r} is not one of {', '.join(AUGMENTERS)}")
         return AUGMENTERS[kind](task)
     return task
 
 
 def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Bucket]:
     """
-    The buckets of a mixture, one for each of its parts, in order.
+    The buckets of a mixture, one per part, in order.
 
-    val: up to VAL_ROWS conversations of the split "val", or where there is none "test". Raises
-    ValueError for a spec that is amiss, or names a bucket twice.
+    val: up to VAL_ROWS conversations of the "val" split, or "test" if there is none. Raises
+    ValueError for an invalid spec or a duplicate bucket.
     """
     parts = known(spec, declared)
     labels = [part.label for part in parts]
     if twice := [label for n, label in enumerate(labels) if label in labels[:n]]:
-        raise ValueError(f"{twice[0]} comes twice in the mixture {spec!r}; say {twice[0]}*2")
+        raise ValueError(f"{twice[0]} appears twice in the mixture {spec!r}; use {twice[0]}*2")
     found = []
     for part in parts:
         train = task_of(part, "train", declared)
@@ -104,7 +103,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
 
 
 def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
-    """What is said of a bucket; of a task with data of one's own only what one declares."""
+    """The tags of a bucket; a task with a data source only has the declared ones."""
     entry = declared.get(part.name)
     if entry is None:
         return Tags() if part.source else TAGS.get(part.name, Tags())
@@ -115,20 +114,20 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
 
 
 # ------------------------------------------------------------------------------------------------
-# Questions to practise
+# Questions for RL
 
 
 def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     """
     One split of the tasks of a mixture, shuffled together.
 
-    Raises ValueError for a spec that is amiss, or counts anything but questions.
+    Raises ValueError for an invalid spec or amounts other than questions and whole repeats.
     """
     tasks = []
     for part in known(spec):
         if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
             raise ValueError(
-                f"{part.label!r} in {spec!r}: questions are counted (=500) and repeated (*2)"
+                f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
         task = task_of(part, split)
         chosen = task if part.rows is None else Subset(task, 0, part.rows)
@@ -138,18 +137,18 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
 
 def held_out_questions(spec: str, count: int) -> Mixture:
     """
-    About `count` questions of the split "test", as many from each task of a mixture.
+    About `count` questions of the "test" split, equally many from each task of a mixture.
 
-    Raises ValueError for a task whose answers cannot be scored.
+    Raises ValueError for a training-only task.
     """
     parts = unique(known(spec))
     for part in parts:
         if TASKS[part.name].task.kind == "talk":
-            raise ValueError(f"{part.name} is only trained on: it has no right answers to score")
+            raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
     each = math.ceil(count / len(parts))
     return Mixture([Subset(task_of(part, "test"), 0, each) for part in parts])
 
 
 def unique(parts: Sequence[Part]) -> list[Part]:
-    """One part for each task and source."""
+    """Drop repeated parts with the same task and source."""
     return list({part.label: part for part in parts}.values())

@@ -1,11 +1,11 @@
 """
-What is left out of a bucket, by which rule, with samples of it.
+Filters that drop rows of a bucket, with counts and samples of dropped rows.
 
-    rows -> filters, one after the other -> rows that are kept, Dropped by filter
+    rows -> filters in order -> kept rows, one Dropped per filter
 
-A row is {"messages": [...]} and what is known of it: "original" (the prompt before it was
-translated), "gold" (the right answer), "finish" (why the answer ended). A rule that needs what a
-row does not have lets it pass, and counts it as not judged. Text in, text out: knows no tokens.
+A row is {"messages": [...]} plus optional fields: "original" (the prompt before translation),
+"gold" (the reference answer), "finish" (why the answer ended). A row without a field that a rule
+needs is kept and counted as not judged.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ from tasks.overlap import BATCH, LEAST, RUN, WORD, grams, grams_by_length, wante
 
 Row = Mapping[str, Any]
 Rule = Callable[[Sequence[Row]], "list[bool | None]"]
-"""Rows -> whether each is kept; None where it cannot be judged."""
+"""Rows -> whether to keep each; None if it cannot be judged."""
 
-SAMPLES = 3  # dropped rows that are shown of each filter
+SAMPLES = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
-MAD_SIGMA = 1.4826  # a median absolute deviation in standard deviations, of normal values
-MOST_SHIFT = 3.0  # such deviations: our rule, nobody published one
-NGRAM = 4  # words whose repetition is counted
-MOST_REPEATED = 0.5  # share of repeated runs from which an answer is degenerate
-NEAR = 0.8  # Jaccard index from which two rows say the same
-HASHES, BANDS = 128, 16  # of MinHash: rows that agree in one of 16 bands of 8 are compared
-LEAST_RUNS = 20  # runs of words below which nothing is called repetitive
+MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
+NGRAM = 4  # words per n-gram in the repetition check
+MOST_REPEATED = 0.5  # share of repeated n-grams from which an answer is degenerate
+NEAR = 0.8  # Jaccard index from which rows are near-duplicates
+HASHES, BANDS = 128, 16  # MinHash: rows that agree in any of 16 bands of 8 are compared
+LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
 IMAGE = re.compile(
     r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
     r"(see|in|shown in) (the|this) (image|picture|figure|photo|diagram|chart|graph)"
@@ -46,25 +46,25 @@ LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
 
 
 class Dropped(NamedTuple):
-    """What a filter did."""
+    """Statistics of one filter."""
 
     name: str
     kept: int
     dropped: int
     not_judged: int
     samples: tuple[str, ...]
-    """The beginnings of some that were dropped."""
+    """The beginnings of some dropped prompts."""
 
 
 @dataclass(frozen=True)
 class Filtered:
-    """What is left, and what every filter did, in order."""
+    """The kept rows and the statistics of every filter, in order."""
 
     rows: list[Row]
     filters: list[Dropped] = field(default_factory=list)
 
     def table(self) -> dict[str, Any]:
-        """As a record holds it."""
+        """The statistics as a table of a record."""
         columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
         rows = [
             [f.name, f"{f.kept:,}", f"{f.dropped:,}", f"{f.not_judged:,}", " / ".join(f.samples)]
@@ -74,7 +74,7 @@ class Filtered:
 
 
 def apply(rows: Iterable[Row], rules: Mapping[str, Rule]) -> Filtered:
-    """Apply rules in order; each sees what those before it kept."""
+    """Apply rules in order; each sees the rows kept by the previous ones."""
     left, done = list(rows), []
     for name, rule in rules.items():
         verdicts = rule(left)
@@ -86,12 +86,12 @@ def apply(rows: Iterable[Row], rules: Mapping[str, Rule]) -> Filtered:
 
 
 def prompt(row: Row) -> str:
-    """All that the user says."""
+    """All user messages."""
     return "\n".join(m["content"] for m in row["messages"] if m["role"] == "user")
 
 
 def answer(row: Row) -> str:
-    """The last answer, without calls of tools."""
+    """The last assistant message, without tool calls."""
     last = row["messages"][-1]
     return answer_text(last) if last["role"] == "assistant" else ""
 
@@ -108,7 +108,7 @@ def shown(text: str) -> str:
 
 def length_shift(rows: Sequence[Row]) -> list[bool | None]:
     """
-    A translation as long as others are, against its original: |r - median| <= 3 sigma by MAD of
+    Keep translations of typical length: |r - median| <= 3 sigma (estimated by MAD), where
     r = ln(length / length of the original).
     """
     ratios = [
@@ -126,7 +126,7 @@ def length_shift(rows: Sequence[Row]) -> list[bool | None]:
 
 
 def length_between(least: int, most: int, count: Callable[[str], int] = len) -> Rule:
-    """Prompt and answer together within limits, both included; `count` measures, by characters."""
+    """Keep rows with `least` <= count(prompt) + count(answer) <= `most`. Default: characters."""
 
     def rule(rows: Sequence[Row]) -> list[bool | None]:
         return [least <= count(prompt(row)) + count(answer(row)) <= most for row in rows]
@@ -135,7 +135,7 @@ def length_between(least: int, most: int, count: Callable[[str], int] = len) -> 
 
 
 def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Rule:
-    """None of the longest: `share` of the rows are at most as long as what is kept."""
+    """Keep rows up to the `share` quantile of the length of prompt plus answer."""
 
     def rule(rows: Sequence[Row]) -> list[bool | None]:
         sizes = [count(prompt(row)) + count(answer(row)) for row in rows]
@@ -148,18 +148,18 @@ def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Ru
 
 
 def no_image(rows: Sequence[Row]) -> list[bool | None]:
-    """A prompt that can be understood without an image, an attachment, or a page behind a link."""
+    """Drop prompts that refer to an image or attachment, or are only a link."""
     return [not (IMAGE.search(prompt(r)) or LINK_ONLY.fullmatch(prompt(r))) for r in rows]
 
 
 def script_share(script: str, least: float) -> Rule:
-    """Letters of a script, as HANGUL or LATIN, in prompt and answer: at least so large a share."""
+    """Keep rows with at least `least` of the letters in `script`, in both prompt and answer."""
     try:
         known = any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF))
     except TypeError:
         known = False
     if not known:
-        raise ValueError(f"{script!r} is no script: as Unicode names them, HANGUL, LATIN, CYRILLIC")
+        raise ValueError(f"unknown script {script!r}; use a Unicode name such as HANGUL or LATIN")
 
     def share(text: str) -> float | None:
         letters = [c for c in text if c.isalpha()]
@@ -177,7 +177,7 @@ def script_share(script: str, least: float) -> Rule:
 
 
 def not_degenerate(rows: Sequence[Row]) -> list[bool | None]:
-    """An answer that ends by itself, says something, and does not repeat itself over and over."""
+    """Keep answers that are complete, not empty and not repetitive."""
     found: list[bool | None] = []
     for row in rows:
         words = WORD.findall(answer(row).lower())
@@ -189,7 +189,7 @@ def not_degenerate(rows: Sequence[Row]) -> list[bool | None]:
 
 
 def verified(rows: Sequence[Row]) -> list[bool | None]:
-    """The final answer, after #### or else all of it, is the gold one: as a number or as text."""
+    """Keep rows whose final answer equals "gold", as a number or as text."""
     found: list[bool | None] = []
     for row in rows:
         gold = row.get("gold")
@@ -206,17 +206,17 @@ def verified(rows: Sequence[Row]) -> list[bool | None]:
 
 
 def final_answer(text: str) -> str:
-    """What stands after the last ####, else the whole."""
+    """The text after the last ####, or the whole text."""
     return text.rpartition("####")[2].strip()
 
 
 def value(number: str) -> float:
-    """Of a number with separators."""
+    """Parse a number with thousands separators."""
     return float(NUMBER.fullmatch(number)[1].replace(",", ""))  # type: ignore[index]
 
 
 def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
-    """The first row with its words in its order, case and signs aside."""
+    """Keep the first of rows with the same words, ignoring case and punctuation."""
     seen: set[bytes] = set()
     found: list[bool | None] = []
     for row in rows:
@@ -229,7 +229,7 @@ def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
 
 def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
     """
-    None whose runs of words are nearly those of an earlier row: a Jaccard index of NEAR or more, by
+    Drop rows whose n-grams have a Jaccard index of NEAR or more with an earlier row, estimated by
     MinHash (Broder, "On the resemblance and containment of documents", 1997).
     """
     rng = np.random.default_rng(0)
@@ -255,9 +255,7 @@ def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
 
 
 def no_overlap(benchmarks: Sequence[Task]) -> Rule:
-    """
-    No run of 13 words from an item of a benchmark, and no shorter item or question as a whole.
-    """
+    """Drop rows with 13 consecutive words of a benchmark item, or a shorter item in full."""
     lengths = range(LEAST, RUN + 1)
 
     def rule(rows: Sequence[Row]) -> list[bool | None]:
@@ -280,10 +278,10 @@ def no_overlap(benchmarks: Sequence[Task]) -> Rule:
 
 def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) -> dict[str, Rule]:
     """
-    Rules from words with commas between them, in the order they are applied:
+    Parse comma-separated filters, in the order they are applied:
 
     length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
-    verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError naming what is none.
+    verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError for any other.
     """
     plain: dict[str, Rule] = {
         "length_shift": length_shift,
@@ -309,17 +307,17 @@ def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) ->
                 script, least_share = value.split(":")
                 rules[words] = script_share(script, percent(least_share))
             else:
-                raise ValueError("no such rule")
+                raise ValueError("unknown name")
         except ValueError as error:
             raise ValueError(
-                f"{words!r} is no filter ({error}); there are {', '.join(plain)}, length=10:2000, "
-                "longest=99%, script=hangul:30%"
+                f"invalid filter {words!r} ({error}); use {', '.join(plain)}, length=10:2000, "
+                "longest=99% or script=hangul:30%"
             ) from error
     return rules
 
 
 def percent(words: str) -> float:
-    """A share, written with its sign. Raises ValueError without it, or outside 0 to 100%."""
+    """Parse "30%" to 0.3. Raises ValueError without the sign or outside 0 to 100%."""
     if not words.endswith("%") or not 0 <= float(words[:-1]) <= 100:
-        raise ValueError(f"{words!r} is no share like 30%")
+        raise ValueError(f"{words!r} is not a percentage like 30%")
     return float(words[:-1]) / 100

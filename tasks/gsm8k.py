@@ -1,5 +1,5 @@
 """
-GSM8K: grade-school word problems, solved in steps with a calculator at hand.
+GSM8K: grade-school word problems, solved step by step with a calculator.
 
     "... 48/2 = <<48/2=24>>24 clips ... #### 72" -> text, python "48/2", output "24", text ...
 

@@ -1,9 +1,7 @@
 """
-Tasks whose rows come from a data set repository on the hub, pinned at first use.
+Tasks whose rows come from a data set repository on the hub, pinned on first use.
 
     repository, file stem -> HubRepo: manifest, verified files -> Rows -> HubTask
-
-Knows nothing of what a row means.
 """
 
 import re
@@ -23,13 +21,13 @@ from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
-ROW_ORDER = 0  # seed: data sets come sorted by subject, so the first n rows would be no sample
+ROW_ORDER = 0  # shuffle seed: data sets are sorted by subject, so the first n rows are no sample
 
 Row = dict[str, Any]
 
 
 class Rows:
-    """The rows of an arrow table, each made a dict when it is asked for."""
+    """The rows of an Arrow table, converted to dicts on access."""
 
     def __init__(self, table: pa.Table):
         self.table = table
@@ -46,7 +44,7 @@ class Rows:
 
 
 class Data(NamedTuple):
-    """The rows of a split, and which files of which commit they are."""
+    """The rows of a split, with the commit and digests of their files."""
 
     rows: Rows
     commit: str
@@ -55,15 +53,15 @@ class Data(NamedTuple):
 
 def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
     """
-    The rows of a split, downloaded at first use and the same ones ever after.
+    Load the rows of a split; files are downloaded and pinned on first use.
 
-    repo: <owner>/<name>, with the folder of its files behind it where the stem names more than
-    one. stem: how the files are named, "main/test" for main/test-00000-of-00001.parquet. Raises
-    ValueError naming what is there when there are no such files, or not these columns.
+    repo: <owner>/<name>, plus /<folder> if several folders match the stem. stem: file name without
+    part number and suffix, "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
+    files or columns are missing.
     """
     words = repo.split("/")
     if len(words) < 2 or not all(words):
-        raise ValueError(f"{repo!r} is no repository of the hub: <owner>/<name>[/<folder>]")
+        raise ValueError(f"invalid hub repository {repo!r}; use <owner>/<name>[/<folder>]")
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
     path = where / "manifest.json"
     with locked(where / ".lock", f"resolving {repo}"):
@@ -75,43 +73,43 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
     paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read(path, columns) for path in paths])
     if not table.num_rows:
-        raise ValueError(f"{repo}: {', '.join(files)} hold no rows")
+        raise ValueError(f"{repo}: no rows in {', '.join(files)}")
     recorded = source.files()
     return Data(Rows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
 
 
 def find_problem(path: Path, whole: bool = False) -> str | None:
-    """`find_damage`, of CSV too."""
+    """`find_damage` with support for CSV."""
     if path.suffix != ".csv":
         return find_damage(path, whole)
     try:
         csv.read_csv(path, parse_options=CSV_FORMAT)
     except pa.ArrowException as error:
-        return f"it is no readable csv file ({str(error).splitlines()[0]})"
+        return f"it is not a readable CSV file ({str(error).splitlines()[0]})"
     return None
 
 
 def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
     """
-    The files of a split: `stem`, or `stem` in one other folder, whole or in numbered parts; a * in
-    it stands for any part of a name.
+    The files of a split: `stem`, at the root or in one folder, whole or in numbered parts. A * in
+    `stem` matches any part of a name. Raises ValueError for no match or several folders.
     """
     name = re.escape(stem).replace(r"\*", "[^/]*")
     pattern = re.compile(rf"(.*/)?{name}(-\d+-of-\d+)?\.(parquet|csv|jsonl|jsonl\.gz)")
     found = [match for match in map(pattern.fullmatch, files) if match]
     folders = sorted({match[1] or "" for match in found})
     if not found:
-        raise ValueError(f"{repo} holds no {stem} among its files {', '.join(files[:20]) or '(0)'}")
+        raise ValueError(f"{repo} has no {stem} among its files {', '.join(files[:20]) or '(0)'}")
     if len(folders) > 1:
         raise ValueError(
-            f"{repo} holds {stem} in several folders: {', '.join(folders)}; "
-            f"name one behind the repository: {repo}/{folders[0].strip('/') or '<folder>'}"
+            f"{repo} has {stem} in several folders: {', '.join(folders)}; "
+            f"append one to the repository: {repo}/{folders[0].strip('/') or '<folder>'}"
         )
     return [match[0] for match in found]
 
 
 def read(path: Path, columns: Sequence[str]) -> pa.Table:
-    """The columns of a parquet or CSV file, or the fields of one with a JSON object per line."""
+    """Read `columns` of a parquet, CSV or JSON Lines file."""
     try:
         if path.suffix == ".csv":
             return csv.read_csv(path, parse_options=CSV_FORMAT).select(list(columns))
@@ -121,19 +119,19 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(
-            f"{path}: no table with the columns {', '.join(columns)} "
+            f"{path}: cannot read the columns {', '.join(columns)} "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
 
 class HubTask(Task):
-    """A task of a data set on the hub, its rows in an order shuffled once and for all."""
+    """A task from a data set on the hub, its rows shuffled with a fixed seed."""
 
     repo: str
     stems: Mapping[str, str]
-    """Split -> how its files are named in the repository."""
+    """Split -> file stem in the repository."""
     columns: Sequence[str]
-    """What is read of a row."""
+    """Columns to load."""
 
     @cached_property
     def data(self) -> Data:
@@ -156,5 +154,5 @@ class HubTask(Task):
         return len(self.order)
 
     def row(self, i: int) -> Row:
-        """The row behind conversation i."""
+        """The row of conversation i."""
         return self.data.rows[self.order[i]]

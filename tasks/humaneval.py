@@ -1,7 +1,7 @@
 """
-HumanEval: functions to write from their signature and docstring, judged by running tests.
+HumanEval: complete functions from signature and docstring, scored by running tests.
 
-    answer -> the program in it -> passes: it and the test, each in a child of its own -> 0 or 1
+    answer -> extracted program -> passes: program and test in separate child processes -> 0 or 1
 
 Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2107.03374.
 """
@@ -21,10 +21,10 @@ INSTRUCTION = "Complete this function. Answer with the whole function in a block
 
 class HumanEval(HubTask):
     """
-    Only for evaluation.
+    Evaluation only.
 
-    `unsafe` lets programs run without a sandbox where the machine has none; without it, scoring
-    there raises SandboxUnavailable.
+    `unsafe` runs programs unsandboxed if the machine has no sandbox; otherwise, scoring raises
+    SandboxUnavailable there.
     """
 
     name = "HumanEval"
@@ -47,7 +47,7 @@ class HumanEval(HubTask):
 
     @cached_property
     def by_question(self) -> dict[str, Row]:
-        """The row behind what the user says."""
+        """User message -> row."""
         return {question(row): row for row in self.data.rows}
 
     def score(self, conversation: Conversation, answer: str) -> float:
@@ -59,16 +59,16 @@ class HumanEval(HubTask):
 
 
 def question(row: Row) -> str:
-    """What the user says."""
+    """The user message."""
     return f"{INSTRUCTION}\n\n```python\n{row['prompt']}```"
 
 
 def code_in(answer: str, entry: str) -> str:
     """
-    The block of code that defines `entry`, else the first one, else all of the answer.
+    The code block that defines `entry`, else the first one, else the whole answer.
 
-    It runs after the prompt, whose function has no body yet. So imports and helpers are there, a
-    whole function takes the place of the prompt's, and a body alone continues it.
+    It runs after the prompt, which has imports, helpers and a function without a body: a whole
+    function replaces that function, a bare body completes it.
     """
     blocks = BLOCK.findall(answer) or [answer]
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
@@ -76,25 +76,24 @@ def code_in(answer: str, entry: str) -> str:
 
 def passes(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
     """
-    Whether the function `entry` of a program withstands a test that knows it by that name.
+    Whether the function `entry` of a program passes a test that calls it by that name.
 
-    The program and the test run in sandboxes of their own. In the test's, `entry` is a function
-    that asks the program's, and nothing but plain data passes between them: None, numbers, text,
-    bytes, and lists, tuples, sets and dicts of these, always as exactly these types. `setup` is
-    trusted code that the test builds upon; it runs before the test, which replaces its `entry`.
-    The test passes by running to its end: for HumanEval, test=test + "check(<entry>)" and
-    setup=prompt.
+    Program and test run in separate sandboxes. In the test's sandbox, `entry` is a proxy that calls
+    the program's function. Only plain data crosses: None, numbers, text, bytes, and lists, tuples,
+    sets and dicts of these, always as exactly these types. `setup` is trusted code that runs before
+    the test; the proxy replaces its `entry`. A test passes if it runs to its end. For HumanEval,
+    test=test + "check(<entry>)" and setup=prompt.
 
-    Guaranteed: true only if, within the limits, the program's process answered every call of the
-    test with values that the test accepts. Whatever the program prints, patches, overrides or
-    writes into its pipes, and however it ends, it reaches neither the test's code nor the place
-    where the verdict is made. Not guaranteed: that a function computed the values (a program may
-    guess), that the test is a good one, nor anything where it runs unconfined. The price: a test
-    sees no changes to its arguments, and cannot pass functions or objects.
+    Guaranteed: the result is true only if the program's process answered every call of the test
+    within the limits, with values that the test accepts. Nothing that the program prints, patches,
+    overrides or writes into its pipes, and no way to exit, affects the test's code or the verdict.
+    Not guaranteed: that a function computed the values (a program may guess), that the test is
+    good, or anything without a sandbox. Limitation: a test sees no changes to its arguments and
+    cannot pass functions or objects.
     """
     layer, limits = sandbox.choose_layer(unsafe), sandbox.Limits()
     calls, replies = os.pipe(), os.pipe()
-    ends = (calls[0], replies[1]), (replies[0], calls[1])  # the program's, the test's
+    ends = (calls[0], replies[1]), (replies[0], calls[1])  # program, test
     held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
     judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
     with ThreadPoolExecutor(1) as other:

@@ -1,10 +1,10 @@
 """
-Own conversations: a file with one conversation per line, such as who the model is.
+Custom conversations: a file with one conversation per line, e.g. about the model's identity.
 
     [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
     {"messages": [...]}
 
-One in about twenty, chosen by a hash of its content, is held out for validation.
+About one in 20 conversations, chosen by a hash of the content, is held out for validation.
 """
 
 from functools import cached_property
@@ -15,11 +15,11 @@ from nanochat.common import fingerprint, sha256_file
 from nanochat.dataset import json_lines
 from tasks.base import Conversation, Task, flaw
 
-HELD_OUT = 20  # one conversation in so many
+HELD_OUT = 20  # hold out one conversation in 20
 
 
 class JSONL(Task):
-    """Conversations of the file `path`. Raises ValueError naming the line where one is amiss."""
+    """Conversations of the file `path`. Raises ValueError with the number of an invalid line."""
 
     name = "JSONL"
     kind = "talk"
@@ -28,7 +28,7 @@ class JSONL(Task):
     def __init__(self, split: str, path: str | None = None):
         super().__init__(split)
         if path is None:
-            raise ValueError("own conversations come from a file: jsonl:<path> in a mixture")
+            raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
         self.path = Path(path).expanduser()
 
     @property
@@ -37,14 +37,14 @@ class JSONL(Task):
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        """Those of the split, in the order of the file."""
+        """Conversations of the split, in file order."""
         if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path}: no such file of conversations")
+            raise FileNotFoundError(f"{self.path}: no such file")
         every = [
             conversation_in(line, f"{self.path}, line {n}") for n, line in json_lines(self.path)
         ]
         if not every:
-            raise ValueError(f"{self.path} holds no conversation")
+            raise ValueError(f"{self.path} contains no conversations")
         return [c for c in every if is_held_out(c) == (self.split == "val")]
 
     @property
@@ -59,7 +59,7 @@ class JSONL(Task):
 
 
 def conversation_in(line: Any, where: str) -> Conversation:
-    """The conversation that a line holds. Raises ValueError saying `where` and what is amiss."""
+    """Parse a line into a conversation. Raises ValueError prefixed with `where`."""
     messages: Any = line.get("messages") if isinstance(line, dict) else line
     if problem := flaw(messages):
         raise ValueError(f"{where}: {problem}")
@@ -67,5 +67,5 @@ def conversation_in(line: Any, where: str) -> Conversation:
 
 
 def is_held_out(conversation: Conversation) -> bool:
-    """Whether a conversation is for validation: the same one always is, or never."""
+    """Whether a conversation is held out, by a hash of its content."""
     return int(fingerprint(conversation), 16) % HELD_OUT == 0

@@ -10,7 +10,7 @@ from tasks.hub import HubTask
 
 
 class KMMLU(HubTask, QuestionTask):
-    """All subjects that the repository holds, each a file per split. Only for evaluation."""
+    """All subjects, each with one file per split. Evaluation only."""
 
     name = "KMMLU"
     baseline = 0.25

@@ -1,12 +1,12 @@
 """
-Contamination: which evaluation items share a run of 13 words with something trained on?
+Contamination check: evaluation items that share 13 consecutive words with training data.
 
-    held-out tasks -> Grams; training tasks, streamed -> overlaps: for each pair the items shared
+    held-out tasks -> Grams; training tasks, streamed -> overlaps: shared items per pair of tasks
 
-Words are runs of letters and digits, case aside, without the letters of options; runs never cross
-from one item to the next. Of an item of 6 to 12 words all of them in a row are looked for, and of a
-question with options also its 8 to 12 words alone; a shorter one is not checked. A question asked
-in other words is not found: no overlap here is no proof of there being none.
+Words are runs of letters and digits, ignoring case and option letters; n-grams do not cross items.
+Items of 6 to 12 words are searched for in full, as are question texts of 8 to 12 words without
+their options; shorter ones are not checked. Paraphrases are not found, so finding no overlap does
+not prove that there is none.
 
 Source: the criterion of Brown et al., "Language Models are Few-Shot Learners", arXiv:2005.14165.
 """
@@ -23,30 +23,30 @@ import numpy as np
 from tasks.base import Task
 
 RUN = 13  # words
-LEAST = 6  # words of a shorter item that is looked for as a whole
-LEAST_ASKED = 8  # words of a question that is looked for without its options
-BATCH = 4096  # training items compared at a time
+LEAST = 6  # minimum number of words of an item searched for in full
+LEAST_ASKED = 8  # the same for a question without its options
+BATCH = 4096  # training items per batch
 WORD = re.compile(r"[^\W_]+")
-LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # of an option, as `base.choice_question` writes it
+LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # of an option, in `base.choice_question`
 
 
 class Overlap(NamedTuple):
-    """What a held-out task shares with a training task."""
+    """Items that a held-out task shares with a training task."""
 
     train: str
     held_out: str
     items: int
-    """Of the held-out task."""
+    """Number of items of the held-out task."""
     checked: int
-    """Those long enough to be looked for."""
+    """Number of items long enough to check."""
     shared: tuple[int, ...]
-    """Numbers of those with a run in the training task."""
+    """Indices of items with an n-gram in the training task."""
     whole: tuple[int, ...] = ()
-    """Numbers of shorter ones that stand in it as a whole."""
+    """Indices of shorter items found in full."""
 
 
 class Grams(NamedTuple):
-    """Runs of words as 64-bit hashes, and the item that each comes from."""
+    """Word n-grams as 64-bit hashes, with the item of each."""
 
     hashes: np.ndarray  # (n,) uint64
     items: np.ndarray  # (n,) int64
@@ -54,17 +54,17 @@ class Grams(NamedTuple):
 
 @cache
 def word_hash(word: str) -> int:
-    """64 bits that stand for a word, the same in every process."""
+    """64-bit hash of a word, the same in every process."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())
 
 
 def grams(texts: Iterable[str], run: int = RUN) -> Grams:
-    """All runs of `run` words in each of the texts."""
+    """All n-grams of `run` words in the texts."""
     return grams_by_length(texts, [run])[run]
 
 
 def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Grams]:
-    """All runs of several lengths; the hash of a run is a sum, so a longer one goes on from it."""
+    """All n-grams of several lengths; hashes are sums, so a longer n-gram extends a shorter one."""
     words: list[int] = []
     ends = []
     for text in texts:
@@ -73,13 +73,13 @@ def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Gram
     most = max(runs)
     ids, bounds = np.array(words, np.uint64), np.array(ends, np.int64)
     multipliers = 2 * np.random.default_rng(0).integers(1 << 63, size=most, dtype=np.uint64) + 1
-    item = np.searchsorted(bounds, np.arange(len(words)), side="right")  # that a word belongs to
+    item = np.searchsorted(bounds, np.arange(len(words)), side="right")  # of each word
     hashes = np.zeros(len(words), np.uint64)
     found = {}
-    for place, multiplier in enumerate(multipliers):  # sums modulo 2^64
-        run = place + 1
-        starts = np.arange(max(0, len(words) - place))
-        hashes[: len(starts)] += ids[place:] * multiplier
+    for offset, multiplier in enumerate(multipliers):  # sums modulo 2^64
+        run = offset + 1
+        starts = np.arange(max(0, len(words) - offset))
+        hashes[: len(starts)] += ids[offset:] * multiplier
         if run in runs:
             inside = starts + run <= bounds[item[starts]]
             found[run] = Grams(hashes[starts[inside]], item[starts[inside]])
@@ -87,7 +87,7 @@ def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Gram
 
 
 def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) -> list[Overlap]:
-    """Every training task against every held-out task: runs of `run` words, shorter items whole."""
+    """Compare every training task with every held-out task by n-grams of `run` words."""
     lengths = range(min(LEAST, run), run + 1)
     sought = [wanted(task, lengths) for task in held_out]
     tables = {n: Table([each[n] for each in sought]) for n in lengths}
@@ -113,7 +113,7 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
 
 
 def wanted(task: Task, lengths: Sequence[int]) -> dict[int, Grams]:
-    """What is looked for of a task: all its longest runs, and of shorter lengths whole items."""
+    """N-grams to search for: all of the longest length, and shorter ones that are a whole item."""
     found = grams_by_length(materials(task), lengths)
     alone = grams_by_length(map(task.asked, range(len(task))), lengths)
     for n in lengths[:-1]:
@@ -123,14 +123,14 @@ def wanted(task: Task, lengths: Sequence[int]) -> dict[int, Grams]:
 
 
 def whole(grams: dict[int, Grams], n: int) -> Grams:
-    """The runs of n words that are all their item has: it has one of these and none of n + 1."""
+    """N-grams that are a whole item: it has one n-gram of n words and none of n + 1."""
     once, counts = np.unique(grams[n].items, return_counts=True)
     all_of_it = np.isin(grams[n].items, np.setdiff1d(once[counts == 1], grams[n + 1].items))
     return Grams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])
 
 
 class Table:
-    """The sought runs of several tasks, sorted, so that others can be looked up among them."""
+    """Sorted n-grams of several tasks, for lookup."""
 
     def __init__(self, sought: Sequence[Grams]):
         self.sought = sought
@@ -140,25 +140,25 @@ class Table:
         self.ends = np.cumsum([len(each.hashes) for each in sought])
 
     def none(self) -> np.ndarray:
-        """Nothing found yet."""
+        """Initial `hits`: nothing found."""
         return np.zeros(len(self.hashes), bool)
 
     def mark(self, theirs: np.ndarray, hits: np.ndarray) -> None:
-        """Note which runs are among `theirs`."""
+        """Set `hits` for n-grams that are in `theirs`."""
         if not len(self.hashes):
             return
-        theirs = np.sort(theirs)  # sorted questions are answered faster
+        theirs = np.sort(theirs)  # sorted queries are faster
         first, end = (np.searchsorted(self.hashes, theirs, side) for side in ("left", "right"))
         hits[first[first < end]] = True
 
     def items_of(self, hits: np.ndarray) -> list[np.ndarray]:
-        """By task the numbers of the items with a run that was found."""
-        # A run that several items hold stands several times: what is true of the first is of all
+        """Indices of the items with a hit, per task."""
+        # Equal hashes of several items are adjacent; `mark` sets only the first of them
         same = hits[np.searchsorted(self.hashes, self.hashes)] if len(hits) else hits
         by_task = np.split(same[self.back], self.ends[:-1])
         return [np.unique(each.items[hit]) for each, hit in zip(self.sought, by_task, strict=True)]
 
 
 def materials(task: Task) -> Iterator[str]:
-    """What the conversations of a task are made of, in order."""
+    """The material of each conversation of a task, in order."""
     return map(task.material, range(len(task)))

@@ -1,9 +1,9 @@
 """
 Tasks by name.
 
-    make("ARC-Easy", "test") -> Task; exam("arc_easy") -> what a model is scored on
+    make("ARC-Easy", "test") -> Task; eval_task("arc_easy") -> test split to score a model on
 
-Nothing is downloaded before it is needed.
+Data is downloaded on first use.
 """
 
 import difflib
@@ -26,7 +26,7 @@ from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, 
 
 
 class Entry(NamedTuple):
-    """A task, and the option that says where its data come from, where that can be chosen."""
+    """A task and the name of its data source option, if it has one."""
 
     task: type[Task]
     source: str | None = None
@@ -56,42 +56,41 @@ TASKS = {
 
 
 def key_of(name: str) -> str:
-    """The key in TASKS of a task, by that key or as the report prints it. Raises ValueError."""
+    """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain(entry.task.name): key for key, entry in TASKS.items()}
     known |= {plain(key): key for key in TASKS}
     if plain(name) not in known:
         near = difflib.get_close_matches(plain(name), known, n=1, cutoff=0.0)
         raise ValueError(
-            f"there is no task {name!r}; did you mean {known[near[0]]}? "
-            f"The tasks are {', '.join(TASKS)}"
+            f"unknown task {name!r}; did you mean {known[near[0]]}? Available: {', '.join(TASKS)}"
         )
     return known[plain(name)]
 
 
 def plain(name: str) -> str:
-    """A name without capitals, spaces and hyphens."""
+    """Lowercase a name and drop spaces, hyphens and underscores."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 def make(name: str, split: str, **options) -> Task:
-    """One split of a task. Raises ValueError naming what there is for a wrong name or split."""
+    """One split of a task. Raises ValueError for an unknown name or split."""
     return TASKS[key_of(name)].task(split, **options)
 
 
-def exam(name: str, unsafe: bool = False) -> Task:
+def eval_task(name: str, unsafe: bool = False) -> Task:
     """
-    The test split of a task, to score a model on. `unsafe`: run what the model wrote with all your
-    rights where this machine has no sandbox. Raises ValueError for a task that cannot be scored.
+    The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
+    your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
     runs_code = key_of(name) == "humaneval"
     task = make(name, "test", **({"unsafe": unsafe} if runs_code else {}))
     if task.kind == "talk":
-        raise ValueError(f"{task.name} is only trained on: it has no right answers to score")
+        raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
     return task
 
 
 def why_unavailable(name: str, unsafe: bool = False) -> str | None:
-    """Why a task cannot be scored on this machine: HumanEval needs a sandbox. None if it can."""
+    """Why a task cannot be scored on this machine (HumanEval needs a sandbox); None if it can."""
     if key_of(name) != "humaneval":
         return None
     try:
@@ -102,23 +101,23 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
 
 
 def held_out(name: str) -> str:
-    """The split that is never trained on and measures the loss."""
+    """The split for the validation loss."""
     return "val" if "val" in TASKS[name].task.splits else "test"
 
 
 def same_questions(key: str) -> list[str]:
-    """Keys of the tasks that ask the questions of a task, itself among them, in whichever form."""
+    """Keys of the tasks with the same questions in any form, including the task itself."""
     first = origin(key)
     return [other for other in TASKS if origin(other) == first]
 
 
 def origin(key: str) -> str:
-    """The task whose questions a task asks."""
+    """Key of the task that provides the questions."""
     return key.removesuffix("_10").removesuffix("_letter")
 
 
 def every_benchmark() -> list[str]:
-    """Tasks that can be scored: none of the embedded world, none that is made of another one."""
+    """Keys of tasks that can be scored, without the embedded world and derived tasks."""
     return [
         key
         for key, entry in TASKS.items()

@@ -1,5 +1,5 @@
 """
-SmolTalk: conversations about everything, in the layout `messages`, `source`.
+SmolTalk: general conversations with the columns `messages` and `source`.
 
 Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737.
 """
@@ -14,9 +14,9 @@ from tasks.hub import ROW_ORDER, HubTask
 
 class SmolTalk(HubTask):
     """
-    `repo`: any repository of this layout, as `tasks.hub.load` takes it.
+    `repo`: any repository with a `messages` column, in the format of `tasks.hub.load`.
 
-    Rows whose roles do not alternate are left out, and counted in `left_out`.
+    Invalid rows are skipped and counted in `left_out`.
     """
 
     name = "SmolTalk"
@@ -33,12 +33,12 @@ class SmolTalk(HubTask):
     def order(self) -> Sequence[int]:
         kept = [n for n, row in enumerate(self.data.rows) if flaw(row["messages"]) is None]
         if not kept:
-            raise ValueError(f"{self.repo}: no row of {self.split} is a conversation")
+            raise ValueError(f"{self.repo}: no valid conversations in split {self.split}")
         return [kept[n] for n in shuffled(len(kept), ROW_ORDER)]
 
     @property
     def left_out(self) -> int:
-        """How many rows are no conversations."""
+        """Number of skipped rows."""
         return len(self.data.rows) - len(self)
 
     @property

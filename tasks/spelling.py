@@ -1,7 +1,7 @@
 """
-Words letter by letter: how often a letter occurs in one, and how one is spelled.
+Spelling: count the occurrences of a letter in a word, or spell the word.
 
-    word list -> split by a hash of the word -> a question drawn by split and number
+    word list -> split by a hash of the word -> a question drawn by split and index
 
 A tokenizer hides the letters of a word from the model. These tasks teach them.
 """
@@ -49,10 +49,10 @@ SPELL_QUESTIONS = (
 @cache
 def word_list(path: str | None, split: Split) -> tuple[str, ...]:
     """
-    The words of a split, from a file with one word per line, or those of the embedded world.
+    The words of a split, from a file with one word per line or from the embedded world.
 
-    Words that are not plain letters, or shorter than MIN_LETTERS, are passed over. Raises
-    ValueError where none is left.
+    Words with characters other than ASCII letters, or shorter than MIN_LETTERS, are skipped. Raises
+    ValueError if none are left.
     """
     lines = Path(path).expanduser().read_text("utf-8").split() if path else spelling_words()
     words = tuple(
@@ -62,12 +62,12 @@ def word_list(path: str | None, split: Split) -> tuple[str, ...]:
         if split_of("word", word.lower()) == split
     )
     if not words:
-        raise ValueError(f"{path} holds no words for {split}: one word of letters per line")
+        raise ValueError(f"no words for split {split} in {path}; use one word of letters per line")
     return words
 
 
 class WordTask(Task):
-    """Questions about words; `words`: a file of them, by default the embedded world's."""
+    """Questions about words. `words`: word file. Default: words of the embedded world."""
 
     splits = ("train", "val", "test")
 
@@ -88,21 +88,21 @@ class WordTask(Task):
         return SIZES[self.split]
 
     def generator(self, i: int) -> Random:
-        """Where the chance behind conversation i comes from; the split is part of it."""
+        """Random generator of conversation i; the split is part of the seed."""
         return Random(f"{self.name}-{self.split}-{i}")
 
 
 class SpellingBee(WordTask, NumberTask):
-    """How often a letter occurs in a word, worked out letter by letter, checked with the tool."""
+    """Count a letter in a word, letter by letter, and check the count with the tool."""
 
     name = "SpellingBee"
 
     def draw(self, rng: Random) -> tuple[str, str]:
         """
-        A word and a letter, four times in five one that is in the word.
+        A word and a letter, which is in the word with probability 0.8.
 
-        Of the embedded world's words, documents count some letters: what is held out from them is
-        held out here, and the other way round.
+        Documents of the embedded world also count letters: pairs of word and letter that are held
+        out there are held out here and vice versa.
         """
         while True:
             word = pick(rng, self.words)
@@ -133,7 +133,7 @@ class SpellingBee(WordTask, NumberTask):
 
 
 class SimpleSpelling(WordTask):
-    """How a word is spelled."""
+    """Spell a word."""
 
     name = "SimpleSpelling"
     kind = "generate"

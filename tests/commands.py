@@ -1,4 +1,4 @@
-"""Run a script as its command line does, in this process: starting one of its own takes seconds."""
+"""Run scripts by their command lines in this process; starting Python takes seconds."""
 
 import runpy
 import sys
@@ -8,14 +8,14 @@ import pytest
 
 
 class Done(NamedTuple):
-    """How a command ended: its exit status, and all that it printed."""
+    """Exit status and output (stdout, then stderr) of a command."""
 
     status: int
     text: str
 
 
 class Command:
-    """Runs `python -m scripts.<name> <flags>`; made by the fixture `command`."""
+    """Runs `python -m scripts.<name> <flags>`; see the fixture `command`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
         self.patch, self.capfd = patch, capfd
@@ -34,13 +34,13 @@ class Command:
         return Done(status, captured.out + captured.err)
 
     def rejects(self, *command: str) -> str:
-        """What a command that must end with a user's error prints."""
+        """Return the output of a command that must fail with a user error."""
         status, text = self(*command)
         assert status == 2 and "Traceback" not in text, text[-3000:]
         return text
 
     def works(self, *command: str) -> str:
-        """What a command that must succeed prints."""
+        """Return the output of a command that must succeed."""
         status, text = self(*command)
         assert status == 0, text[-3000:]
         return text

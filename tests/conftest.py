@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: a private base directory, a tiny model, one rank."""
+"""Shared fixtures: a temporary base directory, a tiny model, a single-rank context."""
 
 import atexit
 import os
@@ -24,14 +24,19 @@ from tests.commands import Command
 from tests.training_runs import prepare
 
 atexit.register(silence_teardown)
-# transformers keeps copies of remote code, by the name of its folder: none from an earlier run
+# transformers caches remote code by folder name; use a fresh cache
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+# pytest-xdist workers share the cores: threads that wait for a busy core cost more than they add
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
 
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
 
-# every option of golf
+# every golf option
 GOLF_CHANGES: dict[str, Any] = {
     "mlp_ratio": 3,
     "tie_embeddings": True,
@@ -52,13 +57,13 @@ RECURSIVE_CHANGES: dict[str, Any] = {
 
 
 def shaped(cfg: GPTConfig, **changes: Any) -> GPTConfig:
-    """A shape with some fields changed; those of a recursive or a golf one make it one."""
+    """Replace fields of a config; recursive or golf fields change its class accordingly."""
     return read_config({**asdict(cfg), **changes})
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test writes into a base directory of its own."""
+    """Give every test its own base directory."""
     folder = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
     return folder
@@ -66,13 +71,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Command:
-    """Runs scripts by their command lines."""
+    """Run scripts by their command lines."""
     return Command(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of the system, driven by Playwright."""
+    """System Chromium controlled by Playwright."""
     sync_api = pytest.importorskip("playwright.sync_api")
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
@@ -86,7 +91,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows and finished small trainings (`training_runs.prepare`), made once for all tests."""
+    """Packed rows and small finished runs (`training_runs.prepare`), shared by all tests."""
     folder = tmp_path_factory.mktemp("trained")
     prepare(folder)
     return folder
@@ -94,13 +99,13 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machine() -> DistContext:
-    """One process on the CPU in float32."""
+    """A single process on the CPU in float32."""
     return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
 def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the work that ranks report at the moment (`DistContext.working`)."""
+    """Names of the work that ranks currently report (`DistContext.working`)."""
     active: list[str] = []
 
     @contextmanager
@@ -115,12 +120,12 @@ def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def tiny_gpt() -> GPT:
-    """A tiny model whose every path carries signal: output matrices are not zero."""
+    """A tiny model without zero-initialized matrices, so that every path affects the output."""
     return lively(build_model(TINY, torch.device("cpu"), torch.float32, seed=0))
 
 
 def lively(model: GPT) -> GPT:
-    """Replace the zeros that a new model starts from by small random numbers."""
+    """Add small random numbers to all matrices, since some are initialized to zero."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -131,23 +136,23 @@ def lively(model: GPT) -> GPT:
 
 @pytest.fixture
 def hub() -> Path:
-    """The folder of real data, where the environment names one."""
+    """Folder of real data from NANOCHAT_TEST_HUB."""
     folder = os.environ.get("NANOCHAT_TEST_HUB")
     if not folder:
-        pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
+        pytest.skip("NANOCHAT_TEST_HUB is not set")
     return Path(folder)
 
 
 @pytest.fixture(scope="session")
 def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The libraries that stand in front of CUDA, built against those of this environment."""
+    """Libraries that replace the CUDA driver, built for this environment."""
     sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
     if not sources or not shutil.which("gcc"):
-        pytest.skip("NANOCHAT_TEST_NULL_GPU names no null GPU, or there is no gcc")
+        pytest.skip("NANOCHAT_TEST_NULL_GPU is not set, or gcc is missing")
     built = tmp_path_factory.mktemp("null_gpu")
     done = subprocess.run(
         ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"the null GPU cannot be built here: {done.stdout}{done.stderr}")
+        pytest.skip(f"cannot build the null GPU: {done.stdout}{done.stderr}")
     return built

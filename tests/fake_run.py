@@ -1,4 +1,4 @@
-"""A run that takes no time: writes a record with a score, or does what a test asks for."""
+"""Mock run: writes a record with --score; can also sleep or exit with --status."""
 
 import os
 import signal

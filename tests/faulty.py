@@ -1,8 +1,8 @@
 """
-A training in which something breaks: python -m tests.faulty <fault> <rank> <step> <flags>
+Train with an injected hardware fault: python -m tests.faulty <fault> <rank> <step> <flags>
 
-Runs scripts.base_train, and before a step of one rank does what hardware does. Faults: `nan` (a
-gradient), `flip` (a bit of a weight).
+Runs scripts.base_train; the fault occurs before one step of one rank. Faults: `nan` (a gradient),
+`flip` (a bit of a weight).
 """
 
 import math
@@ -18,9 +18,9 @@ FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 plain_step = train.train_step
 
 
-def strike(run: TrainingRun) -> None:
-    """Break something."""
-    # one that every rank updates for itself: others are put together anew in every step
+def inject(run: TrainingRun) -> None:
+    """Inject the fault."""
+    # a replicated weight: sharded ones are gathered anew in every step
     weight = next(group.params[0] for group in run.optimizer.groups if not group.sharded)
     if FAULT == "nan":
         weight.register_hook(lambda grad: grad * math.nan)
@@ -31,7 +31,7 @@ def strike(run: TrainingRun) -> None:
 def faulty_step(run: TrainingRun, step: int, *rest):
     machine: DistContext = run.machine
     if machine.rank == RANK and step == STEP:
-        strike(run)
+        inject(run)
     return plain_step(run, step, *rest)
 
 

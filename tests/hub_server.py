@@ -1,7 +1,7 @@
 """
-The hub, played by a server on loopback that shows a folder of real data the way the hub would.
+A local server that imitates the Hugging Face Hub with a folder of real data.
 
-The server is a tool that comes with the data: `tools/serve_hub.py` beside the folder.
+The server comes with the data: `tools/serve_hub.py` next to the folder.
 """
 
 import importlib.util
@@ -21,9 +21,9 @@ from nanochat import hub as hub_files
 @contextmanager
 def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """
-    Within it: a function that starts a server of a folder (by default `hub`) and makes it the hub.
+    Yield a function that starts a server for a folder (default: `hub`) and uses it as the Hub.
 
-    Its switches are the server's, for misbehaviour; pauses between attempts become short.
+    Its switches enable faults of the server. Pauses between retries are short.
     """
     path = hub.parent / "tools" / "serve_hub.py"
     spec = importlib.util.spec_from_file_location("serve_hub", path)
@@ -49,9 +49,8 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
 
 def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] = ()) -> Path:
     """
-    The first rows of every file of `hub`, in `folder`, for stages that read all of it; of the
-    repositories in `whole` all rows. The text and the conversations that the speedrun names are
-    there under their names.
+    Copy the first `rows` rows of each file of `hub` to `folder`; all rows for repositories in
+    `whole`. The text and conversations of the speedrun are stored under the names it uses.
     """
     names = {
         "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",
@@ -70,7 +69,7 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
 
 
 def use_endpoint(endpoint: str, patch: pytest.MonkeyPatch) -> None:
-    """Make the server at that address the hub, for this process and its children."""
+    """Use the server at `endpoint` as the Hub in this process and its children."""
     patch.setenv("HF_ENDPOINT", endpoint)
     patch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"

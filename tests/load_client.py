@@ -1,10 +1,10 @@
 """
-Many users at once: asks a chat server over and over, from a process of its own.
+Load test client: concurrent users that send chat requests in a loop.
 
     python -m tests.load_client URL USERS SECONDS TOKENS -> one line of JSON
 
-Each user waits for its answer before it asks again; a refused user waits as long as it was told.
-Streams are read off the socket as they are; what is counted comes from the server's own usage.
+Each user waits for its answer before the next request; after status 429, for Retry-After. Reads
+streams from raw sockets; token counts are the server's `usage`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class User:
-    """One user: tokens it got, seconds until each answer's first token, and what went wrong."""
+    """One user: token count, time to first token of each answer (seconds), and errors."""
 
     def __init__(self, number: int, host: str, port: int, tokens: int):
         self.number, self.host, self.port, self.most = number, host, port, tokens
@@ -32,7 +32,7 @@ class User:
                 return
 
     async def ask(self, deadline: float) -> None:
-        """One question; what has not come by the deadline does not count."""
+        """Send one request; tokens that arrive after the deadline are not counted."""
         body = json.dumps(
             {
                 "messages": [{"role": "user", "content": f"User {self.number}, {self.answers}"}],
@@ -44,7 +44,7 @@ class User:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        asked, before, first = time.perf_counter(), self.tokens, None
+        started, before, first = time.perf_counter(), self.tokens, None
         writer.write((head + body).encode())
         try:
             status, wait = await self.read_head(reader)
@@ -60,19 +60,19 @@ class User:
                 event: dict[str, Any] = json.loads(line[6:])
                 if "error" in event:
                     raise ValueError(event["error"]["message"])
-                now, written = time.perf_counter(), event["usage"]["completion_tokens"]
-                if written and first is None:
-                    first = now - asked
+                now, num_tokens = time.perf_counter(), event["usage"]["completion_tokens"]
+                if num_tokens and first is None:
+                    first = now - started
                     self.first.append(first)
                 if now > deadline:
                     return
-                self.tokens = before + written
+                self.tokens = before + num_tokens
             self.answers += 1
         finally:
             writer.close()
 
     async def read_head(self, reader: asyncio.StreamReader) -> tuple[int, float]:
-        """Status, and the seconds after which to try again."""
+        """Return the status and Retry-After in seconds (default 1)."""
         status = int((await reader.readline()).split()[1])
         wait = 1.0
         while (line := await reader.readline()) != b"\r\n":
@@ -83,7 +83,7 @@ class User:
 
 
 async def load(url: str, users: int, seconds: float, tokens: int) -> dict[str, Any]:
-    """Let users ask for a while; says what they got."""
+    """Run all users for `seconds`; return throughput, latency and errors."""
     host, _, port = url.removeprefix("http://").partition(":")
     all_users = [User(i, host, int(port), tokens) for i in range(users)]
     started = time.perf_counter()

@@ -1,9 +1,9 @@
 """
-Run a script on a GPU whose kernels compute nothing, by replacing what branches on their results.
+Run a script on a GPU whose kernels compute nothing; replaces code that branches on results.
 
     python -m tests.on_null_gpu scripts.base_train --depth=2
 
-Sizes, dtypes, devices, memory and compiled graphs are those of a real GPU; every value is garbage.
+Sizes, dtypes, devices, memory and compiled graphs are as on a real GPU; all values are garbage.
 """
 
 import math
@@ -24,11 +24,11 @@ from nanochat import (
 
 argmax = torch.Tensor.argmax
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # its libraries would be asked for a plan
-torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # compiled by the driver when first used
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would be asked for a plan
+torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on first use
 checkpoint.first_not_finite = lambda named: None
 train.math = SimpleNamespace(**{**vars(math), "isfinite": lambda x: True})
-preflight.probe_attention = lambda backend, *shape: "not here" if backend == "fa3" else None
+preflight.probe_attention = lambda backend, *shape: "not available" if backend == "fa3" else None
 preflight.choose_fused_engine = lambda wanted, machine, most_tokens: bool(wanted)
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
 eval_bpb.Bpb.value = property(lambda scored: 1.0)

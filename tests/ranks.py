@@ -1,9 +1,8 @@
 """
-Run by test_distributed.py under torchrun: what must hold between the ranks of one run.
+Run by test_distributed.py under torchrun: checks that the ranks of a run agree.
 
-Trains a tiny model, bigrams included, on uneven masks while the allocator is churned, and prints
-one JSON line per rank: learning rates, parameter digests, losses, and the gradient of the first
-step.
+Trains a tiny model with hash-bigram embedding on uneven masks and different allocator states.
+Prints a JSON list with learning rates, losses, gradient norms and parameter digest of each rank.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ ROWS, T, STEPS = 8, TINY.max_seq_len, 6
 
 
 def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows whose counted targets differ wildly: row i counts its last 2 i."""
+    """Rows with different numbers of targets: row i has its last 2 i."""
     ids = np.random.default_rng(step).integers(0, 64, (ROWS, T + 1))
     tokens, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
     for i in range(ROWS):
@@ -38,20 +37,20 @@ def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_work_for_others(machine: DistContext) -> None:
-    """One rank works, all get its result or its error."""
+    """One rank runs the work, all ranks get its result or error."""
     for share in (machine.on_main, machine.on_node):
         done: list[int] = []
         assert share("counting", lambda done=done: done.append(1) or machine.rank) == 0
         assert done == [1] * (machine.rank == 0)
 
-        def refuse() -> None:
+        def fail() -> None:
             raise MissingInput(f"nothing on rank {machine.rank}", "make it")
 
         try:
-            share("failing", refuse)
-            raise AssertionError("no error")
+            share("failing", fail)
+            raise AssertionError("no error raised")
         except MissingInput as error:
-            assert str(error) == "nothing on rank 0\n  make it with:  make it"
+            assert str(error) == "nothing on rank 0\n  run:  make it"
 
 
 def main() -> None:
@@ -61,9 +60,9 @@ def main() -> None:
     mine = slice(machine.rank * share, (machine.rank + 1) * share)
     shape = replace(TINY, bigram_rows=4096)
     model = build_model(shape, machine.device, machine.dtype, seed=0)
-    if machine.rank == 1:  # a kernel that fails here is used nowhere
+    if machine.rank == 1:  # a kernel that fails on one rank is used on none
         attention.attend_sdpa = lambda *_: 1 / 0  # type: ignore
-    # the time that each rank expects differs, and would have some of them compile
+    # estimates differ between ranks, and some of them alone would compile
     assert not set_kernels(KernelConfig(), model, machine, seconds=1e9 * machine.rank)
     backend = "sdpa" if machine.world_size == 1 else "plain"
     assert {block.attention.backend for block in model.blocks} == {backend}
@@ -75,7 +74,7 @@ def main() -> None:
 
     def rows(step: int) -> tuple[np.ndarray, np.ndarray]:
         churn = [torch.empty(int(n)) for n in np.random.default_rng(step).integers(1, 1 << 20, 50)]
-        del churn[:: 1 + machine.rank]  # each rank's allocator lives another life
+        del churn[:: 1 + machine.rank]  # different allocator state on each rank
         return tuple(x[mine] for x in all_rows(step))  # type: ignore
 
     def log(step: int, values: dict) -> None:

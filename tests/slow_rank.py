@@ -1,10 +1,9 @@
 """
-A script whose rank 0 works for longer than the others may wait: python -m tests.slow_rank <seconds>
-<job> <script> <flags>
+Run a script with a slow rank 0: python -m tests.slow_rank <seconds> <job> <script> <flags>
 
-Runs scripts.<script>; on rank 0 the job takes so many seconds longer than it would. Jobs: `pack` (a
+Runs scripts.<script>; on rank 0, the first call of the job takes <seconds> longer. Jobs: `pack` (a
 shard of text), `encode` (a bucket of conversations), `verify` and `write` (a checkpoint), `suite`
-(of few-shot tasks), and `step` (one of the training, which says nothing of itself).
+(few-shot tasks), and `step` (a training step, which reports no work).
 """
 
 import importlib
@@ -14,7 +13,7 @@ import sys
 import time
 
 SECONDS, JOB, SCRIPT = float(sys.argv[1]), sys.argv[2], sys.argv[3]
-PLACES = {
+TARGETS = {
     "pack": ("nanochat.packing", "pack_shard"),
     "encode": ("nanochat.chat_packing", "write_encoded"),
     "verify": ("nanochat.checkpoint", "read_state"),
@@ -25,7 +24,7 @@ PLACES = {
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "0":
-        module, name = importlib.import_module(PLACES[JOB][0]), PLACES[JOB][1]
+        module, name = importlib.import_module(TARGETS[JOB][0]), TARGETS[JOB][1]
         plain = getattr(module, name)
 
         def slow(*words, **flags):

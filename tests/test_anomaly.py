@@ -1,4 +1,4 @@
-"""What a step must pass: finite, no spike, the same weights on all ranks."""
+"""Anomaly detection: non-finite values, loss spikes, unequal ranks."""
 
 import math
 
@@ -18,14 +18,14 @@ from tests.test_train import make_run, rows_of
 
 
 def curve(seed, steps=1100, start=9.0, end=2.5, noise=0.03):
-    """A loss that falls as those of pretraining do: fast, then slowly, with noise of its own."""
+    """A noisy loss curve like that of pretraining: falls fast, then slowly."""
     rng = np.random.default_rng(seed)
     falling = end + (start - end) * (1 + np.arange(steps) / 8) ** -0.7
     return falling * np.exp(noise * rng.standard_normal(steps))
 
 
 def alarms(machine, losses):
-    """The steps that are called spikes."""
+    """Steps that are classified as spikes."""
     detector = AnomalyDetector(AnomalyState(), machine)
     return [
         s for s, loss in enumerate(losses) if detector.record(s, loss, 1.0, lambda: "x") == "spike"
@@ -33,7 +33,7 @@ def alarms(machine, losses):
 
 
 @pytest.mark.parametrize("step", [3, 70, 1000])
-def test_R14_a_spike_is_found_early_and_late_and_named(machine, capsys, step):
+def test_R14_spike_is_detected_early_and_late_and_logged(machine, capsys, step):
     for seed in range(10):
         losses = curve(seed)
         losses[step] *= 5
@@ -41,8 +41,8 @@ def test_R14_a_spike_is_found_early_and_late_and_named(machine, capsys, step):
     assert f"step {step}: loss " in capsys.readouterr().out
 
 
-def test_R14_clean_curves_raise_no_alarm(machine):
-    """Of pretraining, and of short fine-tuning whose few rows differ more."""
+def test_R14_clean_curves_have_no_false_alarm(machine):
+    """Curves like pretraining, and like short finetuning, which is noisier."""
     for seed in range(10):
         assert not alarms(machine, curve(seed))
         assert not alarms(machine, curve(seed, 300, start=1.2, end=0.2, noise=0.25))
@@ -51,7 +51,7 @@ def test_R14_clean_curves_raise_no_alarm(machine):
 @pytest.mark.parametrize(
     "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_R14_ten_clean_runs_raise_no_alarm(machine, steps, record_property):
+def test_R14_ten_clean_runs_have_no_false_alarm(machine, steps, record_property):
     for seed in range(10):
         run, *_ = make_run(machine, num_steps=steps, seed=seed)
         progress = Progress()
@@ -60,7 +60,7 @@ def test_R14_ten_clean_runs_raise_no_alarm(machine, steps, record_property):
     record_property("clean steps without an alarm", 10 * steps)
 
 
-def test_R14_a_spike_is_learned_and_reported(machine, capsys):
+def test_R14_spike_step_is_trained_and_logged(machine, capsys):
     now = {"step": -1}
 
     def rows(step):
@@ -77,28 +77,28 @@ def test_R14_a_spike_is_learned_and_reported(machine, capsys):
     run_loop(run, progress)
     assert (progress.health.spikes, progress.health.bad_steps) == (1, 0)
     assert 8 in steps_taken
-    assert progress.smooth_loss < 2  # the average is not polluted
+    assert progress.smooth_loss < 2  # the average excludes the spike
     assert "rows rows of 8" in capsys.readouterr().out
     losses = {step: values["loss"] for step, values in logged if "loss" in values}
-    assert losses[8] > 4 * losses[7]  # nor is what happened hidden
+    assert losses[8] > 4 * losses[7]  # the logged loss includes it
 
 
-def test_R14_a_new_level_is_accepted_after_a_while(machine):
+def test_R14_new_loss_level_is_accepted_after_window(machine):
     found = alarms(machine, [1.0] * 20 + [9.0] * 60)
     assert found == list(range(20, 28))
 
 
-def test_a_loss_near_zero_may_double(machine):
+def test_loss_near_zero_may_double(machine):
     assert not alarms(machine, [0.001, 0.001, 0.001, 0.01, 0.2, 0.4])
 
 
-def test_the_window_survives_a_resume():
+def test_anomaly_state_survives_resume():
     progress, again = Progress(step=3, health=AnomalyState(1, 2, [3.0, 2.9])), Progress()
     again.load_state_dict(progress.state_dict())
     assert again == progress
 
 
-def test_R13_one_bad_number_is_enough(machine):
+def test_R13_any_non_finite_value_is_bad(machine):
     detector = AnomalyDetector(AnomalyState(), machine)
     for loss, norm in ((math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0)):
         assert detector.classify(loss, norm) == "bad"
@@ -106,7 +106,7 @@ def test_R13_one_bad_number_is_enough(machine):
 
 
 class Ranks:
-    """Stands for three ranks whose sums were gathered."""
+    """Stub of a DistContext with three ranks."""
 
     world_size = 3
 
@@ -119,14 +119,14 @@ class Ranks:
         return [sums, *(s.tolist() for s in sums_of)]
 
 
-def test_R15_a_single_flipped_bit_is_found_and_named(record_property):
+def test_R15_flipped_bit_is_found_with_parameter_name(record_property):
     rng = np.random.default_rng(0)
     weights = {name: torch.randn(50, 30) for name in ("a", "b", "c")}
     for _ in range(100):
         other = {name: w.clone() for name, w in weights.items()}
         bits = other["b"].view(torch.int32).view(-1)
         bits[rng.integers(bits.numel())] ^= 1 << int(rng.integers(31))
-        with pytest.raises(RanksDiffer, match=r"before step 7 .* b differs on rank 2 of 3"):
+        with pytest.raises(RanksDiffer, match=r"before step 7: b differs on rank 2 of 3"):
             require_equal_ranks(weights, Ranks(weights, other), 7)
     require_equal_ranks(weights, Ranks(weights, weights), 7)
     record_property("bit flips found", 100)

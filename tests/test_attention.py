@@ -1,4 +1,4 @@
-"""Attention kernels against the definition written out."""
+"""Attention kernels against a reference implementation."""
 
 import math
 
@@ -10,7 +10,7 @@ from nanochat.attention import attend, attend_blocks, attend_plain, visible
 
 
 def loop_attention(q, k, v, window, scale):
-    """One query at a time, in Python: the definition."""
+    """Reference implementation: a Python loop over queries."""
     B, T, H, D = q.shape
     group = H // k.size(2)
     out = torch.zeros_like(q)
@@ -27,7 +27,7 @@ def loop_attention(q, k, v, window, scale):
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_every_backend_computes_the_definition(backend, window, groups):
+def test_all_backends_match_reference(backend, window, groups):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 9, 4, 8, generator=generator)
     k = torch.randn(2, 9, groups, 8, generator=generator)
@@ -42,7 +42,7 @@ def test_every_backend_computes_the_definition(backend, window, groups):
 def test_output_dtype_equals_input_dtype(backend, window, dtype, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)  # eager runs on a CPU
+    monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)  # eager works on a CPU
     q = torch.randn(1, 16, 4, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     k = v = q[:, :, :2]
     assert attend(q, k, v, window, backend=backend).dtype == dtype
@@ -50,7 +50,7 @@ def test_output_dtype_equals_input_dtype(backend, window, dtype, monkeypatch):
 
 @pytest.mark.parametrize("T", [100, 128, 300])
 @pytest.mark.parametrize("window", [None, 40, 200])
-def test_blocks_have_the_gradients_of_the_definition(T, window):
+def test_blockwise_gradients_match_reference(T, window):
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(2, T, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
     (q, k, v), grad = (x.requires_grad_() for x in draw[:3]), draw[3]
@@ -62,7 +62,7 @@ def test_blocks_have_the_gradients_of_the_definition(T, window):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_see_what_the_mask_says_and_nothing_else():
+def test_blockwise_attention_respects_segment_mask():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 150, 2, 8, generator=generator).unbind(0)
     segments = torch.tensor([[0] * 90 + [1] * 60, [0] * 140 + [1] * 10])
@@ -75,13 +75,13 @@ def test_blocks_see_what_the_mask_says_and_nothing_else():
             torch.testing.assert_close(got[row : row + 1, part], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_stand_scores_of_any_size():
+def test_blockwise_attention_is_stable_for_large_scores():
     q = torch.full((1, 130, 1, 4), 1e3)
     assert attend(q, q, q, None, 1.0, "blocks").equal(q)
     assert attend(-q, q, q, None, 1.0, "blocks").equal(q)
 
 
-def test_the_default_scale_is_one_over_the_root_of_the_head_width():
+def test_default_scale_is_inverse_sqrt_of_head_dim():
     q, k, v = torch.randn(3, 1, 5, 2, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     torch.testing.assert_close(attend(q, k, v), attend(q, k, v, scale=1 / math.sqrt(16)))
 
@@ -90,7 +90,7 @@ def test_the_default_scale_is_one_over_the_root_of_the_head_width():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_gpu_kernels_equal_the_definition(backend, window):
+def test_gpu_kernels_match_reference(backend, window):
     q, k, v = torch.randn(3, 2, 512, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
     got = attend(q, k, v, window, backend=backend).float()
     want = attend(q, k, v, window, backend="plain").float()

@@ -1,4 +1,4 @@
-"""Augmented questions: the same right answers, in other forms, orders and company."""
+"""Augmented questions: right answers survive new formats, orders and extra options."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ ANIMALS = "cat dog horse mouse whale eagle salmon frog spider beetle".split()
 
 
 class Animals(QuestionTask):
-    """Questions of three sorts about ten animals."""
+    """Three kinds of questions about ten animals."""
 
     name, splits, baseline = "Animals", ("train", "test"), 0.25
 
@@ -41,29 +41,29 @@ def task():
     return Animals("train")
 
 
-def test_options_are_reordered_with_the_right_one(task):
+def test_reordering_keeps_the_right_option(task):
     found = Reordered(task)
     for i in range(30):
         was, now = task.question(i), found.question(i)
         assert sorted(now.options) == sorted(was.options)
         assert now.options[now.right] == was.options[was.right]
         assert found[i] == Reordered(task)[i]
-    places = Counter(found.question(i).right for i in range(30))
-    assert len(places) == 4 and found.identity != task.identity
+    positions = Counter(found.question(i).right for i in range(30))
+    assert len(positions) == 4 and found.identity != task.identity
 
 
-def test_every_style_is_asked_for_answered_in_and_read_alike(task):
+def test_every_style_is_parsed_and_scored(task):
     found = Styled(task)
     seen = set()
     for i in range(30):
-        asked, said = (message["content"] for message in found[i])
+        asked, answer = (message["content"] for message in found[i])
         style = found.style(i)
         seen.add(style)
-        assert asked.endswith(style.instruction) and style.pattern.fullmatch(said)
-        assert sum(other.instruction in asked for other in STYLES) == 1  # never two in an item
+        assert asked.endswith(style.instruction) and style.pattern.fullmatch(answer)
+        assert sum(other.instruction in asked for other in STYLES) == 1  # no second instruction
         letter = LETTERS[task.question(i).right]
-        assert read_letter(said) == letter and found.score(found[i], said) == 1
-        for other in STYLES:  # whatever the form, the letter counts
+        assert read_letter(answer) == letter and found.score(found[i], answer) == 1
+        for other in STYLES:  # any format is accepted
             assert found.score(found[i], other.form.format(letter)) == 1
             assert found.score(found[i], other.form.format("Z")) == 0
     assert seen == set(STYLES)
@@ -71,7 +71,7 @@ def test_every_style_is_asked_for_answered_in_and_read_alike(task):
     assert read_letter("no idea") is None
 
 
-def test_more_options_are_wrong_ones_of_similar_questions(task):
+def test_extra_options_are_distinct_and_wrong(task):
     found = MoreOptions(task, exactly=True, most=8)
     for i in range(30):
         was, now = task.question(i), found.question(i)
@@ -85,13 +85,13 @@ def test_more_options_are_wrong_ones_of_similar_questions(task):
     assert min(sizes) >= 4 and max(sizes) <= 10 and len(sizes) > 3
 
 
-def test_evaluation_items_take_their_options_from_training_questions_only(task):
+def test_extra_options_come_only_from_training_questions(task):
     test = MoreOptions(Animals("test"), exactly=True)
     questions, _ = test.corpus
     assert questions == [task.question(i) for i in range(30)]
 
 
-def test_options_that_say_nearly_the_same_are_known():
+def test_near_equal_detects_similar_options():
     for one, other in (
         ("The cat.", "the cat"),
         ("a red fox", "red fox"),
@@ -102,24 +102,24 @@ def test_options_that_say_nearly_the_same_are_known():
         assert not near_equal(one, other)
 
 
-def test_bm25_finds_what_shares_rare_words():
+def test_bm25_ranks_by_shared_rare_words():
     index = BM25(["the cat sat", "the dog sat", "the whale sang a long long song", "cat and dog"])
     assert index.search("a whale song", 1) == [2]
     assert index.search("the cat", 2)[0] == 0
     assert index.search("nothing here", 3) == []
 
 
-def test_only_questions_can_be_augmented(task):
+def test_augmenting_a_task_without_options_raises(task):
     with pytest.raises(ValueError, match="GSM8K has no options"):
         Reordered(GSM8K("train"))
 
 
-def test_an_augmented_bucket_is_declared_with_its_tag():
+def test_augmented_bucket_has_its_tag():
     declared = {"arc-styles": {"task": "arc_easy", "augment": "styles"}}
     [bucket] = buckets("arc-styles=20", declared)
     assert bucket.tags.augmented == "styles" and bucket.tags.parent == "arc"
     [part] = [p for p in [bucket] if p.name == "arc-styles"]
     assert part
-    with pytest.raises(ValueError, match="augment is styles or order or options, not 'x'"):
+    with pytest.raises(ValueError, match="augment 'x' is not one of styles, order, options"):
         buckets("y", {"y": {"task": "arc_easy", "augment": "x"}})
     assert task_of

@@ -1,4 +1,4 @@
-"""Built-in data sets: written once, whole, and then ordinary files."""
+"""Built-in data sets: written once, then read as files."""
 
 import multiprocessing
 import shutil
@@ -27,14 +27,14 @@ def modified(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_documents_are_written_as_they_are_generated(base):
+def test_written_documents_equal_generated_ones(base):
     source = open_source(ONE, prepare=ensure_written)
     assert source.train_shards == ["world_00000"] and source.val_shard == "world_val"
     assert texts_of(source, "world_00000") == list(documents(0, 0, "train"))
     assert texts_of(source, "world_val") == list(documents(0, 0, "val"))
 
 
-def test_the_folder_is_an_ordinary_data_set(base, monkeypatch):
+def test_text_folder_is_an_ordinary_data_set(base, monkeypatch):
     text = ensure_written("embedded", 2) / "text"
     moved = shutil.copytree(text, base / "elsewhere")
     source = open_source(DataConfig(dataset=str(moved)))
@@ -43,7 +43,7 @@ def test_the_folder_is_an_ordinary_data_set(base, monkeypatch):
     assert texts_of(source, "world_00001.jsonl") == list(documents(0, 1, "train"))
 
 
-def test_the_suite_is_an_ordinary_bundle(base):
+def test_suite_folder_is_an_ordinary_bundle(base):
     found = open_suite(f"{ensure_written('embedded', 0)}/suite")
     assert found.tasks == tuple(FewShotTask(**task) for task in suite())
     assert found.fingerprint == "11eb3427e48b432b" and found.about == "embedded world"
@@ -63,7 +63,7 @@ def test_only_missing_shards_are_written(base):
     assert modified(folder / "text").keys() == {p for p in after if p.parent.name == "text"}
 
 
-def test_another_version_is_written_anew(base, monkeypatch):
+def test_another_version_is_rewritten(base, monkeypatch):
     folder = ensure_written("embedded", 2)
     before = open_source(DataConfig(dataset="embedded")).fingerprint
     monkeypatch.setattr(write, "VERSION", "another")
@@ -76,7 +76,7 @@ def test_another_version_is_written_anew(base, monkeypatch):
     assert source.fingerprint != before
 
 
-def test_files_of_an_aborted_call_are_not_used(base, monkeypatch):
+def test_files_of_an_interrupted_call_are_not_used(base, monkeypatch):
     def abort(*args):
         raise OSError("no space left on device")
 
@@ -89,7 +89,7 @@ def test_files_of_an_aborted_call_are_not_used(base, monkeypatch):
     assert len(texts_of(source, "world_00000")) == 2500
 
 
-def test_two_processes_at_once_write_one_whole_folder(base):
+def test_concurrent_writers_produce_one_complete_folder(base):
     context = multiprocessing.get_context("spawn")  # inherits the base directory
     both = [context.Process(target=ensure_written, args=("embedded", n)) for n in (1, 2)]
     for process in both:
@@ -108,7 +108,7 @@ def test_two_processes_at_once_write_one_whole_folder(base):
 
 
 @pytest.mark.parametrize("num_shards", RECORDED)
-def test_a_source_recorded_before_there_were_files_still_opens(base, num_shards):
+def test_source_recorded_without_files_still_opens(base, num_shards):
     recorded = {
         "dataset": "embedded",
         "world_version": 2,
@@ -120,7 +120,7 @@ def test_a_source_recorded_before_there_were_files_still_opens(base, num_shards)
     assert source.fingerprint == RECORDED[num_shards]
 
 
-def test_data_sets_of_a_mixture_are_written(base, tmp_path):
+def test_built_in_data_sets_of_a_mixture_are_written(base, tmp_path):
     own = tmp_path / "own.json"
     own.write_text('{"mixture": "land", "buckets": {"land": {"dataset": "embedded"}}}')
     data, mix = DataConfig(num_shards=1), MixConfig(str(own))
@@ -131,6 +131,6 @@ def test_data_sets_of_a_mixture_are_written(base, tmp_path):
     assert again.fingerprint == texts.fingerprint and again.sources == texts.sources
 
 
-def test_other_data_sets_are_left_alone(base):
+def test_other_data_set_names_write_nothing(base):
     assert ensure_written("somebody/web") is ensure_written(None) is ensure_written("") is None
     assert not base.exists()

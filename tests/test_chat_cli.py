@@ -1,4 +1,4 @@
-"""Chat in the terminal: what is typed, piped or given by -p, and how answers are shown."""
+"""Chat in the terminal: typed, piped and -p input, commands, and the display of answers."""
 
 import io
 import sys
@@ -16,8 +16,8 @@ from tests.web_server import write_model
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The prompt of every answer, as text; the answers themselves are empty."""
+def prompts(monkeypatch):
+    """The prompt of every answer, decoded to text; the answers are empty."""
     found = []
 
     def submit(engine, prompt, settings):
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def typed(base, monkeypatch, command):
-    """Runs chat_cli in a terminal in which some keys are pressed."""
+    """Function that runs chat_cli in a terminal with the given key presses."""
 
     def run(keys, *flags):
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
@@ -50,26 +50,26 @@ def piped(monkeypatch, data: bytes):
 TURN = "<|user_start|>{}<|user_end|><|assistant_start|>"
 
 
-def test_a_base_model_continues_text_without_chat_tokens(base, command, asked, typed):
+def test_base_model_continues_text_without_chat_tokens(base, command, prompts, typed):
     write_model("base:tiny")
     command.works("chat_cli", "-i", "base", "-p", " Once upon")
-    said = typed("a time \r/quit\r", "--source=base")
-    assert said.status == 0 and "continues what you write" in said.text
-    assert asked == ["<|bos|> Once upon", "<|bos|>a time "]
+    done = typed("a time \r/quit\r", "--source=base")
+    assert done.status == 0 and "it continues your text" in done.text
+    assert prompts == ["<|bos|> Once upon", "<|bos|>a time "]
 
 
-def test_piped_text_is_one_question_and_keeps_its_spacing(base, command, asked, monkeypatch):
+def test_piped_text_is_one_question_with_its_whitespace(base, command, prompts, monkeypatch):
     write_model()
     piped(monkeypatch, "  def f():\n\treturn é\n\n".encode())
     assert command.works("chat_cli") == "\n"
-    assert asked == ["<|bos|>" + TURN.format("  def f():\n\treturn é\n")]
+    assert prompts == ["<|bos|>" + TURN.format("  def f():\n\treturn é\n")]
     for data, message in ((b" \n", "standard input is empty"), (b"\xff\xfe", "not UTF-8")):
         piped(monkeypatch, data)
         assert message in command.rejects("chat_cli")
 
 
 @pytest.mark.parametrize("source", ["base", "sft"])
-def test_a_prompt_that_does_not_fit_exits_with_2(base, command, capfd, monkeypatch, source):
+def test_prompt_longer_than_the_context_exits_with_2(base, command, capfd, monkeypatch, source):
     write_model(f"{source}:tiny", context=64)
     text = command.rejects("chat_cli", "-p", "x" * 64)
     assert "error: the prompt has 6" in text and "holds 64" in text
@@ -77,28 +77,28 @@ def test_a_prompt_that_does_not_fit_exits_with_2(base, command, capfd, monkeypat
     assert "holds 64" in command.rejects("chat_cli")
 
 
-def test_commands_lines_and_the_system_prompt(base, typed, asked):
+def test_commands_new_lines_and_system_prompt(base, typed, prompts):
     write_model()
     keys = "/system Be kind.\rone\x1b\rtwo\nthree\r/clear\r/system\rfour\r/usr/bin\r/what\r/help\r"
-    said = typed(keys + "\x04", "--system=ignored")
-    assert said.status == 0
-    first, second, third = asked
+    done = typed(keys + "\x04", "--system=ignored")
+    assert done.status == 0
+    first, second, third = prompts
     assert first == "<|bos|>" + TURN.format("Be kind.\n\none\ntwo\nthree")
     assert second == "<|bos|>" + TURN.format("four")
     assert third.endswith(TURN.format("/usr/bin")) and "four" in third
-    assert "there is no /what" in said.text and "Alt-Enter" in said.text
-    assert "/system" in said.text
+    assert "unknown command /what" in done.text and "Alt-Enter" in done.text
+    assert "/system" in done.text
 
 
-def test_history_is_kept_for_the_next_session(base, typed, asked):
+def test_history_is_kept_for_the_next_session(base, typed, prompts):
     write_model()
     typed("remember me\r/quit\r")
     typed("\x1b[A\x1b[A\r/quit\r")  # the Up key, twice
-    assert len(asked) == 2 and asked[0] == asked[1]
+    assert len(prompts) == 2 and prompts[0] == prompts[1]
     assert "+remember me" in (base / "chat_history").read_text()
 
 
-def test_an_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monkeypatch):
+def test_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monkeypatch):
     write_model()
     prompts = []
 
@@ -110,8 +110,8 @@ def test_an_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monk
         completion.ids += engine.tokenizer.encode("as far as")
 
     monkeypatch.setattr(Engine, "step", step)
-    said = typed("one\rtwo\r/quit\r")
-    assert said.text.count("as far as (stopped)\n") == 2
+    done = typed("one\rtwo\r/quit\r")
+    assert done.text.count("as far as (stopped)\n") == 2
     messages = [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "as far as"},
@@ -121,10 +121,10 @@ def test_an_answer_stopped_by_ctrl_c_stays_in_the_conversation(base, typed, monk
     assert prompts[1] == render_prompt(tokenizer, messages)
 
 
-def test_an_oversized_question_is_reported_and_forgotten(base, typed, asked):
+def test_oversized_question_is_reported_and_not_kept(base, typed, prompts):
     write_model(context=64)
-    said = typed("x" * 64 + "\rhi\r/quit\r")
-    assert "ask something shorter" in said.text and asked == ["<|bos|>" + TURN.format("hi")]
+    done = typed("x" * 64 + "\rhi\r/quit\r")
+    assert "use a shorter prompt" in done.text and prompts == ["<|bos|>" + TURN.format("hi")]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -132,7 +132,7 @@ def test_lines_break_between_words(size):
     text = "one two  three\nfour-five " + "x" * 25 + " 漢字漢字漢字 end"
     lines = LineBreaker(10)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    shown = "".join(map(lines.add, pieces)) + lines.end()
-    assert shown == ("one two  \nthree\nfour-five \n" + "x" * 25 + " 漢字\n漢字漢字 \nend")
+    wrapped = "".join(map(lines.add, pieces)) + lines.end()
+    assert wrapped == ("one two  \nthree\nfour-five \n" + "x" * 25 + " 漢字\n漢字漢字 \nend")
     plain = LineBreaker(None)
     assert "".join(map(plain.add, pieces)) + plain.end() == text

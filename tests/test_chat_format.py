@@ -1,4 +1,4 @@
-"""Conversations as tokens: what is said, what is trained, and that nobody can forge a token."""
+"""Chat format: rendering, loss mask, and no special tokens from text."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ S = TOKENIZER.special
 
 
 def shown(ids, mask):
-    """The text with its special tokens by name, and the trained part of it alone."""
+    """Decode all ids, and those with loss only, with special tokens by name."""
     trained = [i for i, m in zip(ids, mask, strict=True) if m]
     return TOKENIZER.decode(ids), TOKENIZER.decode(trained)
 
@@ -22,7 +22,7 @@ def chat(*texts):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def test_B3_only_what_the_assistant_says_is_trained():
+def test_B3_only_assistant_text_has_loss():
     whole, trained = shown(*render(TOKENIZER, chat("hi", "hello", "bye", "so long")))
     assert whole == (
         "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>hello<|assistant_end|>"
@@ -31,7 +31,7 @@ def test_B3_only_what_the_assistant_says_is_trained():
     assert trained == "hello<|assistant_end|>so long<|assistant_end|>"
 
 
-def test_a_call_is_trained_and_its_answer_is_not():
+def test_tool_call_has_loss_and_its_output_does_not():
     parts = [
         {"type": "text", "text": "I count: "},
         {"type": "python", "text": "6*7"},
@@ -46,12 +46,12 @@ def test_a_call_is_trained_and_its_answer_is_not():
     assert trained == "I count: <|python_start|>6*7<|python_end|>so 42<|assistant_end|>"
 
 
-def test_a_system_message_opens_the_first_user_message():
+def test_system_message_precedes_first_user_message():
     messages = [{"role": "system", "content": "Be kind."}, *chat("hi", "hello")]
     assert "<|user_start|>Be kind.\n\nhi<|user_end|>" in shown(*render(TOKENIZER, messages))[0]
 
 
-def test_V14_neighboring_messages_of_one_speaker_are_one_turn():
+def test_V14_consecutive_messages_of_a_speaker_are_merged():
     late = [*chat("hi", "hello"), {"role": "system", "content": "Be kind."}, *chat("bye")]
     assert "<|user_start|>Be kind.\n\nbye<|user_end|>" in shown(*render(TOKENIZER, late))[0]
     answers = [*chat("hi", "one"), *chat("", [{"type": "python", "text": "1"}])[1:], *chat("", "")]
@@ -70,14 +70,14 @@ def test_V14_neighboring_messages_of_one_speaker_are_one_turn():
     )
 
 
-def test_neighboring_texts_are_encoded_as_one():
+def test_consecutive_text_parts_are_concatenated():
     cut = [{"type": "text", "text": text} for text in ("wh", "", "at is", " it")]
     for messages in (chat("hi", cut), chat(cut, "hi")):
         joined = [{**m, "content": "what is it" if m["content"] == cut else "hi"} for m in messages]
         assert render(TOKENIZER, messages) == render(TOKENIZER, joined)
 
 
-def test_an_answer_at_the_end_can_be_continued():
+def test_final_assistant_message_can_be_continued():
     ids = render_prompt(TOKENIZER, chat("hi", "hello"), continue_last=True)
     assert TOKENIZER.decode(ids) == "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>hello"
     for continue_last in (False, True):
@@ -85,13 +85,13 @@ def test_an_answer_at_the_end_can_be_continued():
         assert asked == render_prompt(TOKENIZER, chat("hi", ""), continue_last)
 
 
-def test_a_prompt_ends_where_the_assistant_speaks():
+def test_prompt_ends_with_assistant_start():
     expected = "<|bos|><|user_start|>hi<|user_end|><|assistant_start|>"
     assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi"))) == expected
     assert TOKENIZER.decode(render_prompt(TOKENIZER, chat("hi", "hello"))) == expected
 
 
-def test_V5_a_conversation_that_does_not_fit_loses_its_oldest_turns():
+def test_V5_long_conversation_drops_its_oldest_turns():
     system = [{"role": "system", "content": "Be kind."}]
     talk = chat("one", "two", "three", "four", "five")
     whole = render_prompt(TOKENIZER, [*system, *talk])
@@ -108,16 +108,16 @@ def test_V5_a_conversation_that_does_not_fit_loses_its_oldest_turns():
     with pytest.raises(ValueError, match="message 6"):
         render_fitting(TOKENIZER, [*system, *talk, {"role": "tool", "content": "x"}], 5)
     many = chat(*["word " * 9] * 4001)
-    assert len(render_fitting(TOKENIZER, many, 200)) <= 200  # at once, however many there are
+    assert len(render_fitting(TOKENIZER, many, 200)) <= 200  # fast even for many turns
 
 
-def test_a_long_conversation_is_cut_where_told():
+def test_max_tokens_truncates_conversation():
     ids, mask = render(TOKENIZER, chat("hi", "hello"), max_tokens=7)
     assert len(ids) == len(mask) == 7
 
 
 @given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS), min_size=2, max_size=6))
-def test_P5_V12_no_text_can_become_a_special_token(texts):
+def test_P5_V12_text_never_becomes_a_special_token(texts):
     texts = [text.encode(errors="replace").decode() for text in texts]
     ids, _ = render(TOKENIZER, chat(*texts))
     structure = [i for i in ids if i >= S("<|bos|>")]
@@ -138,12 +138,12 @@ def test_P5_V12_no_text_can_become_a_special_token(texts):
         ([{"role": "user", "content": 3}], "message 0"),
         (
             [{"role": "user", "content": [{"type": "python", "text": "x"}]}],
-            "message 0.*user are text",
+            "message 0.*user parts are text",
         ),
         (chat("a", [{"type": "image", "text": "x"}]), "image"),
         (chat("a", [{"type": "text"}]), "message 1"),
     ],
 )
-def test_a_conversation_that_is_none_is_refused_by_name(messages, complaint):
+def test_invalid_conversation_is_rejected(messages, complaint):
     with pytest.raises(ValueError, match=complaint):
         render(TOKENIZER, messages)

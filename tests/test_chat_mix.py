@@ -1,4 +1,4 @@
-"""Conversations of several buckets in one sequence of rows: how many of each, in which order."""
+"""Rows of conversations from several buckets: amounts and order."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 
 class Chats(list):
-    """Conversations that say what they are."""
+    """Conversations whose text contains their name and index."""
 
     def __init__(self, name, count, length):
         super().__init__(
@@ -40,7 +40,7 @@ def encoded(name="a", count=40, length=12):
     return encode(chats.identity, chats, TOKENIZER, 63)
 
 
-def test_all_of_a_bucket_comes_as_often_as_it_fits_and_a_part_once_more():
+def test_repeats_cover_the_bucket_and_then_a_random_part():
     bucket = encoded()
     total = int(bucket.lengths.sum())
     for times, counts in ((1, {1: 40}), (2, {2: 40}), (1.5, {1: 20, 2: 20}), (0.25, {1: 10})):
@@ -53,13 +53,13 @@ def test_all_of_a_bucket_comes_as_often_as_it_fits_and_a_part_once_more():
     assert set(one) != set(other)  # another seed, another half
 
 
-def test_what_is_taken_comes_as_near_to_the_tokens_as_conversations_allow():
+def test_chosen_tokens_are_within_half_a_conversation():
     lengths = np.random.default_rng(0).integers(5, 300, 1000)
     for tokens in (100, 5_000, 77_777, 400_000):
         assert abs(lengths[choose_conversations(lengths, tokens, 0, 0)].sum() - tokens) <= 150
 
 
-def test_any_stretch_of_a_mixture_holds_its_shares():
+def test_any_window_of_a_mixture_has_its_shares():
     sizes = [np.full(600, 3), np.full(100, 6), np.full(30, 20)]
     buckets, numbers = interleave(sizes, seed=0)
     for first in range(0, 700, 73):
@@ -70,13 +70,13 @@ def test_any_stretch_of_a_mixture_holds_its_shares():
         assert numbers[buckets == bucket].tolist() == list(range(len(each)))
 
 
-def test_a_mixture_packs_the_conversations_of_all_buckets_into_common_rows(machine):
+def test_rows_combine_conversations_of_all_buckets(machine):
     buckets = {"a": encoded("a", 60, 40), "b": encoded("b", 60, 1)}
     tokens = [int(each.lengths.sum()) for each in buckets.values()]
     rows = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63, machine)
     counts = rows.counts("train")
     assert counts["documents"] == 120 and counts["dropped"] == 0
-    assert counts["tokens"] / (counts["rows"] * 63) > 0.9  # long ones alone would leave a third
+    assert counts["tokens"] / (counts["rows"] * 63) > 0.9  # long ones alone would waste a third
     letters = [TOKENIZER.encode(name)[0] for name in buckets]
     both = sum(all((row == letter).any() for letter in letters) for row in rows.batch(0, 10, 0))
     assert both > 5
@@ -87,7 +87,7 @@ def test_a_mixture_packs_the_conversations_of_all_buckets_into_common_rows(machi
         assert mixed_chat_rows(buckets, other, seed, TOKENIZER, 63, machine).folder != rows.folder
 
 
-def test_the_order_of_a_mixture_is_that_of_its_seed():
+def test_order_of_a_mixture_depends_only_on_the_seed():
     buckets = [encoded("a", 30), encoded("b", 30)]
     tokens = [int(each.lengths.sum()) for each in buckets]
     orders = [
@@ -97,7 +97,7 @@ def test_the_order_of_a_mixture_is_that_of_its_seed():
     assert sorted(orders[0]) == sorted(orders[2])
 
 
-def test_what_a_stage_learns_is_resolved_in_tokens_and_told(machine):
+def test_train_rows_resolves_the_mixture_in_tokens(machine):
     learned = [Bucket("a", 40, 12, "en"), Bucket("b", 40, 12, "ko"), Bucket("c", 40, 12, "ko")]
 
     def resolved(mixture):

@@ -1,4 +1,4 @@
-"""Packed conversations: whole, masked, and none in which nothing counts."""
+"""Packed conversations: never split, loss mask, none without loss."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +43,7 @@ def stored(rows):
 
 
 def conversations_in(rows):
-    """The signed ids of every conversation in the rows, padding left out."""
+    """Yield the signed ids of every conversation in the rows, without padding."""
     bos = ~TOKENIZER.bos_id
     for row in stored(rows):
         starts = [*np.nonzero(row == bos)[0], len(row)]
@@ -52,7 +52,7 @@ def conversations_in(rows):
                 yield tuple(row[a:b].tolist())
 
 
-def test_every_conversation_lies_in_one_row_with_its_mask():
+def test_every_conversation_is_in_one_row_with_its_mask():
     chats = [chat("q" * (i % 23), "a" * (1 + i % 17)) for i in range(200)]
     rows, counts = packed(chats)
     expected = sorted(tuple(signed_ids(*render(TOKENIZER, c)).tolist()) for c in chats)
@@ -64,9 +64,7 @@ def test_every_conversation_lies_in_one_row_with_its_mask():
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_conversations_are_encoded_alike_by_any_number_of_processes(
-    base, monkeypatch, capsys, cores
-):
+def test_encoding_does_not_depend_on_number_of_processes(base, monkeypatch, capsys, cores):
     monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
     monkeypatch.setattr(chat_packing, "BATCH", 7)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -89,29 +87,29 @@ def test_conversations_are_encoded_alike_by_any_number_of_processes(
     assert np.array_equal(np.load(folder / "ends.npy"), np.cumsum([0, *map(len, expected)]))
 
 
-def test_a_conversation_amiss_is_named_whatever_process_finds_it(monkeypatch):
+def test_worker_process_reports_invalid_conversation(monkeypatch):
     monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     chats = [*[chat("q", "a")] * 400, [{"role": "user", "content": 7}]]
-    with pytest.raises(ValueError, match="message 0: content is text or a list of parts"):
+    with pytest.raises(ValueError, match="message 0: content must be a string or a list of parts"):
         encode({"name": "x"}, chats, TOKENIZER, 31)
 
 
-def test_B2_a_conversation_longer_than_a_row_is_cut_and_never_clogs_the_rows():
+def test_B2_conversation_longer_than_a_row_is_truncated():
     chats = [chat("q", "a" * 500), *[chat("q", "short")] * 30, chat("q" * 500, "a")]
     rows, counts = packed(chats)
     found = list(conversations_in(rows))
-    assert len(found) == 31  # the last one lost its whole answer: nothing in it would count
+    assert len(found) == 31  # the last one lost its whole answer, so it has no loss
     assert counts["skipped"] == 1 and counts["documents_cut"] == 0
     assert max(len(f) for f in found) == 64
     one_epoch = counts["rows"]
     first, second = (
         {tuple(r) for r in rows.row_ids(step, one_epoch, seed=0)[:, 1:].tolist()} for step in (0, 1)
     )
-    assert first == second and len(first) == one_epoch  # epoch after epoch, every row once
+    assert first == second and len(first) == one_epoch  # each epoch has every row once
 
 
-def test_a_row_in_which_nothing_counts_is_never_made():
+def test_conversations_without_loss_are_skipped():
     chats = [chat("q", "a"), [{"role": "user", "content": "alone"}]] * 20
     rows, counts = packed(chats)
     assert counts["skipped"] == 20
@@ -126,7 +124,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_R28_damaged_rows_of_conversations_are_packed_again():
+def test_R28_damaged_rows_are_packed_again():
     chats = [chat("q" * i, "answer") for i in range(30)]
     rows, _ = packed(chats)
     path = rows.bin_path("train")
@@ -139,7 +137,7 @@ def test_R28_damaged_rows_of_conversations_are_packed_again():
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "ends.npy", "encoded.json"])
-def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys):
+def test_R28_damaged_encodings_are_rewritten(name, base, capsys):
     chats = [chat("q" * i, "answer") for i in range(30)]
     encode({"name": "x"}, chats, TOKENIZER, 63)
     [path] = base.glob(f"rows/*/{name}")
@@ -147,10 +145,10 @@ def test_R28_damaged_encoded_conversations_are_encoded_again(name, base, capsys)
     flip(path)
     encode({"name": "x"}, chats, TOKENIZER, 63)
     assert path.read_bytes() == whole
-    assert f"{path} " in (said := capsys.readouterr().out) and "again" in said
+    assert f"{path} " in (output := capsys.readouterr().out) and "again" in output
 
 
-def test_rows_come_back_as_inputs_and_targets():
+def test_signed_rows_become_inputs_and_targets():
     ids, mask = render(TOKENIZER, chat("hi", "ho"))
     row = signed_ids(ids, mask)[None]
     tokens, targets = signed_inputs_and_targets(row, IGNORE)
@@ -160,7 +158,7 @@ def test_rows_come_back_as_inputs_and_targets():
     ]
 
 
-def test_other_conversations_or_another_tokenizer_have_rows_of_their_own():
+def test_conversations_and_tokenizers_have_separate_rows():
     a = open_chat_rows({"name": "x"}, TOKENIZER, 63)
     b = open_chat_rows({"name": "y"}, TOKENIZER, 63)
     c = open_chat_rows({"name": "x"}, Tokenizer.train(["that was it"], 270), 63)

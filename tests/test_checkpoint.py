@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, verified, and found again."""
+"""Checkpoints on disk: atomic, verified, and found again."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def folder(base):
 
 @pytest.fixture
 def save(folder, tiny_gpt, tokenizer):
-    """Saves steps into base_checkpoints/tiny."""
+    """Function that saves a step to base_checkpoints/tiny."""
 
     def save(step, **changed):
         optim = {"steps_taken": torch.tensor(step), "m": torch.ones(7)}
@@ -50,7 +50,7 @@ def save(folder, tiny_gpt, tokenizer):
     return save
 
 
-def test_what_is_saved_is_what_is_loaded(save, tiny_gpt, machine):
+def test_loaded_model_equals_the_saved_one(save, tiny_gpt, machine):
     save(7)
     found = find_checkpoint("base")
     assert found.step == 7 and found.optim_tensors()["steps_taken"] == 7
@@ -58,7 +58,7 @@ def test_what_is_saved_is_what_is_loaded(save, tiny_gpt, machine):
     assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
 
 
-def test_a_loaded_bigram_table_bounds_its_sparse_gradient(folder, tokenizer, machine):
+def test_loaded_bigram_embedding_bounds_its_sparse_gradient(folder, tokenizer, machine):
     new = build_model(replace(TINY, bigram_rows=100), machine.device, machine.dtype, seed=0)
     save_checkpoint(folder, 1, new, None, tokenizer, {"identity": {}, "source": {}})
     model = load_model(find_checkpoint("base"), machine)
@@ -71,10 +71,10 @@ def test_a_loaded_bigram_table_bounds_its_sparse_gradient(folder, tokenizer, mac
         grad = model.bigrams.weight.grad
         assert grad is not None
         listed.append(grad._nnz() if grad.is_sparse else 0)
-    assert listed[0] > 0 and listed[2:] == [0] * 4  # dense once it lists half of the rows
+    assert listed[0] > 0 and listed[2:] == [0] * 4  # dense once it covers half of the rows
 
 
-def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(save, folder):
+def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):
     for step in (999_999, 1_000_000, 1_000_001):
         save(step)
     assert list(step_folders(folder)) == [1_000_000, 1_000_001]
@@ -85,7 +85,7 @@ def test_B11_steps_are_ordered_as_numbers_and_only_the_newest_are_kept(save, fol
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optim.safetensors", "tokenizer.json", "state.json"]
 )
-def test_R10_every_flipped_bit_is_found_and_the_checkpoint_before_is_used(
+def test_R10_bit_flips_are_detected_and_previous_step_is_used(
     save, folder, capsys, record_property, name
 ):
     save(1)
@@ -105,47 +105,45 @@ def test_R10_every_flipped_bit_is_found_and_the_checkpoint_before_is_used(
     record_property("bit flips found", 100)
 
 
-def test_R10_what_latest_says_decides_nothing(save, folder):
+def test_R10_content_of_latest_is_ignored(save, folder):
     save(1)
     for text in ("step_000009\n", "", "\0\xff"):
         (folder / "latest").write_text(text)
         assert find_checkpoint("base").step == 1
 
 
-def test_R10_when_no_checkpoint_is_good_the_run_does_not_start_anew(save, folder):
+def test_R10_run_does_not_start_over_if_all_are_corrupt(save, folder):
     save(1)
     (folder / "step_000001" / "model.safetensors").unlink()
-    with pytest.raises(CorruptCheckpoint, match="no good checkpoint"):
+    with pytest.raises(CorruptCheckpoint, match="all checkpoints in"):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("moment", ["tokenizer", "model.safetensors", "optim.safetensors", "state"])
-def test_R1_a_save_that_dies_leaves_the_old_checkpoint_and_no_rest(
-    save, folder, monkeypatch, moment
-):
+def test_R1_failed_save_keeps_old_checkpoint_and_cleans_up(save, folder, monkeypatch, moment):
     save(1)
     from nanochat import checkpoint as module
 
     save_tensors = module.save_tensors
 
-    def dies(*args):
+    def fail(*args):
         raise OSError(28, "No space left on device")
 
-    def dies_at(tensors, path):
-        return dies() if path.name == moment else save_tensors(tensors, path)
+    def fail_at(tensors, path):
+        return fail() if path.name == moment else save_tensors(tensors, path)
 
-    monkeypatch.setattr(module, "save_tensors", dies_at)
+    monkeypatch.setattr(module, "save_tensors", fail_at)
     if moment == "tokenizer":
-        monkeypatch.setattr(module.Tokenizer, "save", dies)
+        monkeypatch.setattr(module.Tokenizer, "save", fail)
     if moment == "state":
-        monkeypatch.setattr(module.common, "write_json", dies)
+        monkeypatch.setattr(module.common, "write_json", fail)
     with pytest.raises(OSError, match="No space"):
         save(2)
     assert open_checkpoint(folder).step == 1
     assert not list(folder.glob(".saving*"))
 
 
-def test_R1_a_process_killed_while_replacing_a_step_loses_nothing(save, folder):
+def test_R1_kill_while_replacing_a_step_loses_nothing(save, folder):
     save(1)
     (folder / "step_000001").rename(folder / ".replaced_000001")  # killed right here
     (folder / ".saving_000001").mkdir()
@@ -155,7 +153,7 @@ def test_R1_a_process_killed_while_replacing_a_step_loses_nothing(save, folder):
     assert not list(folder.glob(".*_000001"))
 
 
-def test_reading_leaves_alone_what_a_run_is_just_writing(save, folder):
+def test_reading_leaves_a_save_in_progress_untouched(save, folder):
     save(1)
     (folder / ".saving_000002").mkdir()
     (folder / ".replaced_000001").mkdir()
@@ -164,7 +162,7 @@ def test_reading_leaves_alone_what_a_run_is_just_writing(save, folder):
     assert sorted(p.name for p in folder.glob(".*")) == [".replaced_000001", ".saving_000002"]
 
 
-def test_a_checkpoint_of_another_format_is_named(save, folder):
+def test_checkpoint_of_another_format_is_rejected(save, folder):
     save(1)
     path = folder / "step_000001" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
@@ -172,12 +170,12 @@ def test_a_checkpoint_of_another_format_is_named(save, folder):
         open_checkpoint(folder, 1)
 
 
-def test_R30_a_renamed_step_folder_is_not_taken_for_another_step(save, folder, capsys):
+def test_R30_renamed_step_folder_is_rejected(save, folder, capsys):
     save(5)
     save(7)
     (folder / "step_000007").rename(folder / "step_000009")
     assert open_checkpoint(folder).step == 5
-    assert "state.json is that of step 7; rename the folder to step_000007" in (
+    assert "state.json is from step 7; rename the folder to step_000007" in (
         capsys.readouterr().out
     )
     with pytest.raises(CorruptCheckpoint, match="renamed"):
@@ -187,7 +185,7 @@ def test_R30_a_renamed_step_folder_is_not_taken_for_another_step(save, folder, c
 
 
 def reseal(path, change):
-    """Edit a state.json and seal it anew, as its writer would."""
+    """Edit a state.json and renew its seal."""
     state = json.loads(path.read_text())
     del state["seal"]
     change(state)
@@ -210,14 +208,12 @@ def reseal(path, change):
         (lambda s: s.update(files=["model.safetensors"]), "state.json does not list files"),
         (lambda s: s["files"].update({"model.safetensors": 7}), "state.json does not list files"),
         (lambda s: s.pop("step"), "state.json does not list files"),
-        (lambda s: s.update(step=3), "state.json is that of step 3"),
+        (lambda s: s.update(step=3), "state.json is from step 3"),
         (lambda s: s["files"]["model.safetensors"].update(sha256="0" * 64), "SHA-256"),
         (lambda s: s["files"]["model.safetensors"].update(bytes=1), "SHA-256"),
     ],
 )
-def test_R30_a_state_that_was_edited_and_sealed_again_is_none(
-    save, folder, capsys, change, complaint
-):
+def test_R30_edited_and_resealed_state_is_rejected(save, folder, capsys, change, complaint):
     save(1)
     save(2)
     reseal(folder / "step_000002" / "state.json", change)
@@ -225,13 +221,13 @@ def test_R30_a_state_that_was_edited_and_sealed_again_is_none(
     assert complaint in capsys.readouterr().out
 
 
-def test_R30_files_that_are_not_listed_are_not_read(save, folder):
+def test_R30_unlisted_files_are_not_read(save, folder):
     save(1)
     reseal(folder / "step_000001" / "state.json", lambda s: s["files"].pop("optim.safetensors"))
     assert not open_checkpoint(folder).has_optimizer
 
 
-def test_the_tag_written_last_is_found_first(save, folder, tiny_gpt, tokenizer):
+def test_most_recently_saved_tag_is_the_default(save, folder, tiny_gpt, tokenizer):
     save(1)
     save_checkpoint(stage_folder("base") / "later", 5, tiny_gpt, None, tokenizer, {})
     os.utime(folder / "latest", (0, 0))
@@ -239,14 +235,14 @@ def test_the_tag_written_last_is_found_first(save, folder, tiny_gpt, tokenizer):
     assert find_checkpoint("base", "tiny").step == 1
 
 
-def test_a_missing_checkpoint_names_the_command_that_makes_one(base):
+def test_missing_checkpoint_error_names_the_command(base):
     with pytest.raises(MissingInput, match="python -m scripts.base_train"):
         find_checkpoint("base")
     with pytest.raises(ValueError, match="'best'"):
         find_checkpoint("best")
 
 
-def test_state_is_readable_json_with_the_digest_of_every_file(save, folder):
+def test_state_is_json_with_the_digest_of_every_file(save, folder):
     save(3)
     state = json.loads((folder / "step_000003" / "state.json").read_text())
     names = {p.name for p in (folder / "step_000003").iterdir()}

@@ -1,4 +1,4 @@
-"""The one vocabulary of flags: its forms, its refusals, and the report's view of it."""
+"""Command-line flags: accepted forms, rejected flags, and settings for the report."""
 
 import subprocess
 import sys
@@ -22,21 +22,21 @@ from scripts.base_train import RETIRED, BaseTrain
 @dataclass(frozen=True)
 class Rates:
     matrix_lr: float | None = None
-    """How fast
-    matrices move."""
+    """Learning rate
+    of matrices."""
     cautious: bool = True
 
 
 @dataclass(frozen=True)
 class MoreRates(Rates):
     bias_lr: float = 0.0
-    """How fast biases move."""
+    """Learning rate of biases."""
 
 
 @dataclass(frozen=True)
 class Script:
     depth: int = 20
-    """The dial."""
+    """Model depth."""
     device_batch_size: int | None = None
     target_flops: float | None = None
     device_type: Literal["cpu", "cuda"] | None = None
@@ -51,7 +51,7 @@ def read(*args, **kwargs):
     return parse(Script(), "A script.", args, **kwargs)
 
 
-def test_without_flags_the_defaults_come_back():
+def test_no_flags_returns_the_defaults():
     assert read() == Script()
 
 
@@ -63,7 +63,7 @@ def test_without_flags_the_defaults_come_back():
         ["--", "--device-batch-size=8", "--matrix_lr", "5e-1"],
     ],
 )
-def test_dashes_underscores_spaces_and_a_bare_double_dash_are_the_same(args):
+def test_dashes_underscores_spaces_and_leading_double_dash(args):
     cfg = read(*args)
     assert (cfg.device_batch_size, cfg.rates.matrix_lr) == (8, 0.5)
 
@@ -73,13 +73,13 @@ def test_dashes_underscores_spaces_and_a_bare_double_dash_are_the_same(args):
     [("--cautious", True), ("--no-cautious", False), ("--cautious=0", False),
      ("--cautious=1", True), ("--cautious=false", False), ("--no_cautious", False)],
 )  # fmt: skip
-def test_booleans_have_every_usual_form(flag, want):
+def test_booleans_accept_all_usual_forms(flag, want):
     assert read(flag).rates.cautious is want
     assert read(flag.replace("cautious", "once")).once is want
 
 
 @pytest.mark.parametrize("form", [["--device_batch_size=-1"], ["--device_batch_size", "-1"], []])
-def test_minus_one_and_nothing_both_leave_the_choice_to_us(form):
+def test_minus_one_and_missing_flag_mean_none(form):
     assert read(*form, "--target_flops=-1").device_batch_size is None
     assert read("--target_flops=-1.0").target_flops is None
 
@@ -89,40 +89,40 @@ def test_minus_one_and_nothing_both_leave_the_choice_to_us(form):
     [([], None), (["--compile=-1"], None), (["--compile", "-1"], None), (["--compile"], True),
      (["--no-compile"], False), (["--compile=0"], False), (["--compile=1"], True)],
 )  # fmt: skip
-def test_a_boolean_may_be_left_open(args, want):
+def test_optional_boolean_accepts_minus_one(args, want):
     assert read(*args).compile is want
 
 
 @pytest.mark.parametrize(
     ("args", "want"), [([], 50), (["-k", "7"], 7), (["-k=7"], 7), (["-k", "-1"], None)]
 )
-def test_a_setting_may_have_a_letter_too(args, want):
+def test_one_letter_flag(args, want):
     assert read(*args).top_k == want
 
 
-def test_minus_one_stays_a_number_where_none_is_no_choice():
+def test_minus_one_is_a_number_for_required_settings():
     assert read("--depth=-1").depth == -1
 
 
-def refused(capsys, *args, **kwargs):
+def rejected(capsys, *args, **kwargs):
     with pytest.raises(SystemExit) as stopped:
         read(*args, **kwargs)
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys):
-    message = refused(capsys, "--detph=3")
+def test_unknown_flag_suggests_the_closest_one(capsys):
+    message = rejected(capsys, "--detph=3")
     assert "--detph" in message and "--depth" in message
 
 
-def test_a_retired_flag_is_refused_with_what_replaced_it(capsys):
-    message = refused(capsys, "--dry-run=1", retired={"dry_run": "use --num_iterations=1"})
+def test_retired_flag_names_its_replacement(capsys):
+    message = rejected(capsys, "--dry-run=1", retired={"dry_run": "use --num_iterations=1"})
     assert "--num_iterations=1" in message
 
 
-def test_a_flag_removed_from_every_script_is_refused_with_the_fix(capsys):
-    assert "WANDB_MODE=offline" in refused(capsys, "--wandb-mode=offline")
+def test_flag_removed_from_all_scripts_names_the_fix(capsys):
+    assert "WANDB_MODE=offline" in rejected(capsys, "--wandb-mode=offline")
 
 
 @pytest.mark.parametrize("flag,ours", [
@@ -132,7 +132,7 @@ def test_a_flag_removed_from_every_script_is_refused_with_the_fix(capsys):
     ("--revision=dev", "scripts.data"), ("--val-shard=a.jsonl", "scripts.data"),
     ("--mixture_tokens=9", "--mixture=a,b@500000t"), ("--mixture_alpha=.5", "--mixture=a,b@^0.5"),
 ])  # fmt: skip
-def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, ours):
+def test_base_train_translates_flags_of_other_programs(capsys, flag, ours):
     with pytest.raises(SystemExit) as exit:
         parse(BaseTrain(), None, [flag], retired=RETIRED)
     assert exit.value.code == 2 and ours in capsys.readouterr().err
@@ -140,22 +140,22 @@ def test_base_train_names_its_own_flag_where_others_have_another(capsys, flag, o
     assert cfg.kernels.compile is False and cfg.shape.value_every == 2
 
 
-def test_a_value_of_the_wrong_type_is_named(capsys):
-    message = refused(capsys, "--once=maybe")
+def test_value_of_wrong_type_is_reported(capsys):
+    message = rejected(capsys, "--once=maybe")
     assert "maybe" in message and "--once" in message
-    assert "depth" in refused(capsys, "--depth=deep")
+    assert "depth" in rejected(capsys, "--depth=deep")
 
 
-def test_help_joins_the_lines_below_a_setting(capsys):
-    assert field_docs(Rates)["matrix_lr"] == "How fast matrices move."
+def test_help_joins_docstring_lines(capsys):
+    assert field_docs(Rates)["matrix_lr"] == "Learning rate of matrices."
     assert list(field_docs(MoreRates)) == ["matrix_lr", "bias_lr"]
     with pytest.raises(SystemExit):
         read("--help")
     out = capsys.readouterr().out
-    assert "A script." in out and "The dial." in out and "How fast matrices move." in out
+    assert "A script." in out and "Model depth." in out and "Learning rate of matrices." in out
 
 
-def test_settings_print_open_choices_as_the_seed_report_does():
+def test_settings_replace_none_by_minus_one_or_empty():
     assert settings(Script()) == {
         "depth": 20,
         "device_batch_size": -1,
@@ -175,7 +175,7 @@ def test_settings_print_open_choices_as_the_seed_report_does():
     "data tok_train tok_eval base_train base_loss base_eval bench export report lab.compare "
     "golf.base_train recursion.base_train".split(),
 )
-def test_help_names_two_commands_and_what_is_written(script):
+def test_help_shows_example_commands_and_outputs(script):
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", "--help"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
@@ -193,17 +193,17 @@ class Lists:
 
 
 @pytest.mark.parametrize("flags", ["--x=a,b --x c", "--x a b c", "--x=a --x=b,c", "--x a,b,c"])
-def test_lists_take_commas_spaces_and_repeats(flags):
+def test_lists_accept_commas_spaces_and_repeats(flags):
     found = parse(Lists(), args=flags.replace("--x", "--names").split())
     assert found == Lists(names=("a", "b", "c"))
 
 
-def test_a_list_that_may_be_none_takes_commas_and_none():
+def test_optional_list_accepts_commas_and_minus_one():
     assert parse(Lists(), args=["--sizes=1,2"]).sizes == (1, 2)
     assert parse(Lists((), (1,)), args=["--sizes=-1"]).sizes is None
 
 
-def test_an_error_of_a_track_is_printed_without_a_traceback():
+def test_value_error_of_own_code_has_a_user_message():
     with pytest.raises(ValueError) as caught:
         read_floor("arc=5")
     assert user_message(caught.value) == str(caught.value)

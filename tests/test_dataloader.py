@@ -1,4 +1,4 @@
-"""Rows on disk and batches: pure functions of (rows, seed, step), whoever packs and reads them."""
+"""Rows on disk and batches: pure functions of (rows, seed, step), for any packer and reader."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Five jsonl files of texts of many lengths, each large enough; the last one validates."""
+    """Five jsonl files, each large enough for a shard, with texts of many lengths."""
     folder = tmp_path / "text"
     folder.mkdir()
     for shard in range(5):
@@ -87,9 +87,9 @@ def digests(found: Rows) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_R4_any_number_of_ranks_sees_the_same_rows_in_every_step(folder, tokenizer, world_size):
+def test_R4_rows_of_a_step_do_not_depend_on_number_of_ranks(folder, tokenizer, world_size):
     found = packed(folder, tokenizer)
-    for step in range(60):  # over the ends of shards and epochs
+    for step in range(60):  # crosses the ends of shards and epochs
         whole = found.row_ids(step, ROWS, SEED)
         parts = [found.row_ids(step, ROWS, SEED, r, world_size) for r in range(world_size)]
         assert (np.concatenate(parts) == whole).all()
@@ -98,7 +98,7 @@ def test_R4_any_number_of_ranks_sees_the_same_rows_in_every_step(folder, tokeniz
     assert 60 * ROWS > 2 * found.packed_train_rows
 
 
-def test_a_batch_holds_the_rows_its_ids_name(folder, tokenizer):
+def test_batch_has_the_rows_given_by_row_ids(folder, tokenizer):
     found = packed(folder, tokenizer)
     batch = found.batch(3, ROWS, SEED)
     assert batch.shape == (ROWS, T + 1)
@@ -109,16 +109,16 @@ def test_a_batch_holds_the_rows_its_ids_name(folder, tokenizer):
         assert row[0] == tokenizer.bos_id
 
 
-def test_R5_resuming_anywhere_continues_with_the_very_same_rows(folder, tokenizer):
+def test_R5_resumed_run_reads_the_same_rows(folder, tokenizer):
     source = source_of(folder)
     found = packed(folder, tokenizer)
     uninterrupted = [found.batch(step, ROWS, SEED) for step in range(60)]
-    for step in [59, 0, 17, 33, 5]:  # mid-row of text, mid-shard, at and over epoch ends
+    for step in [59, 0, 17, 33, 5]:  # mid-shard, at and after epoch ends
         resumed = open_rows(source, tokenizer, T)
         assert resumed.batch(step, ROWS, SEED).tobytes() == uninterrupted[step].tobytes()
 
 
-def test_an_epoch_has_every_row_once_and_shards_in_frozen_order(folder, tokenizer):
+def test_epoch_has_every_row_once_and_shards_in_order(folder, tokenizer):
     found = packed(folder, tokenizer)
     total = found.packed_train_rows
     ids = np.concatenate([found.row_ids(step, 1, SEED) for step in range(2 * total)])
@@ -138,11 +138,11 @@ def test_an_epoch_has_every_row_once_and_shards_in_frozen_order(folder, tokenize
     assert (other_seed != first).any()
 
 
-def test_the_order_of_rows_is_the_same_for_ever():
+def test_row_permutation_never_changes():
     assert dataloader.permutation(1, 2, 3, 10).tolist() == [8, 1, 9, 3, 7, 5, 2, 0, 4, 6]
 
 
-def test_B2_a_document_longer_than_many_rows_is_learned_and_epochs_go_on(tmp_path, tokenizer):
+def test_B2_very_long_document_is_packed_and_epochs_continue(tmp_path, tokenizer):
     folder = tmp_path / "text"
     folder.mkdir()
     book = sentence(random.Random(0), 20_000)
@@ -150,14 +150,14 @@ def test_B2_a_document_longer_than_many_rows_is_learned_and_epochs_go_on(tmp_pat
         (folder / f"{name}.jsonl").write_text(json.dumps({"text": book}) + "\n")
     found = packed(folder, tokenizer)
     total = found.packed_train_rows
-    assert total == len(tokenizer.encode(book)) // T  # all of it but the end
+    assert total == len(tokenizer.encode(book)) // T  # all but the end
     assert found.epochs_for(3 * total) == 3
     assert found.row_ids(5 * total, 1, SEED)[0, :2].tolist() == [5, 0]
 
 
-def test_rows_that_do_not_divide_among_the_ranks_are_refused(folder, tokenizer):
+def test_rows_per_step_not_multiple_of_world_size_raises(folder, tokenizer):
     found = packed(folder, tokenizer)
-    with pytest.raises(ValueError, match="10 rows per step do not divide among 4 ranks; take 8"):
+    with pytest.raises(ValueError, match="10 is not a multiple of world_size 4; use 8"):
         found.batch(0, 10, SEED, 0, 4)
 
 
@@ -167,7 +167,7 @@ def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
     source = source_of(folder)
     texts = [text for file in source.train_shards for text in source.texts(file)]
     tokens, targets = inputs_and_targets(found.batch(0, 1, SEED), IGNORE)
-    counted = found.totals()["tokens"] + len(texts)  # and a BOS behind each text
+    counted = found.totals()["tokens"] + len(texts)  # plus one BOS per text
     assert (targets == IGNORE).sum() == 200_000 - counted
     assert found.totals()["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
     assert (tokens[targets == IGNORE] == tokenizer.bos_id).all()
@@ -188,7 +188,7 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer, monkeypatch
 # Validation
 
 
-def test_R24_B9_validation_rows_do_not_depend_on_shards_batch_size_or_ranks(folder, tokenizer):
+def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
     expected = np.concatenate(list(packed(folder, tokenizer).val_batches(8, 20)))
     assert len(expected) == 20
     for num_shards in (1, 3):
@@ -204,16 +204,16 @@ def test_R24_B9_validation_rows_do_not_depend_on_shards_batch_size_or_ranks(fold
                 assert (np.concatenate(batches) == expected).all()
 
 
-def test_all_validation_rows_come_once_when_more_are_asked_for(folder, tokenizer):
+def test_large_num_rows_yields_every_validation_row_once(folder, tokenizer):
     found = packed(folder, tokenizer)
     stored = np.fromfile(found.bin_path(found.val_shard), "<u2").reshape(-1, T + 1)
     got = np.concatenate(list(found.val_batches(8, 10**9)))
     assert sorted(map(bytes, got)) == sorted(map(bytes, stored))
     assert len(got) == found.counts(found.val_shard)["rows"]
-    assert not (got[: len(got) // 4] == stored[: len(got) // 4]).all()  # a sample, not the front
+    assert not (got[: len(got) // 4] == stored[: len(got) // 4]).all()  # not in file order
 
 
-def test_the_halves_of_the_validation_share_no_row_and_are_all_of_it(folder, tokenizer):
+def test_validation_halves_partition_the_rows(folder, tokenizer):
     found = packed(folder, tokenizer)
     every, *halves = (
         np.concatenate(list(found.val_batches(8, 10**9, half=half))) for half in (0, 1, 2)
@@ -230,7 +230,7 @@ def test_the_halves_of_the_validation_share_no_row_and_are_all_of_it(folder, tok
 # Packing
 
 
-def test_P7_rows_hold_every_token_of_the_text_but_those_counted(folder, tokenizer):
+def test_P7_rows_contain_every_token_except_dropped_ones(folder, tokenizer):
     found = packed(folder, tokenizer)
     source = source_of(folder)
     for shard in source.shards():
@@ -257,7 +257,7 @@ def test_R5_packed_rows_are_byte_identical_for_any_batching(folder, tokenizer, m
         assert digests(packed(folder, tokenizer)) == expected
 
 
-def test_more_shards_later_keep_the_rows_that_are_there(folder, tokenizer):
+def test_using_more_shards_keeps_existing_rows(folder, tokenizer):
     few = packed(folder, tokenizer, num_shards=2)
     before = {path: path.stat().st_mtime_ns for path in few.folder.glob("*.bin")}
     assert len(before) == 3
@@ -267,20 +267,18 @@ def test_more_shards_later_keep_the_rows_that_are_there(folder, tokenizer):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_only_as_many_shards_are_packed_as_rows_are_needed(folder, tokenizer):
+def test_packing_stops_at_the_rows_needed(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     ensure(found, source, tokenizer, rows_needed=1)
     assert [found.is_packed(shard) for shard in source.shards()] == [True, *[False] * 3, True]
-    assert found.epochs_for(10**6) is None  # the length of an epoch is not known
+    assert found.epochs_for(10**6) is None  # the length of an epoch is unknown
     assert found.epochs_for(found.packed_train_rows) == 1.0
     ensure(found, source, tokenizer, rows_needed=found.packed_train_rows + 1)
     assert [found.is_packed(shard) for shard in source.shards()][:3] == [True, True, False]
 
 
-def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
-    folder, tokenizer, tmp_path, monkeypatch
-):
+def test_crash_while_packing_leaves_no_partial_shard(folder, tokenizer, tmp_path, monkeypatch):
     expected = digests(packed(folder, tokenizer))
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
     monkeypatch.setattr(dataset, "BATCH_CHARS", 500)
@@ -291,11 +289,11 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
     def failing(self, texts, **options):
         calls.append(1)
         if len(calls) == 250:
-            raise RuntimeError("the power went")
+            raise RuntimeError("crash")
         return encode(self, texts, **options)
 
     monkeypatch.setattr(Tokenizer, "encode_flat", failing)
-    with pytest.raises(RuntimeError, match="the power went"):
+    with pytest.raises(RuntimeError, match="crash"):
         ensure(found, source, tokenizer)
     done = digests(found)
     assert 0 < len(done) < 5
@@ -304,7 +302,7 @@ def test_a_crash_while_packing_leaves_nothing_torn_and_the_next_run_continues(
     assert digests(found) == expected
 
 
-def test_the_recipe_of_rows_stands_beside_them_and_opens_their_text(folder, tokenizer):
+def test_recipe_in_index_json_reopens_the_source(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     recipe = read_json(found.folder / "index.json")
@@ -313,10 +311,10 @@ def test_the_recipe_of_rows_stands_beside_them_and_opens_their_text(folder, toke
 
 
 # ------------------------------------------------------------------------------------------------
-# What changed, what is damaged
+# Changes and damage
 
 
-def test_R6_the_recipe_names_what_differs(folder, tokenizer, tmp_path):
+def test_R6_differences_list_changed_settings(folder, tokenizer, tmp_path):
     before = packed(folder, tokenizer)
     assert differences(before.recipe, packed(folder, tokenizer).recipe) == []
 
@@ -354,7 +352,7 @@ def test_R6_the_recipe_names_what_differs(folder, tokenizer, tmp_path):
     )
 
 
-def test_a_row_file_of_the_wrong_size_is_packed_again(folder, tokenizer, capsys):
+def test_rows_of_wrong_size_are_packed_again(folder, tokenizer, capsys):
     found = packed(folder, tokenizer)
     expected, path = digests(found), found.bin_path("shard_1.jsonl")
     path.write_bytes(path.read_bytes()[:-2])
@@ -366,7 +364,7 @@ def test_a_row_file_of_the_wrong_size_is_packed_again(folder, tokenizer, capsys)
 
 
 @pytest.mark.parametrize("shard", ["shard_0.jsonl", "shard_2.jsonl", "shard_4.jsonl"])
-def test_R28_no_flipped_bit_of_packed_rows_reaches_a_batch(folder, tokenizer, shard):
+def test_R28_flipped_bit_never_reaches_a_batch(folder, tokenizer, shard):
     found = packed(folder, tokenizer)
     expected, path = digests(found), found.bin_path(shard)
     content, rng = path.read_bytes(), random.Random(0)
@@ -378,11 +376,11 @@ def test_R28_no_flipped_bit_of_packed_rows_reaches_a_batch(folder, tokenizer, sh
         assert reader.is_packed(shard)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
             read_everything(reader)
-        assert digests(packed(folder, tokenizer)) == expected  # packed again, as it was
+        assert digests(packed(folder, tokenizer)) == expected  # repacked with the same bytes
 
 
 def read_everything(found: Rows) -> None:
-    """One epoch, rank 0 of two, and the validation rows."""
+    """Read one epoch as rank 0 of 2, and the validation rows."""
     for step in range(1 + found.packed_train_rows // ROWS):
         found.batch(step, ROWS, SEED, 0, 2)
     list(found.val_batches(64, 10**9))
@@ -392,12 +390,12 @@ def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
     found = packed(folder, tokenizer)
     boundary = found.counts("shard_0.jsonl")["rows"]
     flip(found.bin_path("shard_1.jsonl"))
-    found.batch(0, 2 * (boundary // 2), SEED)  # the shard that follows is only read ahead
+    found.batch(0, 2 * (boundary // 2), SEED)  # the next shard is only verified ahead
     with pytest.raises(UsageError, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
         found.batch(0, 2 * boundary, SEED, 0, 2)
 
 
-def test_R28_a_rank_that_does_not_verify_rejects_foreign_ids(folder, tokenizer, monkeypatch):
+def test_R28_non_verifying_rank_rejects_invalid_ids(folder, tokenizer, monkeypatch):
     found, source = packed(folder, tokenizer), source_of(folder)
     hashed = []
     monkeypatch.setattr(dataloader, "sha256_file", lambda path: hashed.append(path))
@@ -412,7 +410,7 @@ def test_R28_a_rank_that_does_not_verify_rejects_foreign_ids(folder, tokenizer, 
         stored[stored != tokenizer.bos_id] = tokenizer.vocab_size
         stored.tofile(found.bin_path(shard))
         other = open_rows(source, tokenizer, T, verifies=False)
-        with pytest.raises(UsageError, match=r"holds token id 300, but the vocabulary(.|\n)*again"):
+        with pytest.raises(UsageError, match=r"has token id 300, but the vocabulary(.|\n)*again"):
             read(other)
     assert not hashed
 
@@ -423,7 +421,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_R28_ids_beyond_the_vocabulary_are_rejected(folder, tokenizer):
+def test_R28_ids_outside_the_vocabulary_are_rejected(folder, tokenizer):
     found = packed(folder, tokenizer)
     path, record = found.bin_path("shard_0.jsonl"), found.counts_path("shard_0.jsonl")
     rows = np.fromfile(path, "<u2")
@@ -431,28 +429,28 @@ def test_R28_ids_beyond_the_vocabulary_are_rejected(folder, tokenizer):
     rows.tofile(path)
     write_json(record, sealed({**read_sealed(record), "sha256": sha256_file(path)}))
     reader = open_rows(source_of(folder), tokenizer, T)
-    with pytest.raises(UsageError, match=r"holds token id 300, but the vocabulary size is 300"):
+    with pytest.raises(UsageError, match=r"has token id 300, but the vocabulary size is 300"):
         reader.batch(0, 2, SEED)
 
 
-@pytest.mark.parametrize("seal", [False, True])
-def test_R28_a_shard_cut_by_a_row_with_its_count_adjusted(folder, tokenizer, seal):
+@pytest.mark.parametrize("resealed", [False, True])
+def test_R28_shard_without_its_last_row_is_rejected(folder, tokenizer, resealed):
     found = packed(folder, tokenizer)
     expected = digests(found)
     path, record = found.bin_path("shard_0.jsonl"), found.counts_path("shard_0.jsonl")
     path.write_bytes(path.read_bytes()[: -2 * (T + 1)])
     whole = read_json(record)
     counts = {**whole, "rows": whole["rows"] - 1}
-    if seal:
+    if resealed:
         counts = sealed({name: value for name, value in counts.items() if name != "seal"})
     write_json(record, counts)
-    if seal:
-        with pytest.raises(UsageError, match="SHA-256 is not the recorded one"):
+    if resealed:
+        with pytest.raises(UsageError, match="SHA-256 does not match the record"):
             open_rows(source_of(folder), tokenizer, T).batch(0, 2, SEED)
     assert digests(packed(folder, tokenizer)) == expected
 
 
-def test_verified_rows_are_read_once_in_a_run(folder, tokenizer, monkeypatch):
+def test_shards_are_hashed_once_per_run(folder, tokenizer, monkeypatch):
     found, hashed = packed(folder, tokenizer), []
 
     def counted(path: Path) -> str:
@@ -471,7 +469,7 @@ def test_verified_rows_are_read_once_in_a_run(folder, tokenizer, monkeypatch):
 
 @pytest.fixture
 def small_files(tmp_path: Path) -> Path:
-    """60 files of about 3,000 characters; with T = 32 about 20 of them are enough for a shard."""
+    """60 files of about 3,000 characters; with T = 32, about 20 of them fill a shard."""
     folder = tmp_path / "many"
     folder.mkdir()
     for i in range(60):
@@ -480,7 +478,7 @@ def small_files(tmp_path: Path) -> Path:
     return folder
 
 
-def test_small_files_are_packed_in_groups_whatever_follows_them(small_files, tokenizer):
+def test_groups_of_small_files_do_not_depend_on_later_files(small_files, tokenizer):
     every = packed(small_files, tokenizer)
     assert 2 <= len(every.train_shards) <= 5
     files = [file for shard in every.train_shards for file in every.files[shard]]
@@ -499,7 +497,7 @@ def test_large_files_keep_their_names_and_their_own_rows(folder, small_files, to
     alone = packed(folder, tokenizer)
     assert alone.train_shards == source_of(folder).train_shards
     assert all(alone.files[shard] == [shard] for shard in alone.shards)
-    for i in range(3):  # in front of the large ones
+    for i in range(3):  # sorted before the large ones
         (folder / f"a_{i}.jsonl").write_bytes((small_files / f"0{i}.jsonl").read_bytes())
     both = packed_elsewhere(folder, tokenizer)
     first = [*(f"a_{i}.jsonl" for i in range(3)), "shard_0.jsonl"]
@@ -510,13 +508,11 @@ def test_large_files_keep_their_names_and_their_own_rows(folder, small_files, to
 
 
 def packed_elsewhere(folder: Path, tokenizer: Tokenizer) -> Rows:
-    """The rows of a folder under another name: its manifest is a new one."""
+    """Pack a folder under another name, so that it gets a new manifest."""
     return packed(folder.rename(folder.parent / "elsewhere"), tokenizer)
 
 
-def test_R9_rows_that_do_not_fit_on_the_disk_are_refused_with_both_numbers(
-    folder, tokenizer, monkeypatch
-):
+def test_R9_packing_error_has_needed_and_free_bytes(folder, tokenizer, monkeypatch):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     monkeypatch.setattr(common, "free_bytes", lambda path: 200 << 20)
@@ -547,7 +543,7 @@ def test_several_processes_pack_the_same_bytes_as_one(folder, tokenizer, tmp_pat
     assert not list(found.folder.glob("*.part"))
 
 
-def test_every_shard_is_packed_by_one_of_those_who_share_the_work(folder, tokenizer, monkeypatch):
+def test_every_shard_is_packed_by_exactly_one_thread(folder, tokenizer, monkeypatch):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     pack_shard, claimed = packing_module.pack_shard, []
@@ -573,7 +569,7 @@ def test_every_shard_is_packed_by_one_of_those_who_share_the_work(folder, tokeni
 def test_training_waits_only_for_the_shard_it_needs(folder, tokenizer, capsys):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
-    with common.locked(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # the last one hangs
+    with common.locked(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # blocks the last one
         with start_packing(found, source):
             first = found.batch(0, 16, SEED)
             assert not found.is_packed("shard_3.jsonl")
@@ -582,23 +578,23 @@ def test_training_waits_only_for_the_shard_it_needs(folder, tokenizer, capsys):
     assert (open_rows(source, tokenizer, T).batch(0, 16, SEED) == first).all()
 
 
-def test_an_error_of_the_packing_process_reaches_who_waits_with_its_message(folder, tokenizer):
+def test_packing_error_is_raised_in_waiting_ranks(folder, tokenizer):
     source = source_of(folder)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     found = open_rows(source, tokenizer, T)
-    other_rank = open_rows(source, tokenizer, T)  # has no handle on it
+    other_rank = open_rows(source, tokenizer, T)  # did not start the process
     with start_packing(found, source):
         steps = range(100)
         for reader in (found, other_rank):
-            with pytest.raises(RuntimeError, match=r"shard_1\.jsonl is not the file it was"):
+            with pytest.raises(RuntimeError, match=r"shard_1\.jsonl is missing or does not match"):
                 for step in steps:
                     reader.batch(step, ROWS, SEED)
     (folder / "shard_1.jsonl").unlink()
-    with pytest.raises(ValueError, match="came or went"):
+    with pytest.raises(ValueError, match="added or removed"):
         source_of(folder)
 
 
-def test_a_killed_packing_process_is_noticed_and_the_next_one_continues(folder, tokenizer):
+def test_killed_packing_process_is_reported_and_resumed(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     with common.locked(packing_module.lock_path(found, "shard_2.jsonl"), ""):
@@ -611,14 +607,14 @@ def test_a_killed_packing_process_is_noticed_and_the_next_one_continues(folder, 
     assert all(found.is_packed(shard) for shard in source.shards())
 
 
-def test_when_nothing_packs_the_error_names_the_command(folder, tokenizer, monkeypatch):
+def test_error_without_packing_process_has_the_command(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
     found = open_rows(source_of(folder), tokenizer, T)
     with pytest.raises(MissingInput, match="scripts.data --max_seq_len=32"):
         found.batch(0, 16, SEED)
 
 
-def test_a_packing_process_dies_with_its_parent(folder, tokenizer, base):
+def test_packing_process_exits_with_its_parent(folder, tokenizer, base):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     program = (
@@ -652,8 +648,8 @@ def test_a_packing_process_dies_with_its_parent(folder, tokenizer, base):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
-def test_packing_a_gigabyte_stays_far_below_a_gigabyte_of_memory(tmp_path, tokenizer, base):
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
+def test_packing_1_gb_uses_far_less_memory(tmp_path, tokenizer, base):
     folder = tmp_path / "text"
     folder.mkdir()
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Text sources: what is read, what is pinned, what is refused; downloads that go wrong."""
+"""Text sources: reading, pinning and validation of files; failing downloads."""
 
 import gzip
 import json
@@ -59,7 +59,7 @@ def texts_of(source, shard: str, skipped: Counter | None = None) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two training files and one for validation, in three formats."""
+    """Two training files and one validation file, in three formats."""
     write_parquet(tmp_path / "text/a.parquet", ["one", "two", "three"])
     write_jsonl(tmp_path / "text/b.jsonl", ["four", "five"])
     write_jsonl(tmp_path / "text/c.jsonl.gz", ["six"])
@@ -71,40 +71,40 @@ def local(folder: Path, **settings):
 
 
 # ------------------------------------------------------------------------------------------------
-# Which source
+# Source selection
 
 
-def test_without_a_name_and_without_a_record_the_error_says_what_to_give():
+def test_error_without_source_lists_the_options():
     with pytest.raises(ValueError, match="--dataset=embedded"):
         open_source(DataConfig())
 
 
 @pytest.mark.parametrize("name", ["", "climbmix", "a/b/c", "b/"])
-def test_a_name_that_is_no_repository_is_refused(name):
+def test_invalid_repository_name_is_rejected(name):
     with pytest.raises(ValueError, match="<owner>/<name>"):
         open_source(DataConfig(dataset=name))
 
 
-def test_a_folder_is_what_exists_or_begins_like_a_path(folder, monkeypatch):
+def test_folder_is_an_existing_or_path_like_name(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     name = folder.name
     for named in (name, f"./{name}", f"{name}/../{name}", str(folder)):
         assert open_source(DataConfig(dataset=named)).name == str(folder)
     for named in ("./none", "~/none/none", "/none/none"):
-        with pytest.raises(ValueError, match=f"--dataset={named}: there is no such folder"):
+        with pytest.raises(ValueError, match=f"--dataset={named}: no such folder"):
             open_source(DataConfig(dataset=named))
     with pytest.raises(ValueError, match=f"--dataset={folder}"):
         open_source(DataConfig(dataset=f"{name}/b.jsonl"))
 
 
-def test_a_record_with_the_flag_that_named_folders_still_opens(folder):
+def test_record_with_data_dir_still_opens(folder):
     source = local(folder, num_shards=1)
     old = {"data_dir": str(folder), "val_shard": source.val_shard, "num_shards": 1}
     recorded = {**old, "fingerprint": source.fingerprint}
     assert open_source(DataConfig(), recorded) == source
 
 
-def test_what_one_stage_remembers_the_next_one_opens(folder):
+def test_last_source_is_reopened_by_the_next_stage(folder):
     source = local(folder, num_shards=1)
     save_last_source(source.describe(), "main")
     assert load_last_source("other") is None
@@ -113,20 +113,20 @@ def test_what_one_stage_remembers_the_next_one_opens(folder):
     assert again.fingerprint == source.fingerprint
 
 
-def test_settings_beside_a_recorded_source_still_apply(folder):
+def test_config_overrides_recorded_settings(folder):
     recorded = local(folder, num_shards=1).describe()
     assert len(open_source(DataConfig(num_shards=2), recorded).train_shards) == 2
 
 
-def test_R6_a_recorded_source_whose_text_changed_is_refused_by_fingerprint(folder, base):
+def test_R6_changed_text_of_recorded_source_is_rejected(folder, base):
     recorded = local(folder).describe()
     write_jsonl(folder / "b.jsonl", ["something else"])
-    shutil.rmtree(base / "data")  # as on another machine: no manifest knows the old text
+    shutil.rmtree(base / "data")  # as on another machine: no manifest of the old text
     with pytest.raises(ValueError, match=recorded["fingerprint"]):
         open_source(DataConfig(), recorded)
 
 
-def test_the_fingerprint_names_text_and_order_not_the_place_on_disk(folder, tmp_path):
+def test_fingerprint_depends_on_text_and_order_not_on_path(folder, tmp_path):
     source = local(folder)
     moved = local(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert moved.fingerprint == source.fingerprint
@@ -140,7 +140,7 @@ def test_the_fingerprint_names_text_and_order_not_the_place_on_disk(folder, tmp_
 # A local folder
 
 
-def test_files_come_in_the_order_of_their_names_and_the_last_one_validates(folder):
+def test_files_are_sorted_and_the_last_one_is_for_validation(folder):
     source = local(folder)
     assert source.train_shards == ["a.parquet", "b.jsonl"]
     assert source.val_shard == "c.jsonl.gz"
@@ -151,18 +151,18 @@ def test_files_come_in_the_order_of_their_names_and_the_last_one_validates(folde
     ]
 
 
-def test_another_validation_shard_can_be_named_once_and_is_then_kept(folder, base):
+def test_validation_shard_is_fixed_at_first_use(folder, base):
     source = local(folder, val_shard="a.parquet")
     assert source.train_shards == ["b.jsonl", "c.jsonl.gz"]
     assert local(folder).val_shard == "a.parquet"
-    with pytest.raises(ValueError, match="keeps a.parquet"):
+    with pytest.raises(ValueError, match="already validates on a.parquet"):
         local(folder, val_shard="b.jsonl")
     with pytest.raises(ValueError, match="3 files, a.parquet to c.jsonl.gz"):
         shutil.rmtree(base / "data")
         local(folder, val_shard="z.parquet")
 
 
-def test_a_single_file_is_divided_and_its_identity_says_so(tmp_path):
+def test_single_file_is_split_and_identity_records_it(tmp_path):
     texts = [f"{i} " * 50 for i in range(100)]
     write_jsonl(tmp_path / "text/only.jsonl", texts)
     source = local(tmp_path / "text")
@@ -174,14 +174,14 @@ def test_a_single_file_is_divided_and_its_identity_says_so(tmp_path):
     assert 0 < sizes[source.val_shard] < sizes["only.jsonl"] / 2
 
 
-def test_asking_for_more_shards_than_there_are_names_how_many_there_are(folder):
+def test_too_many_shards_error_has_the_number_available(folder):
     with pytest.raises(ValueError, match="has 2 training shards"):
         local(folder, num_shards=3)
     with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
         local(folder, num_shards=0)
 
 
-def test_a_folder_that_may_only_be_read_is_enough(folder, base):
+def test_read_only_folder_works(folder, base):
     os.chmod(folder, 0o555)
     try:
         before = sorted(folder.rglob("*"))
@@ -192,34 +192,34 @@ def test_a_folder_that_may_only_be_read_is_enough(folder, base):
     assert list((base / "data").rglob("manifest.json"))
 
 
-def test_a_file_that_changed_is_refused_by_name(folder):
+def test_changed_file_is_rejected_by_name(folder):
     local(folder)
     write_jsonl(folder / "b.jsonl", ["changed"])
-    with pytest.raises(ValueError, match=r"b\.jsonl is not the file it was"):
+    with pytest.raises(ValueError, match=r"b\.jsonl is missing or does not match its SHA-256"):
         local(folder)
 
 
-def test_a_file_that_changes_after_opening_is_refused_when_it_is_read(folder):
+def test_file_changed_after_opening_is_rejected_when_read(folder):
     source = local(folder)
     write_jsonl(folder / "b.jsonl", ["changed"])
-    with pytest.raises(ValueError, match=r"b\.jsonl is not the file it was"):
+    with pytest.raises(ValueError, match=r"b\.jsonl is missing or does not match its SHA-256"):
         texts_of(source, "b.jsonl")
 
 
-def test_a_file_that_was_only_touched_is_accepted(folder):
+def test_touched_file_is_accepted(folder):
     source = local(folder)
     os.utime(folder / "b.jsonl", (1, 1))
     assert local(folder) == source
 
 
-def test_R6_files_that_came_or_went_are_named(folder):
+def test_R6_added_file_is_named(folder):
     local(folder)
     write_jsonl(folder / "d.jsonl", ["seven"])
-    with pytest.raises(ValueError, match=r"d\.jsonl came or went"):
+    with pytest.raises(ValueError, match=r"d\.jsonl added or removed"):
         local(folder)
 
 
-def test_null_empty_and_undecodable_texts_are_left_out_and_counted(tmp_path):
+def test_null_empty_and_undecodable_texts_are_counted(tmp_path):
     folder = tmp_path / "text"
     bad = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
     column = pa.concat_arrays([pa.array(["one", None, "", "two"]), bad])
@@ -241,14 +241,14 @@ DAMAGED = (
 
 
 def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
-    """Name -> content of a damaged file, and what the error that names it must say."""
+    """Name -> content of a damaged file and a pattern of its error."""
     whole = write_parquet(folder / "whole.parquet", ["text " * 500] * 50).read_bytes()
     (folder / "whole.parquet").unlink()
     return {
-        "truncated.parquet": (whole[: len(whole) // 2], "no readable parquet"),
+        "truncated.parquet": (whole[: len(whole) // 2], "not a readable parquet"),
         "empty.parquet": (b"", "is empty"),
-        "magic.parquet": (b"JUNK" + whole[4:-4] + b"JUNK", "no readable parquet"),
-        "text.parquet": (b"just some words, not parquet", "no readable parquet"),
+        "magic.parquet": (b"JUNK" + whole[4:-4] + b"JUNK", "not a readable parquet"),
+        "text.parquet": (b"just some words, not parquet", "not a readable parquet"),
         "empty.jsonl": (b"", "is empty"),
         "field.jsonl": (b'{"content": "one"}\n', "line 1.*string `text`"),
         "number.jsonl": (b'{"text": 17}\n', "line 1.*string `text`"),
@@ -258,7 +258,7 @@ def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_R11_a_damaged_file_is_named_when_the_folder_is_opened(folder, tmp_path, name):
+def test_R11_damaged_file_is_named_when_folder_is_opened(folder, tmp_path, name):
     content, message = damaged_files(tmp_path)[name]
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
@@ -268,17 +268,17 @@ def test_R11_a_damaged_file_is_named_when_the_folder_is_opened(folder, tmp_path,
 @pytest.mark.parametrize(
     "table, message",
     [
-        (pa.table({"content": ["one"]}), "no column `text`; its columns are content"),
+        (pa.table({"content": ["one"]}), "no column `text`; the columns are content"),
         (pa.table({"text": [1, 2]}), "holds int64, not strings"),
     ],
 )
-def test_R11_a_wrong_schema_is_refused_with_what_is_there(folder, table, message):
+def test_R11_wrong_schema_error_describes_the_file(folder, table, message):
     pq.write_table(table, folder / "b.parquet")
     with pytest.raises(ValueError, match=message):
         local(folder)
 
 
-def test_R11_damage_inside_a_file_is_found_when_it_is_read(folder):
+def test_R11_damage_inside_a_file_is_found_when_read(folder):
     path = write_parquet(
         folder / "b.parquet", [f"{i} " * 200 for i in range(500)], write_page_checksum=True
     )
@@ -289,7 +289,7 @@ def test_R11_damage_inside_a_file_is_found_when_it_is_read(folder):
         texts_of(local(folder), "b.parquet")
 
 
-def test_R11_a_line_cut_off_at_the_end_is_named(folder):
+def test_R11_truncated_last_line_is_named(folder):
     path = write_jsonl(folder / "b.jsonl", ["four", "five"])
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2"):
@@ -301,13 +301,13 @@ def test_R11_a_line_cut_off_at_the_end_is_named(folder):
         texts_of(local(path.parent), "b.jsonl.gz")
 
 
-def test_R11_a_file_without_any_text_is_refused(folder):
+def test_R11_file_without_text_is_rejected(folder):
     write_parquet(folder / "b.parquet", pa.array([None, ""], pa.string()))
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         texts_of(local(folder), "b.parquet")
 
 
-def test_texts_come_in_lists_of_bounded_size_whatever_the_row_groups(tmp_path, monkeypatch):
+def test_batch_size_does_not_depend_on_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "BATCH_CHARS", 1000)
     texts = [f"{i:03d}" * 33 for i in range(2000)]
     write_parquet(tmp_path / "text/a.parquet", texts, row_group_size=2000)
@@ -318,12 +318,12 @@ def test_texts_come_in_lists_of_bounded_size_whatever_the_row_groups(tmp_path, m
 
 
 # ------------------------------------------------------------------------------------------------
-# A data set that a program wrote
+# A generated dataset
 
 
 @pytest.fixture
 def generated(base):
-    """Three shards of a data set called `made-up`."""
+    """Three shards of a dataset called `made-up`."""
     files = {}
     for shard, texts in {"a": ["one", "two"], "b": ["three"], "val": ["four"]}.items():
         path = write_jsonl(base / f"data/made-up/text/{shard}.jsonl", texts)
@@ -333,7 +333,7 @@ def generated(base):
     return manifest
 
 
-def test_a_generated_data_set_is_opened_by_name(generated):
+def test_generated_dataset_is_opened_by_name(generated):
     source = open_source(DataConfig(dataset="made-up"))
     assert (source.name, source.train_shards, source.val_shard) == ("made-up", ["a", "b"], "val")
     assert texts_of(source, "a") == ["one", "two"] and texts_of(source, "val") == ["four"]
@@ -347,7 +347,7 @@ def test_a_generated_data_set_is_opened_by_name(generated):
         open_source(FirstUseConfig("made-up", revision="main"))
 
 
-def test_a_generated_data_set_may_grow_but_not_change(generated, base):
+def test_generated_dataset_may_grow_but_not_change(generated, base):
     first = open_source(DataConfig(dataset="made-up", num_shards=1))
     path = base / "data/made-up/manifest.json"
     write_json(path, generated | {"files": generated["files"] | {"c": generated["files"]["b"]}})
@@ -355,7 +355,7 @@ def test_a_generated_data_set_may_grow_but_not_change(generated, base):
     assert again.fingerprint == first.fingerprint
     assert again.identity == open_source(DataConfig(dataset="made-up")).identity
     write_jsonl(base / "data/made-up/text/a.jsonl", ["another"])
-    with pytest.raises(ValueError, match="not the file it was"):
+    with pytest.raises(ValueError, match="does not match its SHA-256"):
         texts_of(again, "a")
     write_json(path, generated | {"identity": {"version": 2}})
     with pytest.raises(ValueError, match=first.fingerprint):
@@ -363,12 +363,12 @@ def test_a_generated_data_set_may_grow_but_not_change(generated, base):
 
 
 # ------------------------------------------------------------------------------------------------
-# The hub
+# The Hub
 
 
 @pytest.fixture
 def serve(hub, monkeypatch):
-    """Serve a hub folder, with the server's switches for misbehaviour; pauses become short."""
+    """Serve a folder as the Hub, with optional faults and short pauses between retries."""
     with hub_served(hub, monkeypatch) as start:
         yield start
 
@@ -383,7 +383,7 @@ def original(hub: Path, shard: str) -> Path:
     return hub / "datasets" / MINI / shard
 
 
-def test_a_repository_is_listed_pinned_and_fetched_only_as_far_as_it_is_read(serve, hub, base):
+def test_repository_is_pinned_and_files_are_fetched_lazily(serve, hub, base):
     serve()
     source = mini(num_shards=2)
     assert source.train_shards == ["shard_00000.parquet", "shard_00001.parquet"]
@@ -404,7 +404,7 @@ def test_a_repository_is_listed_pinned_and_fetched_only_as_far_as_it_is_read(ser
     assert open_source(DataConfig(), source.describe()) == source
 
 
-def test_what_is_there_needs_no_network_any_more(serve):
+def test_downloaded_files_need_no_network(serve):
     server = serve()
     source = mini()
     source.fetch(source.val_shard)
@@ -413,7 +413,7 @@ def test_what_is_there_needs_no_network_any_more(serve):
     assert texts_of(mini(), source.val_shard)
 
 
-def test_another_revision_than_the_pinned_one_is_refused_with_both_names(serve):
+def test_other_revision_error_names_the_pinned_one(serve):
     serve()
     source = mini()
     assert mini(revision="main") == mini(revision=source.repo.commit) == source
@@ -423,15 +423,15 @@ def test_another_revision_than_the_pinned_one_is_refused_with_both_names(serve):
         mini(revision="dev")
 
 
-def test_a_revision_or_repository_that_does_not_exist_is_named(serve):
+def test_missing_revision_or_repository_is_named(serve):
     serve()
     with pytest.raises(UsageError, match="no revision 'nowhere'"):
         mini(revision="nowhere")
-    with pytest.raises(UsageError, match="no data set local/nothing"):
+    with pytest.raises(UsageError, match="no dataset local/nothing"):
         open_source(DataConfig(dataset="local/nothing"))
 
 
-def test_a_new_commit_on_the_hub_changes_nothing_for_who_pinned_the_old_one(serve, hub, tmp_path):
+def test_new_commit_does_not_change_a_pinned_source(serve, hub, tmp_path):
     root = tmp_path / "hub"
     shutil.copytree(hub / "datasets/local/mini-pretrain-korean", root / "datasets/local/korean")
     os.chmod(root / "datasets/local/korean", 0o755)
@@ -444,33 +444,33 @@ def test_a_new_commit_on_the_hub_changes_nothing_for_who_pinned_the_old_one(serv
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
-def test_R12_a_connection_cut_off_is_continued_to_the_right_digest(serve, hub, fraction):
+def test_R12_interrupted_download_resumes_to_right_digest(serve, hub, fraction):
     serve(truncate=fraction, fail_first=1)
     path = mini().fetch("shard_00005.parquet")
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
 
 
-def test_R12_an_overloaded_hub_is_asked_again_and_that_is_said(serve, hub, capsys):
+def test_R12_overloaded_hub_is_retried_and_logged(serve, hub, capsys):
     server = serve(fail_first=3)
     path = mini().fetch("shard_00005.parquet")
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
-    said = capsys.readouterr().out
-    assert said.count("503") == 3 and "(attempt 4, limit 15 min)" in said
-    assert "downloading local/mini-pretrain: shard_00005.parquet (3.3 MB)" in said
+    output = capsys.readouterr().out
+    assert output.count("503") == 3 and "(attempt 4, limit 15 min)" in output
+    assert "downloading local/mini-pretrain: shard_00005.parquet (3.3 MB)" in output
     assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [4]
 
 
-def test_R12_attempts_are_bounded_and_the_error_says_how_to_go_on(serve, monkeypatch):
+def test_R12_retries_are_bounded_and_error_has_the_fix(serve, monkeypatch):
     server, slept = serve(fail_first=1000), []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr(hub_files, "time", clock)  # one that only a pause moves
+    monkeypatch.setattr(hub_files, "time", clock)  # advances only during pauses
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(UsageError, match="run the same command again"):
         mini().fetch("shard_00005.parquet")
     assert 4 <= max(server.counts.values()) <= 7
 
 
-def test_R12_a_stalled_socket_is_given_up_and_continued(serve, hub, monkeypatch):
+def test_R12_stalled_download_times_out_and_resumes(serve, hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     stalled = threading.Event()
 
@@ -495,7 +495,7 @@ def test_R12_a_stalled_socket_is_given_up_and_continued(serve, hub, monkeypatch)
 
 
 @pytest.mark.parametrize("status, again", [(429, True), (503, True), (401, False), (404, False)])
-def test_R12_only_what_may_pass_is_tried_again(monkeypatch, status, again):
+def test_R12_only_transient_errors_are_retried(monkeypatch, status, again):
     monkeypatch.setattr(hub_files, "PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.1)
     response = Mock(status_code=status, headers={}, request=None)
@@ -511,7 +511,7 @@ def test_R12_only_what_may_pass_is_tried_again(monkeypatch, status, again):
     assert (len(calls) > 3) == again and (again or len(calls) == 1)
 
 
-def test_R12_two_processes_fetch_a_file_once(serve, base):
+def test_R12_two_processes_download_a_file_once(serve, base):
     server = serve(latency_ms=200)
     mini()
     program = (
@@ -530,13 +530,13 @@ def test_R12_two_processes_fetch_a_file_once(serve, base):
         )
         for _ in range(2)
     ]
-    said = [process.communicate()[0] for process in processes]
+    outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert sum("downloaded" in text for text in said) == 1
+    assert sum("downloaded" in text for text in outputs) == 1
     assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [1]
 
 
-def test_R11_a_damaged_download_is_set_aside_and_fetched_again(serve, hub, capsys):
+def test_R11_damaged_file_is_set_aside_and_downloaded_again(serve, hub, capsys):
     serve()
     source = mini()
     path = source.fetch("shard_00005.parquet")
@@ -548,45 +548,45 @@ def test_R11_a_damaged_download_is_set_aside_and_fetched_again(serve, hub, capsy
         assert "set aside as shard_00005.parquet.bad" in capsys.readouterr().out
 
 
-def test_R11_a_file_left_unrecorded_by_a_crash_is_held_to_the_hubs_digest(serve, hub):
+def test_R11_unrecorded_file_is_checked_against_hub_digest(serve, hub):
     serve()
     source = mini()
     path = source.repo.folder / "shard_00005.parquet"
-    shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but not this file
+    shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but another file
     assert source.fetch("shard_00005.parquet") == path
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
 
 
-def test_R11_a_file_that_never_matches_its_record_is_refused_by_name(serve):
+def test_R11_file_never_matching_its_record_is_rejected(serve):
     serve()
     source = mini()
     manifest = read_json(source.manifest)
     manifest["files"]["shard_00005.parquet"]["sha256"] = "0" * 64
     write_json(source.manifest, manifest)
-    with pytest.raises(ValueError, match=r"shard_00005\.parquet is refused, twice.*manifest says"):
+    with pytest.raises(ValueError, match=r"00005\.parquet .* after two attempts.*manifest says"):
         source.fetch("shard_00005.parquet")
 
 
-def test_R11_what_the_hub_itself_has_wrong_is_refused_by_name(serve, tmp_path):
+def test_R11_invalid_file_on_the_hub_is_rejected_by_name(serve, tmp_path):
     folder = tmp_path / "hub/datasets/local/broken"
     write_parquet(folder / "a.parquet", ["one"])
     (folder / "b.parquet").write_bytes(b"no parquet")
     write_parquet(folder / "c.parquet", ["one"], column="content")
     serve(tmp_path / "hub")
     source = open_source(DataConfig(dataset="local/broken"))
-    with pytest.raises(ValueError, match=r"c\.parquet is refused.*it has no column `text`"):
+    with pytest.raises(ValueError, match=r"c\.parquet is unusable.*no column `text`"):
         texts_of(source, "c.parquet")
-    assert not source.manifest.exists()  # nothing is recorded before a file passed its checks
+    assert not source.manifest.exists()  # nothing is recorded before a file passes its checks
     source = open_source(DataConfig(dataset="local/broken"))
     assert texts_of(source, "a.parquet") == ["one"]
-    with pytest.raises(ValueError, match=r"b\.parquet is refused, .*: it is no readable parq"):
+    with pytest.raises(ValueError, match=r"b\.parquet is unusable .*: not a readable parq"):
         texts_of(source, "b.parquet")
-    with pytest.raises(ValueError, match=r"c\.parquet is refused.*it has no column `text`"):
+    with pytest.raises(ValueError, match=r"c\.parquet is unusable.*no column `text`"):
         texts_of(source, "c.parquet")
     assert source.manifest.exists()
 
 
-def test_R9_a_download_that_does_not_fit_is_refused_with_both_numbers(serve, monkeypatch):
+def test_R9_download_error_has_needed_and_free_bytes(serve, monkeypatch):
     serve()
     source = mini()
     monkeypatch.setattr(common, "free_bytes", lambda path: 257 << 20)

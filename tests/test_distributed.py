@@ -1,4 +1,4 @@
-"""Several processes on one machine: the same training as one process."""
+"""Training with several processes on one machine matches training with one."""
 
 import json
 import shutil
@@ -33,21 +33,21 @@ def base(trained_base) -> Path:
     return trained_base
 
 
-def test_R19_one_and_two_processes_give_the_same_first_20_losses(base):
+def test_R19_one_and_two_processes_have_same_first_20_losses(base):
     one, two = losses(base, "one"), losses(base, "two")
     assert len(one) == len(two) == 20 and one[-1] < one[0] - 1
     np.testing.assert_allclose(two, one, rtol=1e-5)
 
 
-def test_R19_the_first_losses_are_those_on_record(base):
-    """Another CPU rounds otherwise: without AVX the same run differed by 4e-7."""
+def test_R19_first_losses_match_golden_losses(base):
+    """Tolerance: rounding depends on the CPU; without AVX, losses differed by 4e-7."""
     golden = json.loads((REPOSITORY / "tests" / "golden_losses.json").read_text())
     np.testing.assert_allclose(losses(base, "one"), golden, rtol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_R3_on_a_gpu_a_resumed_run_repeats_the_whole_one_bit_for_bit(base):
+def test_R3_gpu_resume_is_bit_identical_to_uninterrupted_run(base):
     words = [*TRAIN, *SMALL, "--device_type=cuda", "--dtype=bfloat16", "--deterministic"]
     for tag in ("gpu", "gpu-again", "gpu-resumed"):
         python(base, *words, f"--model_tag={tag}")
@@ -55,17 +55,17 @@ def test_R3_on_a_gpu_a_resumed_run_repeats_the_whole_one_bit_for_bit(base):
         shutil.rmtree(folder(base, "gpu-resumed") / f"step_{step:06d}")
     python(base, *words, "--model_tag=gpu-resumed", "--resume=auto")
     assert losses(base, "gpu") == losses(base, "gpu-again") == losses(base, "gpu-resumed")
-    words.remove("--deterministic")  # within the band that two runs differ by
+    words.remove("--deterministic")  # within the difference between two runs
     for tag in ("loose", "loose-again"):
         python(base, *words, f"--model_tag={tag}")
     band = np.abs(np.subtract(losses(base, "loose"), losses(base, "loose-again"))).max()
     shutil.rmtree(folder(base, "loose-again") / "step_000020")
     python(base, *words, "--model_tag=loose-again", "--resume=auto")
-    apart = np.abs(np.subtract(losses(base, "loose"), losses(base, "loose-again"))).max()
-    assert apart <= max(2 * band, 1e-4)
+    difference = np.abs(np.subtract(losses(base, "loose"), losses(base, "loose-again"))).max()
+    assert difference <= max(2 * band, 1e-4)
 
 
-def test_sharded_and_single_optimizers_agree(base):
+def test_sharded_optimizer_matches_single_process(base):
     one, two = weights(base, "one"), weights(base, "two")
     assert one.keys() == two.keys()
     for name in one:
@@ -76,7 +76,7 @@ def test_sharded_and_single_optimizers_agree(base):
     ("saved_by", "resumed_with"),
     [("one", 2), ("two", 1), pytest.param("two", 4, marks=pytest.mark.slow)],
 )
-def test_R4_elastic_resume_sees_the_same_rows_and_losses(base, saved_by, resumed_with):
+def test_R4_elastic_resume_has_same_losses(base, saved_by, resumed_with):
     tag = f"{saved_by}-{resumed_with}"
     shutil.copytree(folder(base, saved_by), folder(base, tag))
     for step in (12, 16, 20):  # as if the run had been killed after step 8
@@ -86,8 +86,8 @@ def test_R4_elastic_resume_sees_the_same_rows_and_losses(base, saved_by, resumed
     np.testing.assert_allclose(losses(base, tag), losses(base, "one"), rtol=1e-5)
 
 
-def test_a_run_is_not_continued_under_other_rates(base):
-    """It would be neither the one recipe nor the other, and be recorded as the second."""
+def test_resume_with_other_learning_rate_is_rejected(base):
+    """Otherwise, the run would mix two recipes and be recorded as the second one."""
     words = [sys.executable, *TRAIN, *SMALL, "--model_tag=one", "--resume=auto", "--matrix_lr=0.03"]
     done = subprocess.run(
         words, cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280
@@ -95,7 +95,7 @@ def test_a_run_is_not_continued_under_other_rates(base):
     assert done.returncode and "optim.matrix_lr: was 0.02, now 0.03" in done.stderr
 
 
-def test_B4_B5_B6_ranks_agree_on_rates_and_parameters_and_on_uneven_masks(base):
+def test_B4_B5_B6_ranks_agree_on_uneven_masks(base):
     def results(processes: int) -> list[dict]:
         out = python(base, *torchrun(processes), "-m", "tests.ranks")
         return json.loads(out[out.index("RESULT ") + 7 :].splitlines()[0])
@@ -107,7 +107,7 @@ def test_B4_B5_B6_ranks_agree_on_rates_and_parameters_and_on_uneven_masks(base):
     np.testing.assert_allclose(together[0]["norms"], alone["norms"], rtol=1e-4)  # B4
 
 
-def test_two_agents_on_loopback_train_as_two_nodes(base):
+def test_two_torchrun_agents_match_one_with_two_processes(base):
     port = free_port()
     agents = [begin(base, *node(port, n), *TRAIN, *SMALL, "--model_tag=nodes") for n in (0, 1)]
     outputs = [agent.communicate(timeout=280)[0] for agent in agents]
@@ -117,13 +117,13 @@ def test_two_agents_on_loopback_train_as_two_nodes(base):
 
 
 def by_one_and_two(base: Path, words: list[str], stage: str) -> tuple[Path, Path]:
-    """The folders of the same stage carried out by one process and by two."""
+    """Run a stage with one process and with two; returns both checkpoint folders."""
     for processes in (1, 2):
         python(base, *torchrun(processes), *words, f"--model_tag={processes}")
     return base / stage / "1", base / stage / "2"
 
 
-def test_one_and_two_processes_fine_tune_alike(base):
+def test_finetuning_matches_on_one_and_two_processes(base):
     words = (
         "-m scripts.mid_train --source=base:one --mixture=world_chat=300,world_facts=100 "
         "--max_seq_len=64 --num_iterations=6 --total_batch_size=512 --eval_tokens=1024 "
@@ -135,7 +135,7 @@ def test_one_and_two_processes_fine_tune_alike(base):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
 
 
-def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
+def test_finished_finetuning_saves_no_optimizer_state(base):
     words = (
         "-m scripts.mid_train --source=base:one --mixture=world_facts=100 --max_seq_len=64 "
         "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small "
@@ -152,10 +152,10 @@ def test_a_finished_fine_tuning_keeps_no_optimizer_state(base):
         cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert longer.returncode == 2 and "Traceback" not in longer.stderr
-    assert "holds no optimizer state" in longer.stderr and "--save_optimizer" in longer.stderr
+    assert "with no optimizer state" in longer.stderr and "--save_optimizer" in longer.stderr
 
 
-def test_one_and_two_processes_play_golf_alike(base):
+def test_golf_training_matches_on_one_and_two_processes(base):
     words = (
         "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--num_iterations=20 --eval_tokens=1024 --dtype=float32 --tie_embeddings=1 --ema_decay=0.8 "
@@ -165,13 +165,13 @@ def test_one_and_two_processes_play_golf_alike(base):
     by_one_and_two(base, words, "base_checkpoints")
     one, two = losses(base, "1"), losses(base, "2")
     np.testing.assert_allclose(two[:10], one[:10], rtol=1e-5)
-    np.testing.assert_allclose(two, one, rtol=1e-3)  # an ulp can decide to which level one rounds
+    np.testing.assert_allclose(two, one, rtol=1e-3)  # an ulp can change the quantization level
     one, two = weights(base, "1"), weights(base, "2")
     for name in one:
         assert (two[name] - one[name]).norm() < 1e-2 * one[name].norm(), name
 
 
-def test_one_and_two_processes_recurse_alike(base):
+def test_recursive_training_matches_on_one_and_two_processes(base):
     words = (
         "-m scripts.recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 "
         "--total_batch_size=512 --num_iterations=12 --eval_tokens=1024 --dtype=float32 "
@@ -183,11 +183,11 @@ def test_one_and_two_processes_recurse_alike(base):
         assert len(curve(one, name)) in (1, 12)
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=2e-4, err_msg=name)
     drawn = [len(curve(one, f"loss_loop_{k}")) for k in (1, 2, 3)]
-    assert sum(drawn) == 12 and min(drawn) > 0, "one loop is drawn for each step"
+    assert sum(drawn) == 12 and min(drawn) > 0, "expected one sampled loop per step"
 
 
-def test_two_processes_end_by_the_clock_together(base):
-    """Each measures other seconds; what they agree on ends both with the same step."""
+def test_time_limit_stops_two_processes_at_same_step(base):
+    """Their clocks differ, but they agree on the last step."""
     words = (
         "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--max_wallclock_seconds=1.5 --eval_tokens=1024 --dtype=float32 --model_tag=clock"
@@ -199,8 +199,8 @@ def test_two_processes_end_by_the_clock_together(base):
     assert state["step"] == len(losses(base, "clock"))
 
 
-def test_one_and_two_processes_practise_alike(base):
-    """What is learned here is to be brief: a base model gets nothing right."""
+def test_rl_matches_on_one_and_two_processes(base):
+    """Only the length penalty is a signal: a base model gets no answer right."""
     words = (
         "-m scripts.chat_rl --source=base:one --num_iterations=3 "
         "--task=world_spelling=50,world_facts=50 "
@@ -221,25 +221,25 @@ def test_one_and_two_processes_practise_alike(base):
     assert values["Mean reward change"]["n"] == 8
 
 
-def test_depth_8_works_as_typed_with_dashes_or_underscores(base):
+def test_flags_accept_dashes_and_underscores_at_depth_8(base):
     words = (
         "-- --depth=8 --max-seq-len=128 --total_batch_size=1024 --num-iterations=2 "
         "--eval-tokens=2048"
     ).split()
     out = python(base, *torchrun(2), *TRAIN, *words)
-    assert "about" in out  # it says how long it will take
+    assert "about" in out  # the estimated time
     record = read_json(base / "report" / "base-model-training.json")
     assert record["values"]["DDP world size"] == 2 and len(losses(base, "d8")) == 2
 
 
 class Renamed(ValueError):
-    """An error whose copy says something else."""
+    """An error whose pickled copy has another message."""
 
     def __init__(self, name: str):
         super().__init__(f"bad {name}")
 
 
-def test_an_error_arrives_at_other_ranks_with_the_same_message():
+def test_error_reaches_other_ranks_with_same_message():
     assert isinstance(portable(ValueError("x")), ValueError)
     found = portable(Renamed("name"))
     assert type(found) is RuntimeError and str(found) == "Renamed: bad name"

@@ -1,4 +1,4 @@
-"""The code and the names in docs/ are those of the repository."""
+"""File names and code examples in docs/architecture.md work."""
 
 import inspect
 import math
@@ -31,21 +31,21 @@ def test_files_named_in_the_architecture_exist():
         assert (REPOSITORY / name).exists() or (REPOSITORY / "nanochat" / name).exists(), name
 
 
-def test_the_methods_of_a_callback_are_those_listed():
+def test_architecture_lists_all_callback_methods():
     listed = re.search(r"do nothing by default: (.*?)\. Figures", ARCHITECTURE, re.DOTALL)
     methods = [name for name in vars(train.Callback) if not name.startswith("_")]
     assert listed and re.findall(r"`(\w+)`", listed[1]) == methods
 
 
 def example(first_line, scope):
-    """Run the example that begins with a line; returns the names that it defines."""
+    """Run the example that starts with `first_line`; return its namespace."""
     [code] = re.findall(rf"```python\n({re.escape(first_line)}.*?)```", ARCHITECTURE, re.DOTALL)
     scope = {**scope, "__name__": "example"}
     exec(code, scope)
     return scope
 
 
-def test_the_example_of_a_metric_computes_it():
+def test_metric_example_computes_the_metric():
     scope = example("class LargestWeight", {"Callback": train.Callback, "GPT": GPT, "BaseTrain": 0})
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     torch.nn.init.constant_(model.embed.weight, -70.0)
@@ -53,7 +53,7 @@ def test_the_example_of_a_metric_computes_it():
     assert found == {"largest_weight": pytest.approx(70.0)}
 
 
-def test_the_example_of_an_architecture_is_built_from_its_configuration(monkeypatch):
+def test_architecture_example_is_built_from_its_config(monkeypatch):
     names = {"Any": object, "Mapping": dict, "Tensor": torch.Tensor, "dataclass": dataclass}
     scope = example("@dataclass(frozen=True)\nclass GeluConfig", {**vars(gpt), **names})
     module = ModuleType("nanochat.gelu")
@@ -69,27 +69,27 @@ def test_the_example_of_an_architecture_is_built_from_its_configuration(monkeypa
     assert not torch.allclose(model.blocks[0].mlp(x), plain.blocks[0].mlp(x))
 
 
-def test_the_example_of_a_task_is_trained_on_scored_and_rewarded(monkeypatch):
+def test_task_example_works_for_training_and_scoring(monkeypatch):
     scope = example("PAIRS = {", vars(base))
     monkeypatch.setitem(registry.TASKS, "capitals", registry.Entry(scope["Capitals"]))
     [bucket] = buckets("capitals*4")
     assert len(bucket.train) == 3 and len(bucket.val) == 2 and bucket.tags.parent == ""
-    asked = held_out_questions("capitals", 2)
-    scores = [score_answer(asked, 0, answer) for answer in ("Lima", "Oslo", "Perhaps Lima")]
+    task = held_out_questions("capitals", 2)
+    scores = [score_answer(task, 0, answer) for answer in ("Lima", "Oslo", "Perhaps Lima")]
     assert sorted(scores) == [0.0, 0.0, 1.0]
 
 
-def test_the_example_of_a_schedule_is_a_cosine():
+def test_schedule_example_is_a_cosine():
     scope = example("def lr_factor", {"math": math, "ScheduleConfig": ScheduleConfig})
     cfg = ScheduleConfig(warmup_steps=10, warmdown_ratio=0.5, final_lr_frac=0.1)
     factors = [scope["lr_factor"](step, 100, cfg) for step in range(100)]
     assert factors[0] == 0.1 and factors[9:50] == [1.0] * 41
     assert factors[75] == pytest.approx(0.55) and factors[99] == pytest.approx(0.1, abs=1e-3)
     same = inspect.signature(scope["lr_factor"]) == inspect.signature(optim.lr_factor)
-    assert same, "it takes the place of the one there is"
+    assert same, "the example must be a drop-in replacement"
 
 
-def test_the_example_of_a_stage_calls_what_there_is():
+def test_stage_example_calls_fine_tune_with_valid_arguments():
     calls = []
     names = {"fine_tune": lambda *args: calls.append(args), "replace": replace, "start": None}
     scope = example("def main(cfg: ChatSft)", {**vars(chat_sft), **names})

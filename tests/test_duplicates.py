@@ -1,15 +1,15 @@
-"""No function of the library is another one with other names and constants."""
+"""The library has no duplicate functions."""
 
 import ast
 from collections import defaultdict
 
 from nanochat.common import REPOSITORY
 
-MIN_STATEMENTS = 4  # nested ones included; shorter bodies are equal by chance
+MIN_STATEMENTS = 4  # including nested ones; shorter bodies may be equal by chance
 
 
 def shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The body without docstring, names, constants and annotations; None if it is short."""
+    """Body without docstring, names, constants and annotations; None if it is too short."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     nodes = [node for statement in body for node in ast.walk(statement)]
     if sum(isinstance(node, ast.stmt) for node in nodes) < MIN_STATEMENTS:
@@ -23,7 +23,7 @@ def shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     return "\n".join(map(ast.dump, body))
 
 
-def test_no_two_functions_are_equal_up_to_names_and_constants():
+def test_no_functions_differ_only_in_names_and_constants():
     groups = defaultdict(list)
     for folder in ("nanochat", "tasks", "scripts"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The engine says what the plain model says, whoever else is in the batch."""
+"""Engine output equals that of the plain model and does not depend on the rest of the batch."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ OPTIONS = {
     "default": {},
     "classic": None,
     "windows": {"window_pattern": "SL", "max_seq_len": 256},
-    "one key head": {"n_kv_head": 1},
+    "one kv head": {"n_kv_head": 1},
     "no value embeddings": {"value_every": 0},
     "no residual scalars": {"residual_scalars": False},
     "bigrams": {"bigram_rows": 97},
@@ -34,7 +34,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Bytes and special tokens only."""
+    """A tokenizer of bytes and special tokens only."""
     return Tokenizer.train(["a b"], 265)
 
 
@@ -44,8 +44,8 @@ def model_of(tokenizer, **changes):
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed=0))
 
 
-def continue_plainly(model, prompt, settings, ends):
-    """Greedy decoding by a full forward pass per token, without any cache."""
+def decode_without_cache(model, prompt, settings, ends):
+    """Greedy decoding with a full forward pass per token."""
     ids = list(prompt)
     while len(ids) - len(prompt) < settings.max_new_tokens and len(ids) < model.cfg.max_seq_len:
         token = int(model(torch.tensor([ids]))[0, -1].argmax())
@@ -56,17 +56,17 @@ def continue_plainly(model, prompt, settings, ends):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_greedy_output_equals_a_full_forward_without_cache(tokenizer, option):
+def test_greedy_decoding_equals_full_forward_without_cache(tokenizer, option):
     changes = OPTIONS[option]
     model = model_of(tokenizer, classic=True) if changes is None else model_of(tokenizer, **changes)
     engine = Engine(model, tokenizer, slots=3)
     lengths = (1, 3, 11, 20, 200) if option == "windows" else (1, 3, 11, 20, 7)
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate(lengths)]
     for prompt, (got,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        assert got.ids == continue_plainly(model, prompt, GREEDY, engine.ends)
+        assert got.ids == decode_without_cache(model, prompt, GREEDY, engine.ends)
 
 
-def test_a_row_says_the_same_alone_and_in_company(tokenizer):
+def test_completions_do_not_depend_on_the_batch(tokenizer):
     model = model_of(tokenizer)
     prompts = [[i + 1, 2 * i + 5, 9] for i in range(9)]
     settings = [
@@ -81,7 +81,7 @@ def test_a_row_says_the_same_alone_and_in_company(tokenizer):
     ]
     engine = Engine(
         model, tokenizer, slots=4
-    )  # fewer slots than rows, which end at different times
+    )  # fewer slots than prompts, whose completions end at different steps
     rows = [engine.submit(p, s)[0] for p, s in zip(prompts, settings, strict=True)]
     while engine.busy:
         engine.step()
@@ -89,15 +89,15 @@ def test_a_row_says_the_same_alone_and_in_company(tokenizer):
     assert len({len(ids) for ids in alone}) > 3
 
 
-def test_samples_of_one_prompt_share_its_reading_and_differ_from_the_first_token(tokenizer):
+def test_samples_share_a_prefill_and_differ_from_first_token(tokenizer):
     model = model_of(tokenizer)
     engine = Engine(model, tokenizer, slots=5)
-    read = []
+    shapes = []
     engine.model.hidden = lambda tokens, view, plain=model.hidden: (
-        read.append(tuple(tokens.shape)) or plain(tokens, view)
+        shapes.append(tuple(tokens.shape)) or plain(tokens, view)
     )
     (samples,) = engine.generate([[5, 6, 7, 8]], Sampling(max_new_tokens=4, seed=3), n=40)
-    assert sum(1 for shape in read if shape[1] > 1) < 10  # not once per sample
+    assert sum(1 for shape in shapes if shape[1] > 1) < 10  # not one prefill per sample
     assert len({row.ids[0] for row in samples if row.ids}) > 10
     again = Engine(model, tokenizer).generate(
         [[5, 6, 7, 8]], Sampling(max_new_tokens=4, seed=3), 40
@@ -106,20 +106,18 @@ def test_samples_of_one_prompt_share_its_reading_and_differ_from_the_first_token
 
 
 class Scripted:
-    """Says given tokens, one script per prompt's first token; counts nothing else."""
+    """Replaces `sample`: returns given tokens, a script for each first token of a prompt."""
 
     def __init__(self, engine, scripts):
         self.engine, self.scripts = engine, scripts
 
     def __call__(self, logits, settings, uniform):
         rows = self.engine.active
-        said = [self.scripts[row.prompt[0]][len(row.ids)] for row in rows]
-        return said
+        tokens = [self.scripts[row.prompt[0]][len(row.ids)] for row in rows]
+        return tokens
 
 
-def test_a_call_of_the_tool_is_answered_in_the_text_and_marked_as_not_sampled(
-    tokenizer, monkeypatch
-):
+def test_tool_results_are_injected_and_marked_as_not_sampled(tokenizer, monkeypatch):
     special = tokenizer.special
     call = [special("<|python_start|>"), *tokenizer.encode("6*7"), special("<|python_end|>")]
     answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
@@ -135,16 +133,16 @@ def test_a_call_of_the_tool_is_answered_in_the_text_and_marked_as_not_sampled(
     assert tokenizer.decode(plain.ids) == "abcd"
 
 
-def test_a_call_that_has_no_answer_puts_nothing_in(tokenizer, monkeypatch):
+def test_tool_call_without_a_result_injects_nothing(tokenizer, monkeypatch):
     special = tokenizer.special
-    said = [special("<|python_start|>"), 1, 2, special("<|python_end|>"), 3, tokenizer.bos_id]
+    script = [special("<|python_start|>"), 1, 2, special("<|python_end|>"), 3, tokenizer.bos_id]
     engine = Engine(model_of(tokenizer), tokenizer, tool=lambda code: None)
-    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: said}))
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: script}))
     (row,) = engine.generate([[1, 3]], Sampling(max_new_tokens=40))[0]
-    assert row.ids == said[:-1] and all(row.sampled)
+    assert row.ids == script[:-1] and all(row.sampled)
 
 
-def test_a_call_whose_answer_takes_its_time_leaves_the_slot_to_others(tokenizer, monkeypatch):
+def test_slow_tool_call_frees_the_slot(tokenizer, monkeypatch):
     special = tokenizer.special
     call = [special("<|python_start|>"), *tokenizer.encode("6*7"), special("<|python_end|>")]
     answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
@@ -164,41 +162,41 @@ def test_a_call_whose_answer_takes_its_time_leaves_the_slot_to_others(tokenizer,
     assert slow.ids == call + answer + tokenizer.encode("ok") and slow.finish == "stop"
 
 
-def test_a_call_whose_tool_breaks_stays_unanswered(tokenizer, monkeypatch, capsys):
+def test_failed_tool_call_injects_nothing(tokenizer, monkeypatch, capsys):
     special = tokenizer.special
-    said = [special("<|python_start|>"), 1, special("<|python_end|>"), 3, tokenizer.bos_id]
+    script = [special("<|python_start|>"), 1, special("<|python_end|>"), 3, tokenizer.bos_id]
     broken: Future[str | None] = Future()
     broken.set_exception(MemoryError("no room"))
     engine = Engine(model_of(tokenizer), tokenizer, tool=lambda code: broken)
-    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: said}))
+    monkeypatch.setattr("nanochat.engine.sample", Scripted(engine, {1: script}))
     (row,) = engine.generate([[1, 3]], Sampling(max_new_tokens=40))[0]
-    assert row.ids == said[:-1] and row.finish == "stop"
-    assert "a tool failed: MemoryError: no room" in capsys.readouterr().out
+    assert row.ids == script[:-1] and row.finish == "stop"
+    assert "tool call failed: MemoryError: no room" in capsys.readouterr().out
 
 
-def test_a_sequence_that_comes_back_goes_on_as_if_it_had_stayed(tokenizer, monkeypatch):
+def test_slow_and_instant_tools_give_the_same_completion(tokenizer, monkeypatch):
     model = model_of(tokenizer)
     call = [tokenizer.special("<|python_start|>"), 65, tokenizer.special("<|python_end|>")]
 
-    def told(tool):
+    def complete(tool):
         engine = Engine(model, tokenizer, tool=tool)
         engine.ends = set()
 
         def call_first(logits, settings, uniform):
-            said = len(engine.active[0].ids)
-            return [call[said]] if said < len(call) else sample(logits, settings, uniform)
+            n = len(engine.active[0].ids)
+            return [call[n]] if n < len(call) else sample(logits, settings, uniform)
 
         monkeypatch.setattr("nanochat.engine.sample", call_first)
         return engine.generate([[1, 2, 3]], Sampling(max_new_tokens=30, seed=1))[0][0].ids
 
     done: Future[str | None] = Future()
     done.set_result("xyz")
-    ids = told(lambda code: done)
-    assert ids == told(lambda code: "xyz") and len(ids) == 30
+    ids = complete(lambda code: done)
+    assert ids == complete(lambda code: "xyz") and len(ids) == 30
     assert tokenizer.encode("xyz") == ids[4:7]
 
 
-def test_ending_a_completion_whose_tool_is_at_work_forgets_it(tokenizer):
+def test_cancel_all_drops_pending_tool_calls(tokenizer):
     engine = Engine(model_of(tokenizer), tokenizer)
     row, waiting = (engine.submit([1, 2], Sampling())[0] for _ in range(2))
     engine.step()
@@ -209,7 +207,7 @@ def test_ending_a_completion_whose_tool_is_at_work_forgets_it(tokenizer):
     assert not engine.busy and row.finish == waiting.finish == "cancelled"
 
 
-def test_a_completion_ends_at_its_limit_or_at_the_end_of_the_context(tokenizer):
+def test_completion_stops_at_max_new_tokens_or_context_end(tokenizer):
     engine = Engine(model_of(tokenizer), tokenizer, capacity=16)
     engine.ends = set()
     (short,) = engine.generate([[1, 2]], Sampling(max_new_tokens=5))[0]
@@ -222,7 +220,7 @@ def test_a_completion_ends_at_its_limit_or_at_the_end_of_the_context(tokenizer):
         engine.submit([], Sampling())
 
 
-def test_a_cancelled_completion_frees_its_slot(tokenizer):
+def test_cancelled_completion_frees_its_slot(tokenizer):
     engine = Engine(model_of(tokenizer), tokenizer)
     (gone,), (stays,) = (engine.submit([4, n], Sampling(max_new_tokens=9)) for n in (5, 6))
     engine.step()
@@ -231,7 +229,7 @@ def test_a_cancelled_completion_frees_its_slot(tokenizer):
 
 
 @pytest.mark.parametrize("option", ["default", "bigrams"])
-def test_weights_in_the_compute_dtype_change_no_result(tokenizer, option):
+def test_inference_copy_in_compute_dtype_gives_equal_logits(tokenizer, option):
     model = model_of(tokenizer, **OPTIONS[option])
     model.dtype = torch.bfloat16
     twin = for_inference(model)
@@ -242,10 +240,10 @@ def test_weights_in_the_compute_dtype_change_no_result(tokenizer, option):
         for weight in model.parameters():
             weight.mul_(1.25)
         assert not torch.equal(model(tokens), twin(tokens))
-        places = [weight.data_ptr() for weight in twin.parameters()]
+        addresses = [weight.data_ptr() for weight in twin.parameters()]
         refresh(twin, model)
         assert torch.equal(model(tokens), twin(tokens))
-    assert places == [weight.data_ptr() for weight in twin.parameters()]
+    assert addresses == [weight.data_ptr() for weight in twin.parameters()]
 
 
 def test_B14_the_cache_has_the_compute_dtype(tokenizer):
@@ -261,7 +259,7 @@ def test_B14_the_cache_has_the_compute_dtype(tokenizer):
 
 
 def frequencies(settings, n=4000):
-    """How often each of 5 tokens is drawn."""
+    """Sampling frequency of each of 5 tokens, and their logits."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.5]]).repeat(n, 1)
     drawn = sample(
         logits, [settings] * n, torch.rand(n, generator=torch.Generator().manual_seed(1))
@@ -270,12 +268,12 @@ def frequencies(settings, n=4000):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_with_the_probabilities_at_the_temperature(temperature):
+def test_sampling_matches_softmax_at_the_temperature(temperature):
     got, logits = frequencies(Sampling(temperature=temperature))
     torch.testing.assert_close(got, (logits / temperature).softmax(0), atol=0.03, rtol=0)
 
 
-def test_filters_keep_what_they_promise():
+def test_top_k_and_top_p_keep_the_right_tokens():
     p = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5]).softmax(0)  # .47 .17 .06 .02 .28
     assert set(frequencies(Sampling(top_k=2))[0].nonzero().flatten().tolist()) == {0, 4}
     assert set(frequencies(Sampling(top_p=0.5))[0].nonzero().flatten().tolist()) == {0, 4}
@@ -286,13 +284,13 @@ def test_filters_keep_what_they_promise():
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-42, 1e-300])
 @pytest.mark.parametrize("top_k", [None, 5])
-def test_the_coldest_temperatures_take_the_likeliest(temperature, top_k):
+def test_tiny_temperatures_sample_greedily(temperature, top_k):
     logits = 10 * torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
     drawn = sample(logits, [Sampling(temperature=temperature, top_k=top_k)] * 5, [0.99] * 5)
     assert drawn == logits.argmax(1).tolist()
 
 
-def test_every_row_has_settings_of_its_own():
+def test_each_row_uses_its_own_settings():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(2))
     settings = [
         Sampling(temperature=0),
@@ -306,8 +304,8 @@ def test_every_row_has_settings_of_its_own():
     assert drawn[3] != int(logits[3].argmax())
 
 
-def test_deterministic_sampling_needs_no_cumsum_of_floats(monkeypatch):
-    """PyTorch raises for it on CUDA in deterministic mode; tokens and their shares stay."""
+def test_deterministic_sampling_avoids_float_cumsum(monkeypatch):
+    """Float cumsum raises on CUDA in deterministic mode; sampled tokens stay the same."""
     plain = torch.Tensor.cumsum
 
     def as_on_cuda(x, *args, **kwargs):
@@ -327,7 +325,7 @@ def test_deterministic_sampling_needs_no_cumsum_of_floats(monkeypatch):
         finally:
             torch.use_deterministic_algorithms(False)
         differ = sum(one != other for one, other in zip(want, got, strict=True))
-        assert differ < 5  # where a number lies within rounding of a token's border
+        assert differ < 5  # a uniform number may lie within rounding error of a boundary
         assert max(got) < 5000
 
 
@@ -341,7 +339,7 @@ def test_deterministic_sampling_needs_no_cumsum_of_floats(monkeypatch):
         {"max_new_tokens": 0},
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(bad):
+def test_invalid_settings_raise_and_name_the_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)
 
@@ -353,29 +351,29 @@ def test_settings_that_make_no_sense_are_refused_by_name(bad):
     "option",
     ["bigrams", *(pytest.param(o, marks=pytest.mark.slow) for o in ("windows", "recursive"))],
 )
-def test_the_compiled_step_says_the_same_while_sequences_come_and_go(tokenizer, option):
+def test_compiled_step_equals_eager_with_a_changing_batch(tokenizer, option):
     model = for_inference(model_of(tokenizer, **OPTIONS[option]))
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 20, 3, 11, 7))]
-    said = []
+    results = []
     for compiled in (False, True):
         engine = Engine(model, tokenizer, slots=3, compiled=compiled)
-        said.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
+        results.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
         assert engine.decode_step.compiled == compiled
-    assert said[0] == said[1]
+    assert results[0] == results[1]
 
 
-def test_recorded_steps_say_the_same_while_sequences_come_and_go(tokenizer, monkeypatch):
-    """A recording reads and writes where it was made, as a CUDA graph does."""
+def test_captured_steps_equal_eager_with_a_changing_batch(tokenizer, monkeypatch):
+    """A stand-in for a CUDA graph: each replay uses the tensors of its capture."""
     sizes = []
 
-    def record(self, tokens, positions, places):
-        sizes.append((len(tokens), len(places)))
-        logits = self.run_fused(tokens, positions, places).clone()
+    def record(self, tokens, positions, key_positions):
+        sizes.append((len(tokens), len(key_positions)))
+        logits = self.run_fused(tokens, positions, key_positions).clone()
 
         def replay(new_tokens, new_positions):
             tokens.copy_(new_tokens)
             positions.copy_(new_positions)
-            return logits.copy_(self.run_fused(tokens, positions, places))
+            return logits.copy_(self.run_fused(tokens, positions, key_positions))
 
         return replay
 
@@ -402,7 +400,7 @@ from nanochat.gpt import GPTConfig, for_inference
 from nanochat.engine import Sampling
 from nanochat.tokenizer import Tokenizer
 
-# What depends on values, which are not computed here
+# The null GPU computes no values: turn off everything that depends on them
 torch.backends.cuda.enable_cudnn_sdp(False)
 nanochat.engine.AGREEMENT = {torch.bfloat16: float("inf")}
 nanochat.engine.sample = lambda logits, settings, uniform: [int(u * 200) for u in uniform]
@@ -425,8 +423,8 @@ thread.join()
 
 
 @pytest.mark.slow
-def test_a_gpu_engine_is_compiled_and_recorded_in_every_thread(null_gpu):
-    """On a GPU that computes nothing: the steps of any thread are replays, none fell back."""
+def test_gpu_engine_replays_graphs_in_every_thread(null_gpu):
+    """On the null GPU, every step of every thread is a graph replay; none falls back to eager."""
     preloaded = {
         "LD_LIBRARY_PATH": str(null_gpu),
         "LD_PRELOAD": f"{null_gpu}/nullgpu.so:{null_gpu}/nullblas.so",
@@ -441,7 +439,7 @@ def test_a_gpu_engine_is_compiled_and_recorded_in_every_thread(null_gpu):
 
 
 @pytest.mark.slow
-def test_models_of_one_shape_share_a_compilation(tokenizer):
+def test_models_of_the_same_shape_share_a_compilation(tokenizer):
     counters = torch._dynamo.utils.counters["stats"]
     for seed in (1, 2):
         model = for_inference(model_of(tokenizer))
@@ -453,7 +451,7 @@ def test_models_of_one_shape_share_a_compilation(tokenizer):
     assert counters["unique_graphs"] == compiled > 0
 
 
-def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatch, capsys):
+def test_compile_failure_is_reported_and_falls_back_to_eager(tokenizer, monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("no compiler")
 
@@ -466,7 +464,7 @@ def test_a_step_that_does_not_compile_is_said_and_left_out(tokenizer, monkeypatc
     assert not engine.decode_step.compiled
 
 
-def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, monkeypatch, capsys):
+def test_wrong_compiled_logits_fall_back_to_eager(tokenizer, monkeypatch, capsys):
     step = engine_module.next_logits
     monkeypatch.setattr(engine_module, "fused", lambda: lambda *a: step(*a) + 1)
     model = model_of(tokenizer)
@@ -475,7 +473,7 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tokenizer, mon
     assert got == want and "logits differ by 1" in capsys.readouterr().out
 
 
-def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, monkeypatch, capsys):
+def test_compiled_step_wrong_only_for_batches_is_detected(tokenizer, monkeypatch, capsys):
     def broken(*args):
         logits = engine_module.next_logits(*args)
         return logits + 5 if len(logits) > 1 else logits
@@ -492,7 +490,7 @@ def test_a_compiled_step_that_fails_only_several_sequences_is_found(tokenizer, m
     assert not engine.decode_step.compiled
 
 
-def test_queries_keys_and_values_of_one_product_are_the_same(tokenizer):
+def test_fused_qkv_equals_separate_projections(tokenizer):
     model = model_of(tokenizer, n_kv_head=1)
     twin = for_inference(model)
     tokens = torch.tensor([[1, 2, 3, 4]])

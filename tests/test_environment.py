@@ -1,4 +1,4 @@
-"""Facts about the code and the machine, as a report's header tells them."""
+"""Code and hardware facts in the header of a report."""
 
 import re
 import subprocess
@@ -27,26 +27,26 @@ def repository(tmp_path):
 EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_lines": 3}
 
 
-def test_bloat_counts_the_code_git_tracks(repository):
+def test_bloat_counts_code_tracked_by_git(repository):
     (repository / "untracked.py").write_text("z = 3\n")
     assert report.bloat(repository) == EXPECTED_BLOAT
 
 
-def test_the_state_of_the_code_is_told(repository):
+def test_git_state_has_branch_commit_and_dirty_flag(repository):
     state = records.git_state(repository)
     assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
     assert re.fullmatch("[0-9a-f]{7}", state["commit"])
     (repository / "report.md").write_text("generated again\n")
-    assert not records.git_state(repository)["dirty"], "a report is no change of the code"
+    assert not records.git_state(repository)["dirty"], "a report is not a code change"
     (repository / "a.py").write_text("x = 2\n")
     assert records.git_state(repository)["dirty"]
 
 
-def test_a_folder_without_git_has_no_commit(tmp_path):
+def test_commit_is_unknown_without_git(tmp_path):
     assert records.git_state(tmp_path)["commit"] == "unknown"
 
 
-def test_this_very_machine_can_be_described():
+def test_hardware_describes_this_machine():
     found = report.hardware()
     assert found["logical_cores"] >= found["cores"] >= 1
     assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]

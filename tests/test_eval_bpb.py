@@ -1,4 +1,4 @@
-"""Bits per byte: bytes exact, and the same whatever the batching."""
+"""Bits per byte: exact byte counts, independent of the batch size."""
 
 import math
 
@@ -17,31 +17,31 @@ TOKEN_BYTES = np.array([0, 1, 2, 3, 4, 0, 6, 7])  # tokens 0 and 5 are special
 
 
 def uniform(tokens, targets):
-    """Losses of ln 2 nats for every target, so that bits are counted targets."""
+    """Losses of ln 2 nats, so that bits equal the number of non-ignored targets."""
     return torch.where(targets == IGNORE, 0.0, math.log(2.0))
 
 
 def broken(tokens, targets):
-    """Losses that are not finite."""
+    """Non-finite losses."""
     return torch.full(targets.shape, math.nan)
 
 
-def test_specials_and_ignored_targets_are_outside_both_sums(machine):
+def test_special_tokens_and_ignored_targets_are_excluded(machine):
     targets = np.array([[1, 5, 7, IGNORE, 0, 2]])
     [result] = bits_per_byte(uniform, [(targets * 0, targets)], TOKEN_BYTES, machine)
     assert (result.tokens, result.bytes) == (3, 1 + 7 + 2)
     assert result.value == pytest.approx(3 / 10)
 
 
-def test_R34_nothing_scored_and_broken_models_give_no_figure(machine):
-    with pytest.raises(UsageError, match="no token of the text could be scored"):
+def test_R34_empty_text_and_non_finite_losses_are_rejected(machine):
+    with pytest.raises(UsageError, match="the text has no scorable token"):
         _ = bits_per_byte(uniform, [], TOKEN_BYTES, machine)[0].value
     targets = np.array([[1, 2]])
     with pytest.raises(UsageError, match="loss on 2 tokens is nan"):
         bits_per_byte(broken, [(targets, targets)], TOKEN_BYTES, machine)
 
 
-def test_R24_B9_bpb_is_the_same_for_any_batch_size_and_any_number_of_ranks(machine, tiny_gpt):
+def test_R24_B9_bpb_does_not_depend_on_batch_size_or_ranks(machine, tiny_gpt):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 64, (13, 17))
     sizes, losses = rng.integers(0, 5, 64), tiny_gpt.token_losses

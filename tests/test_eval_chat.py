@@ -1,4 +1,4 @@
-"""Scores of tasks: the same alone and in company, by letters and by writing."""
+"""Chat evaluation: scores by logits and by generation are independent of batching."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 
 class Letters:
-    """Questions of different lengths with two to four options; every answer is right for A."""
+    """Questions of different lengths with two to four options; A is always correct."""
 
     def __len__(self):
         return 11
@@ -47,7 +47,7 @@ class Letters:
 
 
 class Echo(Letters):
-    """Right when the answer begins with a letter."""
+    """Correct if the answer starts with a letter."""
 
     def score(self, conversation, answer):
         return float(answer[:1].isalpha())
@@ -59,7 +59,7 @@ def model():
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, 0))
 
 
-def test_the_likeliest_letter_is_that_of_a_plain_forward_pass(model, machine):
+def test_scored_letter_matches_a_plain_forward_pass(model, machine):
     task = Letters()
     got, cropped = score_by_logits(model, TOKENIZER, task, len(task), machine)
     long = [i for i in range(len(task)) if len(render_prompt(TOKENIZER, task[i])) > 63]
@@ -73,7 +73,7 @@ def test_the_likeliest_letter_is_that_of_a_plain_forward_pass(model, machine):
     assert {s for scores in got for s in scores} == {0.0, 1.0}
 
 
-def test_what_is_written_scores_the_same_for_any_number_of_slots(model, machine):
+def test_generation_scores_do_not_depend_on_slots(model, machine):
     task, settings = Echo(), Sampling(8, temperature=1.0, top_k=None, seed=5)
     few = score_by_generation(Engine(model, TOKENIZER, slots=2), task, 11, settings, 4, machine)
     many = score_by_generation(Engine(model, TOKENIZER, slots=64), task, 11, settings, 4, machine)
@@ -81,7 +81,7 @@ def test_what_is_written_scores_the_same_for_any_number_of_slots(model, machine)
     assert 0 < sum(map(sum, few.outcomes)) < 44
 
 
-def test_ranks_share_the_items_and_put_them_in_order():
+def test_items_are_split_among_ranks_and_kept_in_order():
     class Rank(DistContext):
         def gather(self, value):
             return [{i: [float(i)] for i in range(r, 10, 3)} for r in range(3)]
@@ -95,10 +95,10 @@ def test_ranks_share_the_items_and_put_them_in_order():
             Echo(), 10, TOKENIZER, 2, lambda items, prompts: [[float(i)] for i in items], machine
         )
         assert got.outcomes == [[float(i)] for i in range(10)]
-        assert got.num_cropped == 3 * len(range(rank, 10, 3))  # each is longer
+        assert got.num_cropped == 3 * len(range(rank, 10, 3))  # all are longer
 
 
-def test_R31_scoring_of_answers_is_named_work(machine, active_work):
+def test_R31_scoring_of_answers_reports_its_activity(machine, active_work):
     names = []
 
     def score(items, prompts):
@@ -109,12 +109,12 @@ def test_R31_scoring_of_answers_is_named_work(machine, active_work):
     assert names == ["scoring 10 of 10 items"]
 
 
-def test_a_prompt_that_is_too_long_keeps_its_bos_and_its_end():
+def test_long_prompt_keeps_its_bos_and_its_end():
     assert fit([9, 1, 2, 3], 8) == [9, 1, 2, 3]
     assert fit([9, 1, 2, 3, 4, 5], 4) == [9, 3, 4, 5]
 
 
-def test_a_letter_of_several_tokens_is_refused(model, machine):
+def test_multi_token_letter_is_rejected(model, machine):
     class Greek(Letters):
         def letters(self, i):
             return ("A", "\u03b2")
@@ -128,7 +128,7 @@ def test_a_letter_of_several_tokens_is_refused(model, machine):
 
 
 def save_model(dataset: str) -> None:
-    """An SFT checkpoint of a model that knows nothing, whose base model read `dataset`."""
+    """Save an untrained model as an SFT checkpoint whose base model was trained on `dataset`."""
     tokenizer = Tokenizer.train(["ABCDE what is the answer 1 2 3 4"], 280)
     cfg = GPTConfig(280, 2, 32, 4, 2, 8, 192)
     model = lively(build_model(cfg, torch.device("cpu"), torch.float32, 0))
@@ -146,10 +146,10 @@ def evaluate(**settings) -> None:
     chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
 
 
-def test_an_aborted_evaluation_continues_with_the_next_task(base, tmp_path, capsys, monkeypatch):
+def test_aborted_evaluation_resumes_with_the_next_task(base, tmp_path, capsys, monkeypatch):
     save_model("embedded")
     path = base / "report" / "chat-evaluation-sft.json"
-    evaluate(max_problems=3)  # other settings: none of these scores is the one asked for below
+    evaluate(max_problems=3)  # other settings, so these scores are not reused
 
     def abort_at(engine, task, *rest):
         if task.name == "World-Problems":
@@ -176,19 +176,17 @@ def test_an_aborted_evaluation_continues_with_the_next_task(base, tmp_path, caps
     assert read_json(path)["items"] == straight["items"]
 
 
-def test_without_a_sandbox_humaneval_is_left_out_and_the_record_says_so(
-    base, hub, capsys, monkeypatch
-):
+def test_without_a_sandbox_humaneval_is_skipped_and_recorded(base, hub, capsys, monkeypatch):
     save_model("owner/text")
     monkeypatch.setattr(sandbox, "LAYERS", ())
     with hub_served(hub, monkeypatch) as serve:
         serve()
-        for expected in ("humaneval is left out: nothing here confines", "skipped"):
+        for expected in ("skipping humaneval: no sandbox works", "skipped"):
             evaluate(skip_if_done=True, max_problems=1)
             assert expected in capsys.readouterr().out
     values = read_json(base / "report" / "chat-evaluation-sft.json")["values"]
     assert "HumanEval" not in values and values["ChatCORE"]
-    assert values["ChatCORE without"].startswith("HumanEval: nothing here confines")
+    assert values["ChatCORE without"].startswith("HumanEval: no sandbox works")
     assert "ChatCORE without" in (base / "report.md").read_text()
     with pytest.raises(UsageError, match="humaneval cannot be scored here"):
         evaluate(task_name="gsm8k|humaneval")

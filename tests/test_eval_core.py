@@ -1,4 +1,4 @@
-"""The few-shot scorer: the right choice, the same for any batching, and nothing given away."""
+"""Few-shot scoring: correct answers, independent of batching, no item in its own examples."""
 
 import math
 import re
@@ -21,7 +21,7 @@ from nanochat.eval_core import (
     ask,
     core,
     eval_model_of,
-    examine,
+    evaluate_task,
     read,
     score_options,
 )
@@ -35,7 +35,7 @@ WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
 
 
 class Letters:
-    """A tokenizer of one token per character, 0 for BOS."""
+    """Tokenizer with one token per character; BOS is 0."""
 
     bos_id = 0
 
@@ -44,7 +44,7 @@ class Letters:
 
 
 class Words:
-    """A tokenizer that joins a space to the word behind it, as ours do."""
+    """Tokenizer that joins a space to the next word, as ours do."""
 
     bos_id = 0
 
@@ -57,7 +57,7 @@ class Words:
 
 
 class Pairs:
-    """A model that knows how likely each character is after the one before, and nothing else."""
+    """Character bigram model with the given probabilities."""
 
     def __init__(self, **chances):
         self.table = torch.full((64, 64), math.log(0.001))
@@ -80,69 +80,69 @@ def task(kind, items, num_fewshot=0, baseline=0.0, delimiter=""):
 
 
 def outcomes(model, one_task, machine):
-    """Right or wrong for every item, in the order in which the task was given them."""
-    score = examine(EvalModel(model, Letters(), 100), one_task, machine)
+    """Outcome of every item, in the original order of the task."""
+    score = evaluate_task(EvalModel(model, Letters(), 100), one_task, machine)
     by_item = dict(zip(map(str, score.task.items), score.outcomes, strict=True))
     return [by_item[str(item)] for item in one_task.items]
 
 
 # ------------------------------------------------------------------------------------------------
-# The three kinds
+# The three kinds of tasks
 
 
-def test_a_choice_is_taken_by_the_mean_not_by_the_sum(machine):
+def test_choice_minimizes_the_mean_loss_not_the_sum(machine):
     model = Pairs(xa=0.3, xb=0.5, bc=0.5, cd=0.5)  # a: 1.20 nats; bcd: 3 times 0.69
     item = {"query": "x", "choices": ["a", "bcd"], "gold": 1}
     assert outcomes(model, task("multiple_choice", [item, {**item, "gold": 0}]), machine) == [1, 0]
 
 
-def test_a_choice_is_scored_from_where_the_options_part(machine):
+def test_choice_is_scored_after_the_common_prefix(machine):
     model = Pairs(xa=0.01, ab=0.2, ac=0.4)
     item = {"query": "x", "choices": ["ab", "ac"], "gold": 1}
-    asked = ask(task("multiple_choice", [item]), 0, Letters(), 100)
-    assert asked.starts == [3, 3]
-    readings = read(EvalModel(model, Letters(), 100), [asked])[0]
+    question = ask(task("multiple_choice", [item]), 0, Letters(), 100)
+    assert question.starts == [3, 3]
+    readings = read(EvalModel(model, Letters(), 100), [question])[0]
     assert [r.nats for r in readings] == pytest.approx([-math.log(0.2), -math.log(0.4)], rel=1e-5)
 
 
-def test_a_schema_is_decided_by_the_common_ending_alone(machine):
-    model = Pairs(xa=0.01, xb=0.9, ac=0.5, bc=0.2, cd=0.5)  # b is likelier, the ending after a
+def test_schema_is_scored_on_the_common_ending_only(machine):
+    model = Pairs(xa=0.01, xb=0.9, ac=0.5, bc=0.2, cd=0.5)  # b is likelier, but its ending is not
     item = {"context_options": ["xa", "xb"], "continuation": "cd", "gold": 0}
-    asked = ask(task("schema", [item]), 0, Letters(), 100)
-    assert asked.starts == [3, 3]
+    question = ask(task("schema", [item]), 0, Letters(), 100)
+    assert question.starts == [3, 3]
     assert outcomes(model, task("schema", [item, {**item, "gold": 1}]), machine) == [1, 0]
 
 
-def test_a_continuation_is_right_when_every_token_is_the_first_choice(machine):
+def test_continuation_is_correct_if_every_token_is_argmax(machine):
     model = Pairs(ab=0.6, bc=0.4, bd=0.3, cd=0.9)
     items = [{"context": "a", "continuation": c} for c in ("b", "bc", "bcd", "bd", "cd")]
     assert outcomes(model, task("language_modeling", items), machine) == [1, 1, 1, 0, 0]
 
 
-def test_a_continuation_begins_with_the_token_that_joins_it_to_its_context():
+def test_continuation_starts_with_the_token_joining_the_context():
     item = {"context": "The capital of Alm is", "continuation": "Ost"}
     tokenizer = Words()
-    asked = ask(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
-    scored = asked.options[0][asked.starts[0] :]
+    question = ask(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
+    scored = question.options[0][question.starts[0] :]
     assert scored == [tokenizer.ids[" Ost"]]
 
 
 @pytest.mark.parametrize("options", [["ab", "abc"], ["abc", "ab"], ["ab", "ab"]])
-def test_an_option_that_begins_another_or_ends_it_has_something_to_score(options):
+def test_option_that_is_a_prefix_or_suffix_has_scored_tokens(options):
     choice = {"query": "", "choices": options, "gold": 0}
     schema = {"context_options": [text[::-1] for text in options], "continuation": "x", "gold": 0}
     for kind, item in (("multiple_choice", choice), ("schema", schema)):
-        asked = ask(task(kind, [item]), 0, Letters(), 100)
-        for ids, start in zip(asked.options, asked.starts, strict=True):
+        question = ask(task(kind, [item]), 0, Letters(), 100)
+        for ids, start in zip(question.options, question.starts, strict=True):
             assert 0 < start < len(ids)
-        assert len(read(EvalModel(Pairs(), Letters(), 100), [asked])[0]) == 2
+        assert len(read(EvalModel(Pairs(), Letters(), 100), [question])[0]) == 2
 
 
 # ------------------------------------------------------------------------------------------------
 # Examples and contexts
 
 
-def test_an_item_is_never_its_own_example_and_all_others_can_be():
+def test_examples_are_drawn_from_all_other_items():
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(8)]
     one_task = task("language_modeling", items, num_fewshot=3)
     seen = set()
@@ -154,7 +154,7 @@ def test_an_item_is_never_its_own_example_and_all_others_can_be():
     assert seen == {"", *(f"<{i}>!" for i in range(8))}
 
 
-def test_examples_show_the_right_option():
+def test_examples_show_the_correct_option():
     choice = {"query": "q", "choices": ["a", "b"], "gold": 1}
     schema = {"context_options": ["u", "v"], "continuation": "w", "gold": 0}
     assert task("multiple_choice", [choice] * 2, 1, delimiter=":").examples(0) == "q:b\n\n"
@@ -162,7 +162,7 @@ def test_examples_show_the_right_option():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_B10_more_examples_than_other_items_are_as_many_as_there_are(size, machine):
+def test_B10_num_fewshot_is_capped_at_the_other_items(size, machine):
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(size)]
     one_task = task("language_modeling", items, num_fewshot=10)
     for i in range(size):
@@ -171,20 +171,20 @@ def test_B10_more_examples_than_other_items_are_as_many_as_there_are(size, machi
     assert len(outcomes(Pairs(), one_task, machine)) == size
 
 
-def test_a_task_cut_short_keeps_the_first_items_of_an_order_that_never_changes():
+def test_max_items_keeps_the_first_items_of_a_fixed_order():
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(20)]
     one_task = task("language_modeling", items, num_fewshot=2)
     five, whole = one_task.drawn(5), one_task.drawn()
     assert one_task.drawn(99) == whole and list(whole.items[:5]) == list(five.items)
     assert list(whole.items) != items and sorted(map(str, whole.items)) == sorted(map(str, items))
-    asked = {whole.examples(i) for i in range(20)}
-    assert len(asked) > 15  # every item draws its own
-    left = {f"{item['context']}!" for item in five.items}
-    for i in range(5):  # what is left shows each other
-        assert set(five.examples(i).split(EXAMPLE_DELIMITER)) <= left | {""}
+    drawn = {whole.examples(i) for i in range(20)}
+    assert len(drawn) > 15  # items draw different examples
+    kept = {f"{item['context']}!" for item in five.items}
+    for i in range(5):  # examples come from the kept items
+        assert set(five.examples(i).split(EXAMPLE_DELIMITER)) <= kept | {""}
 
 
-def test_a_prompt_too_long_loses_its_beginning_and_is_counted(machine):
+def test_long_prompt_is_truncated_on_the_left_and_counted(machine):
     query = "".join(WORDS)
     items = [
         {"query": query, "choices": ["ab", "acde"], "gold": 0},
@@ -193,38 +193,38 @@ def test_a_prompt_too_long_loses_its_beginning_and_is_counted(machine):
     ]
     one_task, tokenizer = task("multiple_choice", items), Letters()
     long, short, endless = (ask(one_task, i, tokenizer, 10) for i in range(3))
-    assert [len(ids) for ids in long.options] == [9, 11]  # ten are read, the last is predicted
+    assert [len(ids) for ids in long.options] == [9, 11]  # 10 inputs and the last target
     for ids, start, ending in zip(long.options, long.starts, ("b", "cde"), strict=True):
         assert ids == [0, *tokenizer.encode(query + "a")[-7:], *tokenizer.encode(ending)]
         assert ids[start:] == tokenizer.encode(ending)
     assert not short.cropped
     assert endless.options[0] == [0, *tokenizer.encode("qrstuvwxyz")] and endless.starts == [1, 1]
-    score = examine(EvalModel(Pairs(), tokenizer, 10), one_task, machine)
+    score = evaluate_task(EvalModel(Pairs(), tokenizer, 10), one_task, machine)
     assert score.num_cropped == 2 and len(score.outcomes) == 3
 
 
 @pytest.mark.parametrize(
     "change", [{"kind": "essay"}, {"items": []}, {"random_baseline": 1.0}, {"num_fewshot": -1}]
 )
-def test_a_task_that_cannot_be_is_refused_by_name(change):
+def test_invalid_task_is_rejected_by_name(change):
     good = task("schema", [{"context_options": ["a", "b"], "continuation": "c", "gold": 0}])
     with pytest.raises(ValueError, match="task t"):
         replace(good, **change)
 
 
 # ------------------------------------------------------------------------------------------------
-# The fast path and its oracle
+# Prefix sharing, compared with full sequences
 
 
 @pytest.fixture(scope="module")
 def gpt():
-    """Three layers, the first of which sees only the last 128 tokens."""
+    """Three layers; the first attends to the last 128 tokens only."""
     cfg = replace(TINY, max_seq_len=400, window_pattern="SL", n_layer=3)
     return lively(build_model(cfg, CPU, torch.float32, seed=0))
 
 
 def made_up_suite():
-    """Tasks of all kinds whose items differ widely in length; some exceed the window."""
+    """Tasks of all kinds with items of very different lengths; some exceed the window."""
     rng = np.random.default_rng(0)
 
     def words(low, high):
@@ -256,7 +256,7 @@ def questions_of(one_task):
 
 
 @pytest.mark.parametrize("one_task", made_up_suite(), ids=lambda t: t.name)
-def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, one_task):
+def test_shared_prefix_scores_equal_full_sequence_scores(gpt, one_task):
     fast = eval_model_of(gpt, Letters())
     questions = questions_of(one_task)
     assert one_task.kind == "language_modeling" or any(q.shared > 20 for q in questions)
@@ -274,7 +274,7 @@ def test_reading_a_prompt_once_gives_what_reading_every_option_whole_gives(gpt, 
         assert best[0] == best[1]
 
 
-def test_the_fast_path_reads_fewer_tokens(gpt):
+def test_shared_prefix_processes_fewer_tokens(gpt):
     questions = questions_of(made_up_suite()[0])
     count = []
 
@@ -294,7 +294,7 @@ def test_the_fast_path_reads_fewer_tokens(gpt):
 
 @dataclass(frozen=True)
 class Together(DistContext):
-    """One of several ranks that are threads of this process."""
+    """A rank that is a thread of this process."""
 
     box: list = field(kw_only=True)
     barrier_: threading.Barrier = field(kw_only=True)
@@ -306,17 +306,17 @@ class Together(DistContext):
 
 
 @pytest.mark.parametrize(("world_size", "pass_tokens"), [(1, 1), (1, 700), (2, 700), (5, 10**6)])
-def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_size, pass_tokens):
+def test_score_is_independent_of_ranks_and_batch_size(gpt, machine, world_size, pass_tokens):
     subject = eval_model_of(gpt, Letters())
     ranked = replace(subject, pass_tokens=pass_tokens)
     for one_task in made_up_suite():
-        expected = examine(subject, one_task, machine, max_items=17)
+        expected = evaluate_task(subject, one_task, machine, max_items=17)
         box, barrier = [None] * world_size, threading.Barrier(world_size)
         results = {}
 
         def run(rank, one_task=one_task, box=box, barrier=barrier, results=results):
             ours = Together(rank, rank, world_size, CPU, torch.float32, box=box, barrier_=barrier)
-            results[rank] = examine(ranked, one_task, ours, 17)
+            results[rank] = evaluate_task(ranked, one_task, ours, 17)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
         for thread in threads:
@@ -327,7 +327,7 @@ def test_a_score_depends_neither_on_ranks_nor_on_batches(gpt, machine, world_siz
         assert len(expected.outcomes) == min(17, len(one_task.items))
 
 
-def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
+def test_R31_scoring_of_a_task_reports_its_activity(gpt, machine, active_work):
     one_task, names = next(iter(made_up_suite())), []
     subject = eval_model_of(gpt, Letters())
 
@@ -335,19 +335,19 @@ def test_R31_scoring_of_a_task_is_named_work(gpt, machine, active_work):
         names.extend(active_work)
         return False
 
-    examine(subject, one_task, machine, 3, stopping=stopping)
+    evaluate_task(subject, one_task, machine, 3, stopping=stopping)
     assert set(names) == {f"scoring {one_task.name}"}
 
 
-def test_a_model_that_computes_no_numbers_gets_no_score(machine):
+def test_model_with_nan_losses_is_rejected(machine):
     broken = lively(build_model(TINY, CPU, torch.float32, 0))
     broken.head_weight.data[3] = math.nan
     subject = replace(eval_model_of(broken, Letters()), context=400, pass_tokens=10**6)
-    with pytest.raises(ValueError, match="choice: item [0-9]+ gets .nan, nan, nan, nan. nats"):
-        examine(subject, made_up_suite()[0], machine)
+    with pytest.raises(ValueError, match="choice: losses of item [0-9]+ are .nan, nan, nan, nan."):
+        evaluate_task(subject, made_up_suite()[0], machine)
 
 
-def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
+def test_options_without_common_ending_score_their_last_token(gpt):
     item = {"context_options": ["it rained", "it was sunny!"], "continuation": "", "gold": 0}
     schema = FewShotTask("schema", "schema", 0, 0.5, "", [item])
     question = ask(schema, 0, Letters(), 400)
@@ -356,8 +356,8 @@ def test_options_that_end_alike_in_nothing_are_scored_by_their_last_token(gpt):
     assert all(math.isfinite(reading.nats) for reading in readings)
 
 
-def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
-    """Of 40 tokens in all they share 8, then 16, and both together 24 of 80."""
+def test_prefix_is_not_shared_if_it_saves_too_little(gpt):
+    """The questions share 8 of 40 tokens, 16 of 40, and together 24 of 80."""
     widths = []
 
     class Seen:
@@ -378,7 +378,7 @@ def test_options_are_read_from_their_beginning_where_they_share_little(gpt):
         widths.clear()
 
 
-def test_batches_hold_every_question_once_and_what_fits(monkeypatch):
+def test_batches_contain_every_question_once_within_the_limit(monkeypatch):
     questions = [Question(i, [[0] * n] * 2, [1, 1], 0, False) for i, n in enumerate([9, 3, 50])]
     found = []
     monkeypatch.setattr(eval_core, "read", lambda subject, batch: found.append(batch) or batch)
@@ -386,7 +386,7 @@ def test_batches_hold_every_question_once_and_what_fits(monkeypatch):
     assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
 
 
-def test_R17_an_evaluation_out_of_memory_goes_on_in_smaller_batches(gpt, machine):
+def test_R17_out_of_memory_splits_the_batch(gpt, machine):
     class Small:
         def hidden(self, tokens, cache=None):
             if tokens.size(0) > 4:
@@ -397,15 +397,15 @@ def test_R17_an_evaluation_out_of_memory_goes_on_in_smaller_batches(gpt, machine
 
     subject, one_task = eval_model_of(gpt, Letters()), made_up_suite()[0]
     small = replace(subject, model=Small())
-    assert examine(small, one_task, machine) == examine(subject, one_task, machine)
+    assert evaluate_task(small, one_task, machine) == evaluate_task(subject, one_task, machine)
 
 
-def test_core_is_the_mean_of_centred_scores(machine):
+def test_core_is_the_mean_of_centered_scores(machine):
     sure = Pairs(xa=0.9)
     right = {"query": "x", "choices": ["a", "b"], "gold": 0}
     half = task("multiple_choice", [right, {**right, "gold": 1}], baseline=0.25)
     whole = task("language_modeling", [{"context": "x", "continuation": "a"}] * 3)
-    scores = [examine(EvalModel(sure, Letters(), 9), t, machine) for t in (half, whole)]
+    scores = [evaluate_task(EvalModel(sure, Letters(), 9), t, machine) for t in (half, whole)]
     assert scores[0].centred == pytest.approx((1 / 3, 2, math.sqrt(0.125) / 0.75))
     assert core(scores) == pytest.approx((2 / 3, 5, math.sqrt(0.125) / 0.75 / 2))
 
@@ -415,7 +415,7 @@ def test_core_is_the_mean_of_centred_scores(machine):
 
 
 def save_base(tag, seed, dataset):
-    """A checkpoint of a tiny base model that was trained on `dataset`."""
+    """Save a checkpoint of a tiny base model trained on `dataset`."""
     tokenizer = Tokenizer.train([" ".join(WORDS)], 290)
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=64)
     model = lively(build_model(cfg, CPU, torch.float32, seed))
@@ -425,21 +425,21 @@ def save_base(tag, seed, dataset):
 
 
 def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
-    """Run the script as a user does; returns the record."""
-    asked = {"model_tag": tag, "suite": suite, "eval_bundle": eval_bundle, **settings}
-    base_eval.main(base_eval.BaseEval(machine=DistConfig("cpu", "float32"), **asked))
+    """Run the script and return its record."""
+    flags = {"model_tag": tag, "suite": suite, "eval_bundle": eval_bundle, **settings}
+    base_eval.main(base_eval.BaseEval(machine=DistConfig("cpu", "float32"), **flags))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    """A made-up suite in place of the embedded world's."""
+    """Replace the embedded world's suite with a made-up one."""
     tasks = [dict(vars(one_task)) for one_task in made_up_suite()]
     monkeypatch.setattr(write, "few_shot_tasks", lambda: tasks)
     return tasks
 
 
-def test_the_script_records_scores_with_their_errors_and_items(base, small_suite, capsys):
+def test_script_records_scores_with_errors_and_items(base, small_suite, capsys):
     save_base("one", 1, "embedded")
     record = evaluate(base, "one")
     values = record["values"]
@@ -460,10 +460,10 @@ def test_the_script_records_scores_with_their_errors_and_items(base, small_suite
         "## Base model evaluation" in text
         and "- Model: base_model (step 7)\n- CORE metric: " in text
     )
-    assert "choice: 0." in capsys.readouterr().out
+    assert "choice: accuracy 0." in capsys.readouterr().out
 
 
-def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite):
+def test_models_are_compared_on_the_items_both_were_scored_on(base, small_suite):
     for tag, seed in (("one", 1), ("two", 2)):
         save_base(tag, seed, "embedded")
     one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
@@ -475,7 +475,7 @@ def test_two_models_are_compared_on_the_items_both_were_asked(base, small_suite)
     assert report.paired("CORE metric", one["items"], all_items) is None
 
 
-def test_a_model_is_scored_once_unless_something_changes(base, small_suite, capsys, monkeypatch):
+def test_scoring_is_skipped_unless_the_suite_changes(base, small_suite, capsys, monkeypatch):
     save_base("one", 1, "embedded")
     first = evaluate(base, "one", skip_if_done=True)
     assert evaluate(base, "one", skip_if_done=True) == first
@@ -485,7 +485,7 @@ def test_a_model_is_scored_once_unless_something_changes(base, small_suite, caps
     assert len(evaluate(base, "one", skip_if_done=True)["items"]) == len(first["items"]) - 1
 
 
-def test_an_aborted_evaluation_continues_with_the_next_task(base, small_suite, capsys, monkeypatch):
+def test_aborted_evaluation_resumes_with_the_next_task(base, small_suite, capsys, monkeypatch):
     save_base("one", 1, "embedded")
     straight = evaluate(base, "one")
     (base / "report" / "base-model-evaluation.json").unlink()
@@ -494,29 +494,29 @@ def test_an_aborted_evaluation_continues_with_the_next_task(base, small_suite, c
     def abort_at(subject, one_task, *rest):
         if one_task.name == third:
             raise OSError("no space left on device")
-        return examine(subject, one_task, *rest)
+        return evaluate_task(subject, one_task, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(base_eval, "examine", abort_at)
+        patch.setattr(base_eval, "evaluate_task", abort_at)
         evaluate(base, "one", skip_if_done=True)
     partial = read_json(base / "report" / "base-model-evaluation.json")
     assert len(partial["items"]) == 2 and "CORE metric" not in partial["values"]
-    assert partial["values"]["Tasks"] == "2 of 4, the evaluation has not ended"
+    assert partial["values"]["Tasks"] == "2 of 4, evaluation not finished"
 
     capsys.readouterr()
     resumed = evaluate(base, "one", skip_if_done=True)
-    scored = re.findall(r"^(\S+): .* right, centred", capsys.readouterr().out, re.M)
+    scored = re.findall(r"^(\S+): accuracy .*, centered", capsys.readouterr().out, re.M)
     assert scored == [one_task.name for one_task in made_up_suite()[2:]]
     assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]
 
 
-def test_a_model_of_other_text_is_not_asked_about_the_embedded_world_unbidden(base, small_suite):
+def test_embedded_suite_is_opt_in_for_models_of_other_text(base, small_suite):
     save_base("web", 1, "somebody/web")
     folder = base / "nothing"
     with pytest.raises(FileNotFoundError, match=f"{folder}.*--eval_bundle"):
         evaluate(base, "web", eval_bundle=str(folder))
     assert evaluate(base, "web", suite="embedded")["values"]["CORE metric"]["n"] > 0
-    with pytest.raises(ValueError, match="no files"):
+    with pytest.raises(ValueError, match="needs no bundle"):
         evaluate(base, "web", suite="embedded", eval_bundle=str(folder))
     with pytest.raises(ValueError, match="max_per_task"):
         evaluate(base, "web", max_per_task=0)

@@ -1,4 +1,4 @@
-"""Filters: what each drops, what it lets pass, and that both are counted with samples."""
+"""Filters: dropped and kept rows, counts and samples."""
 
 import pytest
 
@@ -12,12 +12,12 @@ def row(asked="How many?", said="Four of them.", **more):
 
 
 def kept(spec, *rows, count=len, benchmarks=()):
-    """For each row whether it is kept."""
+    """Whether each row is kept, and the statistics of the filters."""
     found = apply(rows, parse(spec, count, benchmarks))
     return [any(each is one for one in found.rows) for each in rows], found.filters
 
 
-def test_a_translation_far_longer_or_shorter_than_others_is_dropped():
+def test_length_shift_drops_unusual_translations():
     usual = [row("x" * (20 + i % 5), original="y" * 18) for i in range(30)]
     odd = [row("x" * 100, original="y" * 18), row("x", original="y" * 18)]
     found, [done] = kept("length_shift", *usual, *odd, row("no original"))
@@ -26,7 +26,7 @@ def test_a_translation_far_longer_or_shorter_than_others_is_dropped():
     assert done.samples[0].startswith("xxx")
 
 
-def test_lengths_have_limits_and_quantiles_in_whatever_counts():
+def test_length_filters_use_the_given_count():
     rows = [row("a" * n, "") for n in (5, 50, 500)]
     assert kept("length=10:100", *rows)[0] == [False, True, False]
     assert kept("longest=60%", *rows)[0] == [True, True, False]
@@ -45,7 +45,7 @@ def test_prompts_that_need_an_image_are_dropped():
     assert kept("no_image", *map(row, needs), *map(row, fine))[0] == [False] * 6 + [True] * 3
 
 
-def test_the_script_of_prompt_and_answer_is_judged_by_letters():
+def test_script_filter_checks_prompt_and_answer():
     rows = [
         row("안녕하세요 42!", "네, 안녕하세요"),
         row("안녕하세요", "Hello there, friend"),
@@ -67,7 +67,7 @@ def test_degenerate_answers_are_dropped():
     assert kept("not_degenerate", *rows)[0] == [False, False, False, True, True]
 
 
-def test_answers_are_verified_where_there_is_a_gold_one():
+def test_answers_are_verified_against_gold():
     rows = [
         row(said="3 * 4 = 12\n#### 12", gold="12"),
         row(said="#### 1,200", gold=1200),
@@ -87,16 +87,16 @@ def test_answers_are_verified_where_there_is_a_gold_one():
         ("#### 1/3", "1/3", True),
         ("#### 3", "3x+5", False),
         ("#### 10:30", "10:45", False),
-        ("that is $1,200.", "1200", False),  # not all of it is the answer
+        ("that is $1,200.", "1200", False),  # text around the number
         ("#### $1,200.00", "1200", True),
         ("-3", "3", False),
     ],
 )
-def test_gold_answers_that_are_no_plain_numbers_are_compared_whole(said, gold, right):
+def test_non_numeric_gold_answers_are_compared_as_text(said, gold, right):
     assert kept("verified", row(said=said, gold=gold))[0] == [right]
 
 
-def test_rows_that_say_nearly_the_same_are_dropped():
+def test_near_duplicates_are_dropped():
     words = [f"word{i}" for i in range(200)]
     nearly = [*words[:90], "other", *words[91:]]
     half = [*words[:100], *(f"new{i}" for i in range(100))]
@@ -104,18 +104,18 @@ def test_rows_that_say_nearly_the_same_are_dropped():
     assert kept("no_near_duplicate", *rows)[0] == [True, False, True, False, True, True]
 
 
-def test_the_first_of_equal_rows_is_kept():
+def test_first_of_duplicate_rows_is_kept():
     rows = [row("Hi there!"), row("hi, THERE"), row("Hi there!", "other")]
     assert kept("no_duplicate", *rows)[0] == [True, False, True]
 
 
-def test_rows_that_hold_a_benchmark_item_are_dropped():
+def test_rows_with_a_benchmark_item_are_dropped():
     item = Animals("test").material(3)
     rows = [row(f"Tell me. {item} Thanks."), row("Which animal lives here?")]
     assert kept("no_overlap", *rows, benchmarks=[Animals("test")])[0] == [False, True]
 
 
-def test_filters_see_what_those_before_them_kept_and_are_shown_in_order():
+def test_filters_apply_and_report_in_order():
     found = apply(
         [row("a" * 9), row("a" * 90), row("a" * 90)], parse("length=20:500,no_duplicate", len, ())
     )
@@ -138,6 +138,6 @@ def test_filters_see_what_those_before_them_kept_and_are_shown_in_order():
         "script=hangul:0.3",
     ],
 )
-def test_words_that_are_no_filter_are_refused(spec):
-    with pytest.raises(ValueError, match="is no filter"):
+def test_invalid_filters_raise(spec):
+    with pytest.raises(ValueError, match="invalid filter"):
         parse(spec, len, ())

@@ -1,4 +1,4 @@
-"""Training on conversations: packing them changes nothing about what is learned."""
+"""Fine-tuning on conversations: packing changes neither losses nor gradients."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,24 +46,24 @@ def model_of(**changes):
 
 
 def gradient(model, batches):
-    """Loss per counted target and its gradient over (tokens, targets) batches."""
+    """Mean loss over non-ignored targets of `batches`, and its gradient."""
     model.zero_grad()
-    apart = DocumentMaskedModel(model, TOKENIZER.bos_id)
+    masked = DocumentMaskedModel(model, TOKENIZER.bos_id)
     count = sum((targets != IGNORE).sum() for _, targets in batches)
     total = 0.0
     for tokens, targets in batches:
-        loss = apart.loss(torch.from_numpy(tokens), torch.from_numpy(targets)) / count
+        loss = masked.loss(torch.from_numpy(tokens), torch.from_numpy(targets)) / count
         loss.backward()
         total += loss.item()
     return total, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}, {"bigram_rows": 97}])
-def test_a_packed_step_equals_the_conversations_one_by_one(changes):
+def test_packed_step_equals_separate_conversations(changes):
     rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)
     pack_encoded(rows, "train", encode({"name": "x"}, CHATS, TOKENIZER, 63), TOKENIZER)
     packed = np.fromfile(rows.bin_path("train"), rows.dtype).reshape(-1, rows.row_length)
-    assert len(packed) < len(CHATS) / 2  # several in a row
+    assert len(packed) < len(CHATS) / 2  # several per row
     model = model_of(**changes)
     loss, grad = gradient(model, [signed_inputs_and_targets(packed, IGNORE)])
     alone = [
@@ -72,10 +72,10 @@ def test_a_packed_step_equals_the_conversations_one_by_one(changes):
     loss_alone, grad_alone = gradient(model, alone)
     assert loss == pytest.approx(loss_alone, rel=1e-5)
     assert (grad - grad_alone).norm() < 1e-5 * grad_alone.norm()
-    blind = model.loss(*(torch.from_numpy(x) for x in signed_inputs_and_targets(packed, IGNORE)))
+    plain = model.loss(*(torch.from_numpy(x) for x in signed_inputs_and_targets(packed, IGNORE)))
     assert (
-        abs(blind.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
-    )  # else nothing was kept apart
+        abs(plain.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
+    )  # else the mask has no effect
 
 
 def val_rows_of(name, answers):
@@ -104,30 +104,30 @@ def test_R28_one_rank_of_a_node_verifies_conversations(machine):
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
-    apart = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
+    masked = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
         found = ValidationLoss(ValidationConfig(8 * 63, half), buckets, split)
         cfg = SimpleNamespace(eval_every=1)
         found.start(
             SimpleNamespace(
-                objective=apart, tokenizer=TOKENIZER, machine=machine, cfg=cfg, device_rows=1
+                objective=masked, tokenizer=TOKENIZER, machine=machine, cfg=cfg, device_rows=1
             )
         )
         return found
 
     figures = answer_loss(good=good).measure(lambda: False)
     assert figures and np.isfinite(list(figures.values())).all()
-    with pytest.raises(UsageError, match="of empty have no byte that counts"):
+    with pytest.raises(UsageError, match="no byte can be scored in the validation rows of empty"):
         answer_loss(good=good, empty=empty)
     one = val_rows_of("one", ["a"])
-    with pytest.raises(UsageError, match="--eval_half=2 has no row: val holds 1 validation rows"):
+    with pytest.raises(UsageError, match="--eval_half=2 is empty: val has 1 validation rows"):
         answer_loss(half=2, one=one)
 
 
-def test_a_short_stage_takes_smaller_batches():
+def test_short_stage_uses_smaller_batches():
     assert auto_batch(524_288, None, 1e9, 2048) == 524_288
     assert auto_batch(524_288, None, 10e6, 2048) == 32_768
     assert auto_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
-    assert auto_batch(524_288, 50, 1e6, 2048) == 524_288  # somebody said how many steps
+    assert auto_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
     assert auto_batch(4096, None, 1e5, 512) == 4096

@@ -1,8 +1,8 @@
 """
-Broken input, made up by hypothesis: whatever reads files, conversations or requests either works or
-says clearly what is wrong; nothing else may come of it.
+Fuzzing with hypothesis: on broken input, code that reads files, conversations or requests either
+works or raises a clear error.
 
-The ordinary suite tries a few hundred of each, the slow one (`-m slow`) thousands.
+The ordinary suite tries a few hundred inputs per test, the slow one (`-m slow`) thousands.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ budgets = pytest.mark.parametrize(
 
 @pytest.fixture
 def fuzz(budget, record_property):
-    """Try a check on `cases` (times the budget) made-up inputs, the same ones in every run."""
+    """Run a check on `cases` x budget generated inputs, the same in every run."""
 
     def run(check, strategy, cases):
         tried = 0
@@ -68,7 +68,7 @@ def tokenizer():
 
 
 # ------------------------------------------------------------------------------------------------
-# What is made up
+# Generated inputs
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -89,7 +89,7 @@ edits = st.lists(
 
 
 def edited(data: bytes, changes) -> bytes:
-    """Some bytes after accidents: `edits`."""
+    """Apply `edits` to some bytes."""
     for kind, where, stuff in changes:
         i, n = int(where * len(data)), len(stuff)
         if kind == "flip" and data:
@@ -108,7 +108,7 @@ def edited(data: bytes, changes) -> bytes:
 
 
 def replaced(original, path, value):
-    """JSON in which one place, reached by following `path` as far as it goes, is another."""
+    """JSON with the element at `path` (followed as far as possible) replaced."""
     if isinstance(original, dict) and original and path:
         name = sorted(original)[path[0] % len(original)]
         return {**original, name: replaced(original[name], path[1:], value)}
@@ -126,7 +126,7 @@ changes_of_json = st.tuples(st.lists(st.integers(0, 50), max_size=5), values)
 
 
 @budgets
-def test_P1_any_ids_become_text_or_are_refused(fuzz, tokenizer):
+def test_P1_any_token_ids_decode_or_raise(fuzz, tokenizer):
     def check(ids):
         with contextlib.suppress(ValueError):
             tokenizer.decode(ids)
@@ -136,7 +136,7 @@ def test_P1_any_ids_become_text_or_are_refused(fuzz, tokenizer):
 
 
 @budgets
-def test_a_damaged_tokenizer_is_named(fuzz, tokenizer, tmp_path):
+def test_damaged_tokenizer_is_reported(fuzz, tokenizer, tmp_path):
     path = tokenizer.save(tmp_path)
     whole = path.read_bytes()
 
@@ -146,7 +146,7 @@ def test_a_damaged_tokenizer_is_named(fuzz, tokenizer, tmp_path):
             found = Tokenizer.read(path)
         except ValueError as error:
             assert str(path) in str(error)
-        else:  # what can be read works
+        else:  # a readable tokenizer works
             assert found.decode(found.encode("a b")) == "a b"
 
     bytewise = edits.map(lambda changes: lambda data: edited(data, changes))
@@ -178,7 +178,7 @@ conversations = plausible | st.lists(messages | values, max_size=5) | values
 
 
 @budgets
-def test_V12_any_conversation_is_rendered_or_refused(fuzz, tokenizer):
+def test_V12_any_conversation_renders_or_raises(fuzz, tokenizer):
     def check(conversation):
         try:
             ids, mask = render(tokenizer, conversation)
@@ -196,7 +196,7 @@ def test_V12_any_conversation_is_rendered_or_refused(fuzz, tokenizer):
 
 
 @budgets
-def test_a_file_of_conversations_is_read_or_its_line_named(fuzz, tmp_path):
+def test_broken_conversation_file_is_reported(fuzz, tmp_path):
     path = tmp_path / "mine.jsonl"
 
     def check(lines):
@@ -218,7 +218,7 @@ def test_a_file_of_conversations_is_read_or_its_line_named(fuzz, tmp_path):
 
 
 @budgets
-def test_R10_a_damaged_checkpoint_is_passed_over(fuzz, tokenizer, tiny_gpt, base, capsys):
+def test_R10_damaged_checkpoint_is_skipped(fuzz, tokenizer, tiny_gpt, base, capsys):
     folder = stage_folder("base") / "tiny"
     for step in (1, 2):
         save_checkpoint(folder, step, tiny_gpt, None, tokenizer, {"identity": {"seed": 0}})
@@ -237,7 +237,7 @@ def test_R10_a_damaged_checkpoint_is_passed_over(fuzz, tokenizer, tiny_gpt, base
 
 
 @budgets
-def test_a_damaged_record_is_named_and_history_loses_only_its_line(fuzz, base):
+def test_damaged_record_is_reported_and_history_loses_one_line(fuzz, base):
     for section in ("Tokenizer training", "Base model training", "Chat RL"):
         where = Provenance("run", 0, {"data": "x"}, {"base": section})
         values = {"Loss": 1.5, "CORE": {"value": 0.1, "n": 10, "se": 0.1}}
@@ -273,7 +273,7 @@ def test_a_damaged_record_is_named_and_history_loses_only_its_line(fuzz, base):
 
 
 @budgets
-def test_a_damaged_file_of_metrics_gives_what_is_left(fuzz, tmp_path):
+def test_damaged_metrics_file_keeps_readable_lines(fuzz, tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": i, "loss": 9.0 - i, "lr": "nan"}) for i in range(5)]
     whole = "\n".join([*lines[:3], json.dumps({"resumed_at": 2}), *lines[2:], ""]).encode()
@@ -287,7 +287,7 @@ def test_a_damaged_file_of_metrics_gives_what_is_left(fuzz, tmp_path):
 
 
 @budgets
-def test_R11_a_damaged_record_of_rows_is_named(fuzz, tmp_path):
+def test_R11_damaged_row_counts_are_reported(fuzz, tmp_path):
     counts = {"rows": 3, "documents": 2, "tokens": 30, "sha256": "0" * 64}
     recipe = {"fingerprint": "x", "max_seq_len": 9}
     rows = Rows(tmp_path, ["a"], "val", "uint16", 64, recipe)
@@ -332,7 +332,7 @@ continued = {"prompt": "Hello", "max_tokens": 2, "echo": True, "logprobs": 1, "n
 
 
 @budgets
-def test_V4_any_body_is_answered_or_refused_in_the_form_of_the_api(fuzz, site):
+def test_V4_any_request_body_gets_a_valid_api_response(fuzz, site):
     def check(request):
         path, body = request
         answered = site.client.post(
@@ -359,7 +359,7 @@ def test_V4_any_body_is_answered_or_refused_in_the_form_of_the_api(fuzz, site):
 
 
 @budgets
-def test_V6_any_bytes_on_a_connection_leave_the_server_as_it_was(fuzz, site):
+def test_V6_any_connection_bytes_leave_the_server_running(fuzz, site):
     request = post(PATHS[0], {"messages": HELLO, "max_tokens": 2})
 
     def check(data):

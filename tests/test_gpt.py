@@ -1,4 +1,4 @@
-"""What other modules rely on: causality, initial values, counts, and a model that can learn."""
+"""The GPT model: causality, initialization, parameter counts, gradients, old configurations."""
 
 import cmath
 import math
@@ -35,10 +35,10 @@ VARIANTS = {
     "classic": TINY.classic(),
     "windows": replace(TINY, window_pattern="SSL", max_seq_len=600),
     "one layer": replace(TINY, n_layer=1),
-    "no groups": replace(TINY, n_kv_head=4),
+    "no GQA": replace(TINY, n_kv_head=4),
     "bigrams": replace(TINY, bigram_rows=97),
     "golf": GOLF,
-    "tied and plain": shaped(TINY.classic(), tie_embeddings=True),
+    "tied classic": shaped(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
 }
 
@@ -56,7 +56,7 @@ def test_a_token_cannot_change_earlier_logits(name, position):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_loss_is_the_cross_entropy_of_the_logits(name):
+def test_loss_equals_cross_entropy_of_logits(name):
     model = lively(build_model(VARIANTS[name], CPU, torch.float32, seed=0))
     tokens = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1)
@@ -70,7 +70,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(name):
 
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_layer_returns_the_compute_dtype(name, backend):
+def test_layers_return_compute_dtype(name, backend):
     model = lively(build_model(VARIANTS[name], CPU, torch.bfloat16, seed=0))
     for block in model.blocks:
         block.attention.backend = backend
@@ -85,22 +85,22 @@ def test_every_layer_returns_the_compute_dtype(name, backend):
         assert set(dtypes) == {torch.bfloat16}
 
 
-def test_a_new_model_guesses_uniformly():
+def test_initial_loss_is_log_of_vocab_size():
     model = build_model(TINY, CPU, torch.float32, seed=0)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     assert model.loss(tokens, tokens).item() / 32 == pytest.approx(math.log(64), rel=0.01)
 
 
-def test_weights_follow_from_the_seed_alone():
+def test_initial_weights_depend_only_on_seed():
     first, again, other = (build_model(TINY, CPU, torch.float32, seed=s) for s in (3, 3, 4))
-    torch.rand(5)  # the global generator plays no part
+    torch.rand(5)  # the global generator has no effect
     for a, b in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(first.embed.weight, other.embed.weight)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_parameter_has_a_role_and_gets_a_gradient(name):
+def test_every_parameter_has_role_and_gradient(name):
     model = lively(build_model(VARIANTS[name], CPU, torch.float32, seed=0))
     assert set(model.param_roles()) == {n for n, _ in model.named_parameters()}
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def test_every_parameter_has_a_role_and_gets_a_gradient(name):
         assert p.grad is not None and p.grad.abs().sum() > 0, parameter_name
 
 
-def test_activation_checkpointing_changes_no_gradient(tiny_gpt):
+def test_activation_checkpointing_keeps_gradients(tiny_gpt):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()
     plain = {n: p.grad.clone() for n, p in tiny_gpt.named_parameters()}
@@ -120,7 +120,7 @@ def test_activation_checkpointing_changes_no_gradient(tiny_gpt):
         torch.testing.assert_close(p.grad, plain[name])
 
 
-def test_compiled_and_eager_agree(tiny_gpt):
+def test_compiled_model_matches_eager(tiny_gpt):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     eager = tiny_gpt.loss(tokens, tokens)
     eager.backward()
@@ -135,7 +135,7 @@ def test_compiled_and_eager_agree(tiny_gpt):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation produced."""
+    """Records the number of elements of the largest output of any operation."""
 
     elements = 0
 
@@ -147,7 +147,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
+def test_full_logits_are_never_materialized(monkeypatch):
     cfg = replace(TINY, vocab_size=1000, max_seq_len=64)
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 1 << 15)
     model = build_model(cfg, CPU, torch.float32, seed=0)
@@ -159,19 +159,19 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch):
     assert scoring.elements <= training.elements < 4 * 64 * 1000 / 4
 
 
-def test_rotation_makes_scores_depend_on_distance_only():
+def test_rope_scores_depend_only_on_distance():
     cos, sin = rotary(torch.arange(12), 8, 10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
-    turned_q = rotate(q.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
-    turned_k = rotate(k.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
-    scores = turned_q @ turned_k.T  # (12, 12)
+    rotated_q = rotate(q.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
+    rotated_k = rotate(k.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
+    scores = rotated_q @ rotated_k.T  # (12, 12)
     for distance in range(12):
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
-def test_partial_rotation_turns_the_first_channels_alone():
-    """Against its definition: channel i and i + R/2 are one number turned by t * theta^(-2i/R)."""
+def test_partial_rope_rotates_only_first_channels():
+    """Reference: channels i and i + R/2 as a complex number, rotated by t * theta^(-2i/R)."""
     R, D, theta = 4, 10, 100.0
     x = torch.randn(1, 7, 2, D, generator=torch.Generator().manual_seed(0))
     got = rotate_first(x, *rotary(torch.arange(7), R, theta))
@@ -179,17 +179,17 @@ def test_partial_rotation_turns_the_first_channels_alone():
     for t in range(7):
         for i in range(R // 2):
             number = torch.complex(x[0, t, :, i], x[0, t, :, i + R // 2])
-            turned = number * cmath.exp(-1j * t * theta ** (-2 * i / R))
-            want = torch.stack([turned.real, turned.imag], dim=-1)
+            rotated = number * cmath.exp(-1j * t * theta ** (-2 * i / R))
+            want = torch.stack([rotated.real, rotated.imag], dim=-1)
             torch.testing.assert_close(got[0, t][:, [i, i + R // 2]], want)
 
 
-def test_exclusive_attention_leaves_nothing_along_the_tokens_own_value():
+def test_exclusive_attention_is_orthogonal_to_own_value():
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(2, 5, 6, 8, generator=generator)
     v = torch.randn(2, 5, 3, 8, generator=generator)
     got = exclude_self(y, v)
-    for h in range(6):  # two query heads share each value
+    for h in range(6):  # two query heads share each value head
         own = v[:, :, h // 2]
         n = own / own.norm(dim=-1, keepdim=True)
         want = y[:, :, h] - (y[:, :, h] * n).sum(-1, keepdim=True) * n
@@ -197,19 +197,19 @@ def test_exclusive_attention_leaves_nothing_along_the_tokens_own_value():
         assert (got[:, :, h] * n).sum(-1).abs().max() < 1e-5
 
 
-def test_exclusion_is_for_the_last_layers_and_a_first_token_then_hears_nothing():
+def test_last_layers_are_exclusive_and_zero_for_first_token():
     cfg = shaped(TINY, n_layer=3, xsa_last_n=2)
     blocks = build_model(cfg, CPU, torch.float32, seed=0).blocks
     assert [b.attention.exclusive for b in blocks] == [False, True, True]
     x = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
     rope = rotary(torch.arange(1), 8, 1e4)
-    for block, silent in zip(blocks, (False, True, True), strict=True):
+    for block, exclusive in zip(blocks, (False, True, True), strict=True):
         torch.nn.init.eye_(block.attention.out.weight)
-        heard = block.attention(x, rope, None)  # one token gathers its own value alone
-        assert (heard.abs().max() < 1e-5) == silent
+        y = block.attention(x, rope, None)  # a single token attends only to itself
+        assert (y.abs().max() < 1e-5) == exclusive
 
 
-def test_a_learned_gain_scales_the_scores_of_its_head():
+def test_learned_gain_scales_scores_of_its_head():
     cfg = shaped(TINY, qk_gain_init=1.2**2)
     model, plain = (lively(build_model(c, CPU, torch.float32, seed=0)) for c in (cfg, TINY))
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -223,13 +223,13 @@ def test_a_learned_gain_scales_the_scores_of_its_head():
     assert not torch.allclose(model(tokens), plain(tokens), atol=1e-3)
 
 
-def test_a_tied_table_scores_with_what_it_embeds():
+def test_tied_embedding_is_also_the_lm_head():
     model = lively(build_model(shaped(TINY, tie_embeddings=True), CPU, torch.float32, seed=0))
     assert "head.weight" not in model.state_dict()
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     want = 15 * torch.tanh(model.hidden(tokens) @ model.embed.weight.T / 15)
     torch.testing.assert_close(model(tokens), want)
-    twin = GPT(replace(TINY))  # the same as two tables, whose gradients add up
+    twin = GPT(replace(TINY))  # untied: its two gradients add up to the tied one
     twin.load_state_dict({**model.state_dict(), "head.weight": model.embed.weight.detach()})
     model.loss(tokens, tokens).backward()
     twin.loss(tokens, tokens).backward()
@@ -238,7 +238,7 @@ def test_a_tied_table_scores_with_what_it_embeds():
     assert model.flops_per_token() == twin.flops_per_token()
 
 
-def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
+def test_orthogonal_init_has_same_std_as_uniform():
     cfg = shaped(TINY, d_model=64, n_head=8, mlp_ratio=2, init="orthogonal", n_layer=3)
     drawn = build_model(replace(cfg, projection_init="scaled"), CPU, torch.float32, 0).blocks[0]
     for weight, scale in ((drawn.attention.k.weight, 1.0), (drawn.mlp.up.weight, 0.4)):
@@ -252,29 +252,29 @@ def test_orthogonal_matrices_have_the_spread_of_the_uniform_ones():
         assert projection.std().item() == pytest.approx(want, rel=0.05)
 
 
-def test_a_bigram_is_found_by_both_of_its_tokens_and_rows_are_used_alike():
+def test_bigram_hash_uses_both_tokens_and_is_uniform():
     tokens = torch.arange(64).repeat_interleave(64)[None]
     before = torch.arange(64).repeat(64)[None]
     index, shifted = (bigram_index(tokens, each, 256) for each in (before, before - 1))
     for found, other in zip(*(x.unbind(-1) for x in (index, shifted)), strict=True):
-        counts = torch.bincount(found.flatten(), minlength=256)  # 4096 bigrams, 16 a row
+        counts = torch.bincount(found.flatten(), minlength=256)  # 4096 bigrams, 16 per row
         assert counts.min() > 1 and counts.max() < 45
         assert (other != found).float().mean() > 0.9
     pairs = len(index.flatten(0, 1).unique(dim=0))
-    assert pairs > 3800  # few bigrams share both of their rows: 4096 of 65,536 pairs
+    assert pairs > 3800  # few collisions in both rows: 4096 of 65,536 pairs
     assert bigram_index(tokens, before, 1).max() == 0
     largest = bigram_index(torch.tensor([[2**18]]), torch.tensor([[2**18]]), 2**18)
     assert 0 <= int(largest.min()) and int(largest.max()) < 2**18
 
 
-def test_no_token_stands_in_front_of_the_first_of_a_row_or_segment():
+def test_preceding_is_minus_one_at_row_and_segment_start():
     tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
     assert preceding(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
     segments = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
     assert preceding(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
 
 
-def test_bigrams_begin_as_nothing_and_are_learned():
+def test_bigram_embedding_starts_at_zero_and_gets_gradient():
     cfg = replace(TINY, bigram_rows=50)
     model, plain = (build_model(each, CPU, torch.float32, 0) for each in (cfg, TINY))
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -282,19 +282,19 @@ def test_bigrams_begin_as_nothing_and_are_learned():
     model = lively(model)
     model.loss(tokens, tokens).backward()
     assert model.bigrams is not None and model.bigrams.weight.grad is not None
-    met = bigram_index(tokens, preceding(tokens), 50).unique()
+    touched = bigram_index(tokens, preceding(tokens), 50).unique()
     assert set(model.bigrams.weight.grad.any(dim=1).nonzero().flatten().tolist()) == set(
-        met.tolist()
+        touched.tolist()
     )
 
 
-def test_a_sparse_gradient_of_many_micro_batches_is_no_larger_than_the_table():
+def test_sparse_gradient_becomes_dense_after_micro_batches():
     cfg = replace(TINY, bigram_rows=100)
     sparse, dense = (lively(build_model(cfg, CPU, torch.float32, 0)) for _ in range(2))
     assert sparse.bigrams is not None and dense.bigrams is not None
     sparse.bigrams.use_sparse_gradient()
     generator, kinds = torch.Generator().manual_seed(0), []
-    for _ in range(4):  # of 10 tokens, 20 rows
+    for _ in range(4):  # micro-batches of 10 tokens, 20 rows
         tokens = torch.randint(64, (1, 10), generator=generator)
         for model in (sparse, dense):
             model.loss(tokens, tokens).backward()
@@ -306,15 +306,15 @@ def test_a_sparse_gradient_of_many_micro_batches_is_no_larger_than_the_table():
     assert kinds == [True, True, False, False]
 
 
-def test_parameters_of_the_golf_shape_are_those_of_its_record():
-    """19,417,152 with 18,432 scales per channel that ours does not have."""
+def test_golf_model_has_parameter_count_of_record():
+    """The record has 19,417,152, including 18,432 per-channel scales that this model lacks."""
     plain = GPTConfig(1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, value_every=0)
     shape = shaped(plain, tie_embeddings=True, rope_dims=32, xsa_last_n=2, qk_gain_init=1.5)
     with torch.device("meta"):
         assert new_model(shape).num_params() == 19_417_152 - 18_432 + 2 * 8
 
 
-def test_B15_rotary_tables_are_right_after_loading_on_the_meta_device(tiny_gpt):
+def test_B15_rope_is_correct_after_meta_device_loading(tiny_gpt):
     with torch.device("meta"):
         loaded = GPT(TINY)
     loaded.to_empty(device="cpu")
@@ -323,8 +323,8 @@ def test_B15_rotary_tables_are_right_after_loading_on_the_meta_device(tiny_gpt):
     assert torch.equal(loaded(tokens), tiny_gpt(tokens))
 
 
-def test_building_a_model_does_not_load_the_compiler():
-    """It takes longer than the rest of what a model needs to answer its first question."""
+def test_building_model_does_not_import_compiler():
+    """Importing it takes longer than everything else before a model's first answer."""
     program = (
         "import sys, torch\n"
         "from nanochat.gpt import GPT\n"
@@ -335,7 +335,7 @@ def test_building_a_model_does_not_load_the_compiler():
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
 
 
-def test_flops_of_the_seed_shape_are_those_of_the_seed_report():
+def test_params_and_flops_match_reference_report():
     shape = GPTConfig(65_536, 8, 512, 4, 4, 128, 2048).classic()
     with torch.device("meta"):
         model = GPT(shape)
@@ -357,25 +357,25 @@ def test_flops_of_the_seed_shape_are_those_of_the_seed_report():
         ({"qk_gain_init": 0.0}, "got 0.0"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_by_name(change, named):
+def test_invalid_config_is_rejected_with_its_value(change, named):
     with pytest.raises(ValueError, match=named):
         shaped(TINY, **change)
 
 
 # ---- Checkpoints of earlier commits --------------------------------------------------------------
 
-BEFORE = {  # fields that every model had
+BEFORE = {  # fields of every old configuration
     "softcap": 15.0, "value_embeddings": True, "tie_embeddings": False, "rope_dims": None,
     "xsa_last_n": 0, "qk_gain_init": None, "init": "uniform", "projection_init": "zero",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_configuration_with_the_fields_of_before_is_the_same_model(name):
+def test_old_config_loads_as_same_model(name):
     cfg = VARIANTS[name]
     earlier = {**BEFORE, **asdict(cfg), "value_embeddings": cfg.value_every > 0}
     if not cfg.value_every:
-        earlier["value_every"] = 2  # without an effect there
+        earlier["value_every"] = 2  # has no effect there
     assert read_config(earlier) == cfg and type(read_config(earlier)) is type(cfg)
     assert read_config(asdict(cfg)) == cfg
     assert type(new_model(cfg)).__name__ == type(cfg).__name__.replace("GPTConfig", "GPT").replace(
@@ -383,7 +383,7 @@ def test_a_configuration_with_the_fields_of_before_is_the_same_model(name):
     )
 
 
-def test_a_run_of_before_has_the_identity_that_it_would_have_now():
+def test_old_run_identity_is_upgraded():
     optim, schedule = asdict(OptimConfig(matrix_lr=0.03)), asdict(ScheduleConfig())
     now = {"model": asdict(TINY), "optim": optim, "schedule": schedule, "rl": asdict(RLConfig())}
     deleted = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious"}
@@ -399,7 +399,7 @@ def test_a_run_of_before_has_the_identity_that_it_would_have_now():
     assert upgrade_identity(before)["optim"] == {**optim, "scalar_lr": 0.25}
 
 
-def test_a_deleted_option_is_rejected_with_the_commit_that_has_it():
+def test_deleted_option_is_rejected_with_commit():
     for change in ({"repeat_layers": "1-2"}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"{list(change)[0]}.*deleted; commit"):
             read_config({**BEFORE, **asdict(TINY), **change})

@@ -1,4 +1,4 @@
-"""Compiled graphs: a training adds none after the first use of what it does."""
+"""Compiled graphs: a run compiles none after the first use of each feature."""
 
 import re
 import shutil
@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from nanochat.checkpoint import build_model
-from nanochat.eval_core import FewShotTask, eval_model_of, examine
+from nanochat.eval_core import FewShotTask, eval_model_of, evaluate_task
 from nanochat.evaluators import samples
 from nanochat.gpt import GPTConfig, for_inference
 from tests.conftest import lively
 from tests.lab.test_canaries import TOKENIZER, suite_of
 from tests.training_runs import SMALL, folder, python
 
-# Runs a script with the number of compiled graphs in front of every line that it prints. With
-# "eager" Dynamo traces as always, and what it traced runs as it is: seconds instead of minutes.
+# Runs a script and prefixes every printed line with the number of compiled graphs. With "eager",
+# Dynamo traces as usual, but graphs run uncompiled: seconds instead of minutes.
 COUNTED = """
 import builtins, functools, runpy, sys
 import torch
@@ -43,13 +43,13 @@ SFT = (
 
 
 def graphs(text: str) -> dict[int, int]:
-    """Compiled graphs by step, counted when the step's loss is logged; at -1 in the end."""
+    """Compiled graphs by step, counted when its loss is logged; key -1: at the end."""
     steps = re.findall(r"^graphs (\d+) \| step +(\d+)/.* loss ", text, re.MULTILINE)
     counts = {int(step): int(count) for count, step in steps}
     return {**counts, -1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}
 
 
-def test_R36_samples_canaries_and_core_compile_no_graph(machine):
+def test_R36_samples_canaries_and_core_compile_nothing(machine):
     counters = torch._dynamo.utils.counters["stats"]
     cfg = GPTConfig(265, 2, 32, 4, 2, 8, 64)
     model = lively(build_model(cfg, machine.device, machine.dtype, 0))
@@ -66,21 +66,21 @@ def test_R36_samples_canaries_and_core_compile_no_graph(machine):
     before = use()
     samples(model, TOKENIZER)
     suite_of().measure(model)
-    examine(eval_model_of(for_inference(model), TOKENIZER), task, machine)
+    evaluate_task(eval_model_of(for_inference(model), TOKENIZER), task, machine)
     assert use() == before > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_R36_no_graph_is_added_after_first_use(trained_base: Path, base: Path, backend: str):
+def test_R36_no_graph_is_compiled_after_first_use(trained_base: Path, base: Path, backend: str):
     shutil.copytree(trained_base, base)
     train = ["-c", COUNTED, backend, "scripts.base_train", *SMALL, *BASE]
     found = graphs(python(base, *train))
     assert found[1] > 0  # training compiles, and so does the first validation, after step 2
-    assert found[3] == found[STEPS - 1] == found[-1], "validation, samples, CORE or saving compile"
+    assert found[3] == found[STEPS - 1] == found[-1], "validation, samples, CORE or saving compiled"
     shutil.rmtree(folder(base, "graphs") / f"step_{STEPS:06d}")
     again = graphs(python(base, *train))
-    assert again[-1] == found[-1], "a resumed run compiles more"
+    assert again[-1] == found[-1], "the resumed run compiled more"
 
     tuned = graphs(python(base, "-c", COUNTED, backend, "scripts.chat_sft", *SFT))
-    assert tuned[3] == tuned[-1], "canaries compile"
+    assert tuned[3] == tuned[-1], "canaries compiled"

@@ -1,4 +1,4 @@
-"""Kernels are trusted after they were run, and left out with a reason."""
+"""Kernel selection: kernels are probed, and skipped with a reason if they fail."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_B13_a_kernel_that_imports_but_does_not_work_fails_its_probe(kind, machine, monkeypatch):
+def test_B13_broken_kernel_fails_its_probe(kind, machine, monkeypatch):
     cfg = replace(TINY, max_seq_len=300)
     assert choose_attention(cfg, machine) == "sdpa"
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN[kind])
@@ -49,22 +49,22 @@ def test_B13_a_kernel_that_imports_but_does_not_work_fails_its_probe(kind, machi
 
 
 def beyond(y, T):
-    """Attention whose output is infinite for tokens from T on."""
+    """Attention output with infinite values from token T on."""
     return torch.cat((y[:, :T], y[:, T:] * math.inf), dim=1) if y.size(1) > T else y
 
 
 def rounded(x):
-    """To the ten bits of mantissa that TF32 has."""
+    """Round to the 10-bit mantissa of TF32."""
     whole = (x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
     return x + (whole.view(torch.float32) - x).detach()
 
 
-def test_a_float32_kernel_may_round_as_tf32_where_that_is_allowed(machine, monkeypatch):
+def test_float32_kernel_may_round_to_tf32_if_allowed(machine, monkeypatch):
     def tf32(q, k, v, mask, scale):
         return attention.attend_plain(*map(rounded, (q, k, v)), None, scale, mask)
 
     monkeypatch.setattr(attention, "attend_sdpa", tf32)
-    cfg = replace(TINY, n_head=2, head_dim=4096)  # many numbers, of which some are large
+    cfg = replace(TINY, n_head=2, head_dim=4096)  # many values, some of them large
     assert "differs" in (probe_attention("sdpa", cfg, machine) or "")
     torch.set_float32_matmul_precision("high")
     try:
@@ -73,7 +73,7 @@ def test_a_float32_kernel_may_round_as_tf32_where_that_is_allowed(machine, monke
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
+def test_kernel_is_compared_with_float64_attention(machine, monkeypatch):
     seen = set()
 
     def recorded(q, *rest):
@@ -85,7 +85,7 @@ def test_a_kernel_is_compared_with_attention_in_float64(machine, monkeypatch):
     assert seen == {(torch.float64, 1)}  # one head at a time
 
 
-def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch, capsys):
+def test_R17_kernel_is_skipped_if_probe_runs_out_of_memory(machine, monkeypatch, capsys):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -94,18 +94,18 @@ def test_R17_a_kernel_too_large_to_compare_is_left_out(machine, monkeypatch, cap
     assert "OutOfMemoryError: CUDA out of memory" in capsys.readouterr().out
 
 
-def test_where_masked_attention_fails_no_mode_of_the_kernel_is_used(machine, monkeypatch, capsys):
+def test_kernel_that_ignores_masks_is_skipped_entirely(machine, monkeypatch, capsys):
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["ignores masks"])
     assert choose_attention(TINY, machine) == "plain"
-    assert "under a mask of segments" in capsys.readouterr().out
+    assert "with a segment mask" in capsys.readouterr().out
 
 
-def test_a_compiled_model_attends_in_blocks_on_a_cpu(machine):
+def test_compiled_cpu_model_uses_blockwise_attention(machine):
     assert choose_attention(TINY, machine, compiled=True) == "blocks"
     assert choose_attention(TINY, machine) == "sdpa"
 
 
-def test_blocks_change_nothing_but_rounding_and_leave_the_engine_its_kernel(machine):
+def test_blockwise_losses_match_and_engine_uses_sdpa(machine):
     models = [build_model(TINY, machine.device, machine.dtype, 0) for _ in range(2)]
     tokens = torch.randint(64, (3, TINY.max_seq_len), generator=torch.Generator().manual_seed(0))
     segments = (tokens % 16 == 0).cumsum(1)
@@ -121,7 +121,7 @@ def test_blocks_change_nothing_but_rounding_and_leave_the_engine_its_kernel(mach
 
 
 @torch.no_grad()
-def test_layers_share_one_flex_mask_and_the_engine_needs_none(machine, monkeypatch):
+def test_layers_share_flex_masks_and_engine_uses_none(machine, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)
@@ -137,7 +137,7 @@ def test_layers_share_one_flex_mask_and_the_engine_needs_none(machine, monkeypat
     torch._dynamo.reset()
     for _ in range(2):
         torch.testing.assert_close(model.hidden(tokens), want, rtol=1e-4, atol=1e-4)
-    assert attention.block_mask.cache_info().misses == 2  # one for each window
+    assert attention.block_mask.cache_info().misses == 2  # one per window
     twin, graphs = for_inference(model), counters["unique_graphs"]
     for T in (3, 4, 5):
         torch.testing.assert_close(twin.hidden(tokens[:, :T]), want[:, :T], rtol=1e-4, atol=1e-4)
@@ -148,13 +148,13 @@ def seeded():
     return torch.Generator().manual_seed(1)
 
 
-def test_compiling_is_left_out_where_it_does_not_pay(machine):
+def test_compilation_is_skipped_for_short_runs(machine):
     assert not choose_compile(KernelConfig(), machine, train_seconds=5)
     assert choose_compile(KernelConfig(compile=True), machine, train_seconds=5)
     assert not choose_compile(KernelConfig(compile=False), machine, train_seconds=1e9)
 
 
-def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, capsys):
+def test_compilation_is_skipped_if_compiler_fails(machine, monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler")
 
@@ -163,7 +163,7 @@ def test_compiling_is_left_out_where_it_does_not_work(machine, monkeypatch, caps
     assert "no compiler" in capsys.readouterr().out
 
 
-def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypatch):
+def test_engine_is_compiled_on_gpu_by_default(machine, monkeypatch):
     monkeypatch.setattr(preflight, "probe_compiler", lambda device: None)
     gpu = replace(machine, device=torch.device("cuda"))
     for flags in (ChatWeb(), ChatCli()):
@@ -172,9 +172,7 @@ def test_an_engine_is_compiled_on_a_gpu_unless_told_otherwise(machine, monkeypat
     assert not choose_fused_engine(False, gpu, most_tokens=0)
 
 
-def test_B13_where_no_fast_kernel_works_the_plain_one_does_and_that_is_said(
-    machine, monkeypatch, capsys
-):
+def test_B13_fallback_to_plain_attention_is_logged(machine, monkeypatch, capsys):
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["wrong"])
     assert choose_attention(TINY, machine) == "plain"
-    assert "sdpa left out: differs from the definition" in capsys.readouterr().out
+    assert "skipping attention kernel sdpa: differs from the reference" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The direction of imports, the owners of outside packages, and that every import is declared."""
+"""Import direction, owners of third-party packages, and declared dependencies."""
 
 import ast
 import re
@@ -11,10 +11,10 @@ import pytest
 import nanochat
 from nanochat.common import REPOSITORY
 
-# The map: the core's modules in reading order
+# Core modules in reading order, from the package docstring
 CORE = re.findall(r"^    (\w+) {2,}\S", nanochat.__doc__ or "", re.MULTILINE)
 TRACKS = "serve hf golf recursion lab bench".split()
-# An outside package, and the only modules that import it.
+# Third-party package -> the only modules that may import it
 OWNERS = {
     "rustbpe": {"nanochat/tokenizer.py"},
     "tiktoken": {"nanochat/hf/tokenizer.py", "scripts/tok_eval.py"},
@@ -49,7 +49,7 @@ FILES = sorted(
 
 
 def imports_of(name: str) -> set[str]:
-    """Dotted names of all imports of a file, wherever they stand; `from a import b` gives a.b."""
+    """Dotted names of all imports in a file; `from a import b` counts as a.b."""
     found = set()
     for node in ast.walk(ast.parse((REPOSITORY / name).read_text())):
         if isinstance(node, ast.Import):
@@ -60,44 +60,44 @@ def imports_of(name: str) -> set[str]:
 
 
 def own_imports(name: str) -> set[str]:
-    """Which of our modules and packages a file imports, as "nanochat.gpt" or "nanochat.lab"."""
+    """Our modules and packages that a file imports, such as nanochat.gpt and nanochat.lab."""
     found = {i for i in imports_of(name) if i.split(".")[0] in ("nanochat", "tasks", "scripts")}
     return {".".join(i.split(".")[:2]) for i in found}
 
 
 def floor_of(name: str) -> int:
-    """0 core, 1 tasks, 2 tracks, 3 scripts: what imports must not climb."""
+    """Layer of a module: 0 core, 1 tasks, 2 tracks, 3 scripts. Imports must not go up."""
     parts = name.replace(".", "/").split("/")
     if parts[0] == "nanochat":
         return 2 if len(parts) > 1 and parts[1] in TRACKS else 0
     return {"tasks": 1, "scripts": 3}[parts[0]]
 
 
-def test_the_map_lists_every_core_module():
+def test_package_docstring_lists_every_core_module():
     found = {Path(f).stem for f in FILES if re.fullmatch(r"nanochat/\w+\.py", f)} - {"__init__"}
     assert found == set(CORE) and len(CORE) == len(set(CORE))
 
 
 @pytest.mark.parametrize("module", CORE)
-def test_a_core_module_imports_only_from_above(module):
+def test_core_module_imports_only_earlier_modules(module):
     above = {f"nanochat.{name}" for name in CORE[: CORE.index(module)]}
     core = {i for i in own_imports(f"nanochat/{module}.py") if floor_of(i) == 0}
     assert core <= above
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_imports_keep_their_direction(name):
+def test_imports_do_not_go_up_a_layer(name):
     assert not {i for i in own_imports(name) if floor_of(i) > floor_of(name)}
 
 
 @pytest.mark.parametrize("package", OWNERS)
-def test_an_outside_thing_has_one_owner(package):
+def test_third_party_package_is_imported_only_by_its_owners(package):
     users = {f for f in FILES if any(f"{i}.".startswith(f"{package}.") for i in imports_of(f))}
     assert users <= OWNERS[package]
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
-def test_the_data_floor_loads_without_torch(module):
+def test_data_modules_do_not_import_torch(module):
     nodes = ast.parse((REPOSITORY / f"nanochat/{module}.py").read_text()).body
     names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     names += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
@@ -105,7 +105,7 @@ def test_the_data_floor_loads_without_torch(module):
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tasks/")])
-def test_tasks_use_only_the_part_without_tensors(name):
+def test_tasks_import_only_modules_without_torch(name):
     light = {"common", "dataset", "hub", "mixture", "sandbox"}
     assert {i for i in own_imports(name) if i.startswith("nanochat.")} <= {
         f"nanochat.{module}" for module in light
@@ -113,7 +113,7 @@ def test_tasks_use_only_the_part_without_tensors(name):
     assert not any(i.split(".")[0] == "torch" for i in imports_of(name))
 
 
-def test_the_loop_imports_no_evaluation_or_stage():
+def test_training_loop_imports_no_evaluation_or_stage():
     modules = ("dataset", "mixture", "engine", "eval_core", "eval_chat", "finetune", "rl")
     assert not own_imports("nanochat/train.py") & {f"nanochat.{m}" for m in modules}
 
@@ -124,14 +124,14 @@ def test_B18_every_import_is_a_declared_dependency():
     modules = {"pyyaml": "yaml"}
     names = [re.split(r"[<>=\[; ]", line)[0].replace("-", "_") for line in listed]
     declared = {modules.get(name, name) for name in names}
-    optional = {"flash_attn_interface"}  # used where it is installed, see attention.py
+    optional = {"flash_attn_interface"}  # used if installed, see attention.py
     ours = {"nanochat", "scripts", "tasks"}
     used = {i.split(".")[0] for f in FILES for i in imports_of(f)} - set(sys.stdlib_module_names)
     assert used - ours - optional <= declared
     assert declared <= used | {"tiktoken"}, "declared but never imported"
 
 
-def test_no_module_reads_the_environment_but_the_two_that_may():
+def test_only_common_and_distributed_read_the_environment():
     for name in FILES:
         text = (REPOSITORY / name).read_text()
         if name not in ("nanochat/common.py", "nanochat/distributed.py"):

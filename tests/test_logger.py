@@ -1,4 +1,4 @@
-"""The run log: a complete file, a readable console, and a tracker that can never hurt."""
+"""Run log: metrics file, console output, and isolation from tracker failures."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from nanochat.logger import RunLog, Tracker, read_metrics
 
 
 class FakeRun:
-    """What a tracker gives: takes entries, or misbehaves as told."""
+    """A tracker run that records entries and calls hooks, which may raise or hang."""
 
     def __init__(self, on_log=lambda: None, on_finish=lambda: None):
         self.entries, self.on_log, self.on_finish = [], on_log, on_finish
@@ -35,7 +35,7 @@ def fail():
 
 
 def log_steps(folder, steps, out=None, **more):
-    """Log these steps. Returns what the console showed."""
+    """Log the given steps. Returns the console output."""
     out = out or io.StringIO()
     with contextlib.redirect_stdout(out), RunLog(folder, **more) as log:
         for step in steps:
@@ -43,28 +43,28 @@ def log_steps(folder, steps, out=None, **more):
     return out.getvalue()
 
 
-def test_every_step_is_in_the_file_while_the_run_goes_on(tmp_path):
+def test_every_step_is_written_immediately(tmp_path):
     with RunLog(tmp_path) as log:
         for step in range(3):
             log.log(step, {"loss": 1.0})
             assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step + 1
 
 
-def test_numbers_that_are_not_finite_stay_valid_json_and_come_back(tmp_path):
+def test_non_finite_numbers_round_trip_as_valid_json(tmp_path):
     with RunLog(tmp_path) as log:
         log.log(0, {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf})
 
-    def refuse(word):
+    def reject(word):
         raise AssertionError(f"{word} is not JSON")
 
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=refuse)["loss"] == "nan"
+    assert json.loads(line, parse_constant=reject)["loss"] == "nan"
     entry = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert math.isnan(entry["loss"])
     assert (entry["grad_norm"], entry["lr"]) == (math.inf, -math.inf)
 
 
-def test_a_resumed_run_supersedes_the_steps_after_the_one_it_resumes_at(tmp_path):
+def test_resumed_run_replaces_later_steps(tmp_path):
     log_steps(tmp_path, range(10))
     with RunLog(tmp_path, first_step=4) as log:
         log.log(4, {"loss": 40.0})
@@ -74,7 +74,7 @@ def test_a_resumed_run_supersedes_the_steps_after_the_one_it_resumes_at(tmp_path
     assert [entry["loss"] for entry in entries[3:]] == [5.0 - 0.03, 40.0, 50.0]
 
 
-def test_what_was_measured_just_before_the_save_survives_the_resume(tmp_path):
+def test_evaluation_at_the_resumed_step_is_kept(tmp_path):
     with RunLog(tmp_path) as log:
         log.log(3, {"loss": 3.0})
         log.log(4, {"val_bpb": 1.5})
@@ -83,13 +83,13 @@ def test_what_was_measured_just_before_the_save_survives_the_resume(tmp_path):
     assert entries[4] == {"step": 4, "val_bpb": 1.5, "loss": 4.96, "lr": 0.5}
 
 
-def test_a_run_that_starts_over_in_the_same_folder_starts_a_new_curve(tmp_path):
+def test_restarted_run_replaces_all_steps(tmp_path):
     log_steps(tmp_path, range(10))
     log_steps(tmp_path, range(2))
     assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_a_line_torn_by_a_kill_loses_only_itself(tmp_path):
+def test_truncated_line_does_not_affect_other_lines(tmp_path):
     log_steps(tmp_path, range(3))
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "lo')
@@ -98,7 +98,7 @@ def test_a_line_torn_by_a_kill_loses_only_itself(tmp_path):
     assert steps == [0, 1, 2, 3, 4]
 
 
-def test_a_pipe_gets_one_plain_line_per_step(tmp_path):
+def test_pipe_gets_one_plain_line_per_step(tmp_path):
     lines = log_steps(tmp_path, range(11), total_steps=11).splitlines()
     assert len(lines) == 11
     assert lines[7].startswith("step     7/11 | loss 4.9300 | lr x0.500 | ")
@@ -106,7 +106,7 @@ def test_a_pipe_gets_one_plain_line_per_step(tmp_path):
     assert all(line.isascii() and "\x1b" not in line for line in lines)
 
 
-def test_an_evaluation_is_shown_whole(tmp_path, capsys):
+def test_evaluation_line_shows_all_metrics(tmp_path, capsys):
     with RunLog(tmp_path) as log:
         log.log(7, {"loss": 1.0, "core": 0.5})
         log.log(7, {"val_bpb": 1.23456, "core": 0.012345678})
@@ -114,7 +114,7 @@ def test_an_evaluation_is_shown_whole(tmp_path, capsys):
     assert lines == ["step     7 | loss 1.0000", "step     7 | val bpb 1.2346 | core 0.01235"]
 
 
-def test_a_terminal_gets_a_live_line_and_evaluations_above_it(tmp_path):
+def test_terminal_shows_progress_bar_and_evaluation_lines(tmp_path):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -132,16 +132,16 @@ def test_a_terminal_gets_a_live_line_and_evaluations_above_it(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(42.4, "42s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m")]
 )
-def test_durations_read_as_people_say_them(seconds, text):
+def test_durations_are_human_readable(seconds, text):
     assert logger.duration(seconds) == text
 
 
 # ------------------------------------------------------------------------------------------------
-# The tracker
+# Tracker
 
 
 def tracked(monkeypatch, tmp_path, open_run, steps, finish_seconds=0.5):
-    """Log with this tracker. Returns the seconds of the loop and of the end, and the text."""
+    """Log with a tracker. Returns seconds of the loop, seconds of `finish`, and the message."""
     monkeypatch.setattr(logger, "open_wandb", lambda *args: open_run())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -155,7 +155,7 @@ def tracked(monkeypatch, tmp_path, open_run, steps, finish_seconds=0.5):
     return looped - begun, time.monotonic() - looped, out.getvalue().partition("tracker: ")[2]
 
 
-def test_a_tracker_that_works_gets_every_entry_in_order(monkeypatch, tmp_path):
+def test_tracker_gets_every_entry_in_order(monkeypatch, tmp_path):
     run = FakeRun()
     *_, text = tracked(monkeypatch, tmp_path, lambda: run, 200, finish_seconds=10)
     assert run.entries == [(step, {"loss": 1.0}) for step in range(200)]
@@ -163,7 +163,7 @@ def test_a_tracker_that_works_gets_every_entry_in_order(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["open", "log", "finish"])
-def test_R21_a_tracker_that_raises_never_stops_the_loop(monkeypatch, tmp_path, capsys, broken):
+def test_R21_raising_tracker_does_not_stop_the_loop(monkeypatch, tmp_path, capsys, broken):
     run = FakeRun(
         on_log=fail if broken == "log" else lambda: None,
         on_finish=fail if broken == "finish" else lambda: None,
@@ -177,7 +177,7 @@ def test_R21_a_tracker_that_raises_never_stops_the_loop(monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize("hanging", ["open", "log", "finish"])
-def test_R21_a_tracker_that_hangs_for_60_s_never_slows_the_loop(monkeypatch, tmp_path, hanging):
+def test_R21_hanging_tracker_does_not_slow_the_loop(monkeypatch, tmp_path, hanging):
     release = threading.Event()
 
     def hang():
@@ -195,13 +195,13 @@ def test_R21_a_tracker_that_hangs_for_60_s_never_slows_the_loop(monkeypatch, tmp
     loop, end, text = tracked(monkeypatch, tmp_path, open_run, steps)
     release.set()
     assert loop < 5.0, "logging waited for the tracker"
-    assert end < 3.0, "the end waited longer than it was told to"
+    assert end < 3.0, "`finish` exceeded its timeout"
     assert "no answer within 0.5 s" in text
     if hanging != "finish":
         assert f"{steps} of {steps} entries were dropped" in text
 
 
-def test_R21_the_queue_is_bounded_and_drops_are_counted():
+def test_R21_queue_is_bounded_and_drops_are_counted():
     release = threading.Event()
     run = FakeRun(on_log=lambda: release.wait(60))
     tracker = Tracker(lambda: run, capacity=10)
@@ -214,7 +214,7 @@ def test_R21_the_queue_is_bounded_and_drops_are_counted():
     assert text == f"tracker: {500 - len(run.entries)} of 500 entries were dropped"
 
 
-def test_a_dummy_run_never_imports_wandb(tmp_path):
+def test_dummy_run_does_not_import_wandb(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
@@ -226,7 +226,7 @@ assert "wandb" not in sys.modules and "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_wandb_offline_works_end_to_end_without_a_network(tmp_path):
+def test_wandb_offline_works_without_network(tmp_path):
     code = f"""
 from pathlib import Path
 from nanochat.logger import RunLog
@@ -234,7 +234,7 @@ with RunLog(Path({str(tmp_path)!r}), "named", "r1", {{"depth": 4}}) as log:
     for step in range(5):
         log.log(step, {{"loss": 5.0 - step, "bad": float("nan")}})
 """
-    # A proxy nobody listens on: whatever tried to reach a network would fail.
+    # A proxy that refuses connections, so that any network access fails
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -253,5 +253,5 @@ with RunLog(Path({str(tmp_path)!r}), "named", "r1", {{"depth": 4}}) as log:
 
 
 def clean_environment():
-    """Ours, without what a tracker would read."""
+    """The environment without variables of the tracker."""
     return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}

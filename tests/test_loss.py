@@ -1,4 +1,4 @@
-"""The chunked loss against PyTorch's own cross-entropy, and its promises about what counts."""
+"""Chunked cross-entropy against PyTorch: weights, ignored targets, precision, extreme logits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ V, C = 50, 12
 
 @pytest.fixture
 def problem(monkeypatch):
-    """Hidden states, head and targets; chunks so small that there are several."""
+    """Hidden states, head and targets, with a chunk size that needs several chunks."""
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * V)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(70, C, generator=generator, requires_grad=True)
@@ -26,7 +26,7 @@ def reference(hidden, head, targets):
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
-def test_weights_of_either_sign_weigh_nats_and_gradients(problem):
+def test_weights_scale_loss_and_gradients(problem):
     hidden, head, targets = problem
     targets = targets.masked_fill(torch.arange(70) % 3 == 0, IGNORE)
     weights = torch.linspace(-2, 3, 70)
@@ -40,7 +40,7 @@ def test_weights_of_either_sign_weigh_nats_and_gradients(problem):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_loss_and_gradients_equal_those_of_the_definition(problem, masked):
+def test_loss_and_gradients_match_pytorch(problem, masked):
     hidden, head, targets = problem
     if masked:
         targets = targets.masked_fill(torch.arange(70) % 3 == 0, IGNORE)
@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_those_of_the_definition(problem, masked):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
 
 
-def test_token_losses_are_those_of_the_definition(problem):
+def test_token_losses_match_pytorch(problem):
     hidden, head, targets = problem
     targets = targets.masked_fill(torch.arange(70) < 9, IGNORE)
     got = token_losses(hidden, head, targets, EAGER)
@@ -61,7 +61,7 @@ def test_token_losses_are_those_of_the_definition(problem):
     assert (got[:9] == 0).all()
 
 
-def test_the_slope_at_a_target_keeps_its_precision_in_bfloat16(problem):
+def test_gradient_at_target_is_accurate_in_bfloat16(problem):
     hidden, head, targets = problem
     small = hidden.detach().bfloat16().requires_grad_()
     chunked_cross_entropy(small, head, targets, None, EAGER)[0].backward()
@@ -70,7 +70,7 @@ def test_the_slope_at_a_target_keeps_its_precision_in_bfloat16(problem):
     assert error < 0.02
 
 
-def test_B1_all_targets_masked_gives_a_finite_loss_and_zero_gradients(problem):
+def test_B1_all_targets_ignored_has_zero_loss_and_gradients(problem):
     hidden, head, targets = problem
     loss = chunked_cross_entropy(hidden, head, torch.full_like(targets, IGNORE), None, EAGER)[0]
     loss.backward()

@@ -1,4 +1,4 @@
-"""Mixtures: the words, what they resolve to, and the rows in their proportions."""
+"""Mixtures: notation, resolution to amounts, and mixed rows."""
 
 import json
 import math
@@ -29,7 +29,7 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 
 def bucket_of(name: str, num_chats: int) -> Rows:
-    """Packed rows of 63 tokens, one conversation in each, all different."""
+    """Packed rows of 63 tokens, each with one distinct conversation."""
     chats = [
         [{"role": "user", "content": f"{i} {name}"}, {"role": "assistant", "content": "a" * 50}]
         for i in range(num_chats)
@@ -43,10 +43,10 @@ def bucket_of(name: str, num_chats: int) -> Rows:
 
 
 # ------------------------------------------------------------------------------------------------
-# Words
+# Notation
 
 
-def test_a_mixture_is_read_from_words():
+def test_parse_mixture_reads_all_amounts():
     spec = (
         "SmolTalk:local/chat=10000, gsm8k*1.5,aqua,jsonl:~/own.jsonl=5*3,local/web=20%,x=900t,"
         "y=50*700t,z=50*0t"
@@ -71,8 +71,8 @@ def test_a_mixture_is_read_from_words():
         *("a=0t", "a*5t", "a=5t*5t", "a=5%*5t", "a=5*1.5t", "a=0*5t"),
     ],
 )
-def test_words_that_are_no_mixture_are_refused_with_the_part(spec):
-    with pytest.raises(ValueError, match="in the mixture .* is not name"):
+def test_invalid_mixture_error_names_the_part(spec):
+    with pytest.raises(ValueError, match="in the mixture .* (must be name|has amount 0)"):
         parse_mixture(spec)
 
 
@@ -84,20 +84,20 @@ def counts(spec, available, budget=None, alpha=1.0):
     return resolve(parse_mixture(spec), available, 10, budget, alpha)
 
 
-def test_amounts_come_to_whole_rows():
+def test_amounts_resolve_to_whole_rows():
     assert counts("a,b*2,c*1.5,d=55t", [100, 7, 3, 40]) == [100, 14, 5, 5]  # of 4.5 and 5.5
-    assert counts("a,b=20%", [80, 500]) == [80, 20]  # a fifth of the whole
-    assert counts("a=75%,b=25%", [30, 20]) == [30, 10]  # until the first is used up
+    assert counts("a,b=20%", [80, 500]) == [80, 20]  # a fifth of the total
+    assert counts("a=75%,b=25%", [30, 20]) == [30, 10]  # until the first runs out
     assert counts("a=75%,b=25%", [30, 20], budget=4_000) == [300, 100]
     assert counts("a,b,c=100t", [300, 100, 50], budget=2_100) == [150, 50, 10]
     assert sum(counts("a,b,c", [333, 334, 334], budget=1_000)) == 100
 
 
-def test_temperature_moves_shares_from_the_natural_to_equal_ones():
+def test_power_moves_shares_from_proportional_to_equal():
     assert counts("a,b", [900, 100], alpha=1.0) == [900, 100]
     assert counts("a,b", [900, 100], alpha=0.5) == [750, 250]
     assert counts("a,b", [900, 100], alpha=0.0) == [500, 500]
-    assert counts("a,b,c*1", [900, 100, 50], alpha=0.0) == [500, 500, 50]  # c says how much
+    assert counts("a,b,c*1", [900, 100, 50], alpha=0.0) == [500, 500, 50]  # c is fixed
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_temperature_moves_shares_from_the_natural_to_equal_ones():
     [
         ("a=60%,b=60%", [9, 9], None, "add up to 120.0%: too much"),
         ("a=100%,b", [9, 9], None, "add up to 100.0%: too much"),
-        ("a=30%,b=30%", [9, 9], None, "add up to 60.0%, not to 100%"),
+        ("a=30%,b=30%", [9, 9], None, "add up to 60.0%, not 100%"),
         ("a*2,b*2", [9, 9], 1_000, "leave 640 of it"),
         ("a*2,b", [90, 9], 1_000, "leave -800 of it"),
-        ("a,b=1t", [1000, 9], None, "b comes to less than 10 tokens"),
-        ("a,b", [1000, 0], None, "b comes to less than"),
+        ("a,b=1t", [1000, 9], None, "b gets under 10 tokens"),
+        ("a,b", [1000, 0], None, "b gets under"),
     ],
 )
-def test_amounts_that_contradict_one_another_are_refused(spec, available, budget, message):
+def test_contradictory_amounts_are_rejected(spec, available, budget, message):
     with pytest.raises(ValueError, match=message):
         counts(spec, available, budget)
 
@@ -122,7 +122,7 @@ def test_amounts_that_contradict_one_another_are_refused(spec, available, budget
     st.lists(st.tuples(st.sampled_from(["", "*1.5", "=400t"]), st.integers(50, 5000)), min_size=1),
     st.floats(0, 1),
 )
-def test_a_mixture_takes_exactly_what_it_adds_up_to(buckets, alpha):
+def test_resolved_rows_add_up_to_the_amounts(buckets, alpha):
     spec = ",".join(f"b{i}{amount}" for i, (amount, _) in enumerate(buckets))
     available = [n for _, n in buckets]
     found = counts(spec, available, alpha=alpha)
@@ -137,7 +137,7 @@ def test_a_mixture_takes_exactly_what_it_adds_up_to(buckets, alpha):
     st.lists(st.tuples(st.integers(0, 10**12), st.booleans()), min_size=1, max_size=12),
     st.sampled_from([1, 64, 2048]),
 )
-def test_parts_with_explicit_tokens_resolve_to_exactly_these(buckets, row_tokens):
+def test_explicit_tokens_resolve_exactly(buckets, row_tokens):
     """Conversations are counted in tokens, text in rows of `row_tokens`."""
     assume(any(count for count, _ in buckets))
     parts = [
@@ -152,7 +152,7 @@ def test_parts_with_explicit_tokens_resolve_to_exactly_these(buckets, row_tokens
         assert resolve(parts, [5000] * len(parts), row_tokens, budget) == counts
 
 
-def test_what_came_of_it_is_told_by_bucket_and_tag_with_a_warning_where_it_repeats_too_often():
+def test_resolution_has_shares_by_tag_and_repeat_warning():
     ko = Tags(language="ko", domain="chat")
     mixed = Resolution(
         "a,b*5",
@@ -167,12 +167,12 @@ def test_what_came_of_it_is_told_by_bucket_and_tag_with_a_warning_where_it_repea
     by_bucket, by_tag = mixed.tables()
     assert by_bucket["rows"][1] == ["b", "chat, ko", "50", "1,000", "300", "5.00", "50.0%"]
     assert by_tag["rows"] == [["language", "en", "50.0%"], ["language", "ko", "50.0%"]]
-    assert mixed.warnings == ["warning: b comes 5.0 times; beyond 4 times repeating teaches little"]
+    assert mixed.warnings == ["warning: b is used 5.0 times per epoch; above 4, returns diminish"]
     json.dumps(mixed.state())
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(50, False), (51, True)])
-def test_more_than_5_percent_of_questions_with_options_by_retrieval_warn(tokens, warned):
+def test_more_than_5_percent_added_options_warn(tokens, warned):
     plain = Resolved("a", Tags(augmented="order"), 1000, 1000 - tokens, 9)
     options = Resolved("b", Tags(augmented="options"), 1000, tokens, 9)
     warnings = Resolution("a,b", [plain, options]).warnings
@@ -184,7 +184,7 @@ def test_more_than_5_percent_of_questions_with_options_by_retrieval_warn(tokens,
 # Rows
 
 
-def test_a_pass_takes_every_bucket_as_often_as_said_and_spreads_it_evenly():
+def test_pass_uses_every_bucket_as_specified_and_evenly():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     assert mixed.rows_per_pass == 80
     ids = np.concatenate([mixed.row_ids(step, 8, seed=0)[:, 1:] for step in range(10)])
@@ -196,10 +196,10 @@ def test_a_pass_takes_every_bucket_as_often_as_said_and_spreads_it_evenly():
     first = Counter(map(tuple, ids[ids[:, 0] == 0].tolist()))
     again = np.concatenate([mixed.row_ids(10 + step, 8, seed=0)[:, 1:] for step in range(10)])
     both = first + Counter(map(tuple, again[again[:, 0] == 0].tolist()))
-    assert set(both.values()) == {3}  # the second pass begins with the half that was left
+    assert set(both.values()) == {3}  # the second pass starts with the unused half
 
 
-def test_R4_a_mixed_batch_is_a_pure_function_and_ranks_share_it():
+def test_R4_mixed_batch_is_pure_and_split_among_ranks():
     def opened():
         return MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
 
@@ -210,18 +210,18 @@ def test_R4_a_mixed_batch_is_a_pure_function_and_ranks_share_it():
         parts = [again.batch(step, 16, 3, rank, 4) for rank in range(4)]
         assert np.array_equal(np.concatenate(parts), whole)
     assert not np.array_equal(mixed.batch(0, 16, seed=3), mixed.batch(0, 16, seed=4))
-    with pytest.raises(ValueError, match="do not divide among 3 ranks; take 15"):
+    with pytest.raises(ValueError, match="16 is not a multiple of world_size 3; use 15"):
         mixed.batch(0, 16, 0, 0, 3)
 
 
-def test_a_mixture_of_one_bucket_is_that_bucket():
+def test_mixture_of_one_bucket_equals_that_bucket():
     rows = bucket_of("a", 40)
     mixed = MixedRows({"a": (rows, 40)})
     for step in range(7):
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_parts_of_a_mixture_keep_who_verifies_them(monkeypatch):
+def test_R28_mixture_respects_verifies_of_its_parts(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():
@@ -230,16 +230,16 @@ def test_R28_parts_of_a_mixture_keep_who_verifies_them(monkeypatch):
     assert not hashed
 
 
-def test_how_often_a_row_was_read_before_is_known_of_each():
+def test_row_ids_count_earlier_uses_of_each_row():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     seen: Counter = Counter()
     for step in range(20):
-        for gone, bucket, shard, row in mixed.row_ids(step, 8, seed=0).tolist():
-            assert gone == seen[bucket, shard, row]
+        for uses, bucket, shard, row in mixed.row_ids(step, 8, seed=0).tolist():
+            assert uses == seen[bucket, shard, row]
             seen[bucket, shard, row] += 1
 
 
-def test_other_proportions_are_other_rows_to_a_checkpoint():
+def test_fingerprint_depends_on_proportions():
     a, b = bucket_of("a", 40), bucket_of("b", 20)
     one, other = (MixedRows({"a": (a, n), "b": (b, 20)}) for n in (60, 40))
     assert one.fingerprint != other.fingerprint
@@ -247,18 +247,18 @@ def test_other_proportions_are_other_rows_to_a_checkpoint():
     assert one.recipe["buckets"]["a"] == {"count": 60, "fingerprint": a.fingerprint}
 
 
-def test_the_order_of_a_mixture_never_changes_under_a_new_numpy():
-    """PCG64's raw stream is promised; a run must be resumable."""
+def test_order_of_a_mixture_never_changes():
+    """Resuming needs it; numpy guarantees the raw PCG64 stream."""
     bucket, number = order_of_pass((5, 3), seed=0, number=0)
     assert bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
     assert number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]
 
 
 # ------------------------------------------------------------------------------------------------
-# Own buckets
+# Custom buckets
 
 
-def test_own_buckets_are_declared_in_a_file(tmp_path):
+def test_custom_buckets_are_declared_in_a_file(tmp_path):
     path = tmp_path / "own.json"
 
     def read(buckets):
@@ -271,9 +271,9 @@ def test_own_buckets_are_declared_in_a_file(tmp_path):
     assert spec == "chat-korean=50%" and declared["chat-korean"]["language"] == "ko"
     assert read_mixture("a=5,jsonl:own.json") == ("a=5,jsonl:own.json", {})
     for wrong, message in (
-        ('{"x": {"language": "ko"}}', "x must have one of task and dataset"),
-        ('{"x": {"task": "arc_easy", "colour": "red"}}', "x has {'colour': 'red'}; leave it out"),
-        ('{}, "more": 1', "is not .*mixture.*buckets"),
+        ('{"x": {"language": "ko"}}', "x must have exactly one of task and dataset"),
+        ('{"x": {"task": "arc_easy", "color": "red"}}', "x has invalid {'color': 'red'}; use only"),
+        ('{}, "more": 1', "must be .*mixture.*buckets"),
     ):
         with pytest.raises(ValueError, match=message):
             read(wrong)
@@ -281,14 +281,14 @@ def test_own_buckets_are_declared_in_a_file(tmp_path):
         read_mixture("nowhere.json")
 
 
-def test_a_budget_and_a_power_follow_the_parts():
+def test_parse_budget_reads_tokens_and_power():
     for end, budget in (("", (None, 1.0)), ("@900t", (900, 1.0)), ("@^.5", (None, 0.5))):
         assert tuple(parse_budget(f"a,b=20%{end}").values()) == budget
         assert parse_mixture(f"a,b=20%{end}") == [Part("a"), Part("b", share=0.2)]
     assert parse_budget("a@900t^0") == {"mixture_tokens": 900, "mixture_alpha": 0.0}
     for wrong in ("a@0t", "a@^1.5"):
-        with pytest.raises(ValueError, match="a token or more and a power from 0 to 1"):
+        with pytest.raises(ValueError, match=r"at least 1 token, its power in \[0, 1\]"):
             parse_budget(wrong)
     for wrong in ("a@", "a@900", "a@^-0.1", "a@^", "a@5%"):
-        with pytest.raises(ValueError, match="in the mixture .* is not name"):
+        with pytest.raises(ValueError, match="in the mixture .* must be name"):
             parse_mixture(wrong)

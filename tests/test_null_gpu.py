@@ -1,7 +1,7 @@
 """
 Training and generation on a GPU that computes nothing: devices, dtypes and memory are real.
 
-`NANOCHAT_TEST_NULL_GPU` names the folder of its sources, with a `build.sh` and a `run.sh`.
+`NANOCHAT_TEST_NULL_GPU` is the folder of its sources, with `build.sh` and `run.sh`.
 """
 
 import json
@@ -22,7 +22,7 @@ OnGPU = Callable[..., str]
 
 @pytest.fixture
 def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
-    """Runs a module under the null GPU; returns what it prints."""
+    """Function that runs a module on the null GPU and returns its stdout."""
 
     def run(module: str, *flags: str) -> str:
         script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
@@ -40,7 +40,7 @@ def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
 @pytest.mark.parametrize(
     ("depth", "compiled", "preparations"), [(2, 0, 5), (12, 0, 5), (24, 0, 5), (24, 1, 1)]
 )
-def test_R32_stated_memory_is_the_peak_of_a_run(
+def test_R32_stated_memory_matches_peak_of_run(
     on_gpu: OnGPU, depth: int, compiled: int, preparations: int
 ):
     flags = f"--depth={depth} --compile={compiled} --preparations={preparations}".split()
@@ -48,15 +48,15 @@ def test_R32_stated_memory_is_the_peak_of_a_run(
     assert found["peak"] <= found["stated"] <= 1.1 * found["peak"]
     assert found["leaked"] == 0
     assert found["weights_of_a_cpu"]
-    assert found["host_growth"] < found["weights"] / 8 + 2**27  # drawn one parameter at a time
+    assert found["host_growth"] < found["weights"] / 8 + 2**27  # one parameter at a time
     assert depth < 24 or found["device_rows"] == (16 if compiled else 8)
 
 
-def test_every_stage_runs_on_a_gpu(on_gpu: OnGPU, base: Path):
+def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     python(base, "-m", "scripts.tok_train", "--dataset=embedded", "--vocab_size=1024")
     shape = "--depth=2 --max_seq_len=128 --num_iterations=6 --total_batch_size=4096".split()
-    said = on_gpu("scripts.base_train", *shape, "--device_batch_size=8", "--eval_tokens=2048")
-    assert "NVIDIA H100" in said and "compute in bfloat16" in said and ", compiled" in said
+    text = on_gpu("scripts.base_train", *shape, "--device_batch_size=8", "--eval_tokens=2048")
+    assert "NVIDIA H100" in text and "compute in bfloat16" in text and ", compiled" in text
     values = read_json(base / "report" / "base-model-training.json")["values"]
     stated, peak = (
         float(values[name].removesuffix("MiB")) for name in ("Stated memory", "Peak memory usage")

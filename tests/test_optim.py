@@ -1,4 +1,4 @@
-"""The update rules against their definitions, and the sharded optimizer against the plain one."""
+"""Update rules against reference implementations, gradient reduction and optimizer state."""
 
 import math
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def make(named, roles, machine, **rule_overrides):
     return MuonAdamW(model, table, machine)
 
 
-def test_orthogonalize_pushes_every_singular_value_towards_one():
+def test_orthogonalize_moves_singular_values_toward_one():
     generator = torch.Generator().manual_seed(0)
     for shape in [(3, 8, 8), (2, 6, 20), (2, 20, 6)]:
         g = torch.randn(shape, generator=generator)
@@ -32,12 +32,12 @@ def test_orthogonalize_pushes_every_singular_value_towards_one():
         assert result.shape == g.shape
         assert values.min() > 0.5 and values.max() < 1.3
         u, _, v = torch.linalg.svd(g, full_matrices=False)
-        turned = u.mT @ result @ v.mT  # diagonal where the singular vectors are kept
-        off = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+        rotated = u.mT @ result @ v.mT  # diagonal if the singular vectors are kept
+        off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
         assert off.abs().max() < 1e-3
 
 
-def test_adamw_equals_pytorch(machine):
+def test_adamw_matches_pytorch(machine):
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
     q = torch.nn.Parameter(p.detach().clone())
@@ -54,13 +54,13 @@ def test_adamw_equals_pytorch(machine):
 
 
 def drawn(rows, generator):
-    """Two micro-batches that look up some of the first rows, and the slopes of what they find."""
+    """Two micro-batches of row indices below `rows`, and the gradients of the looked-up rows."""
     index = torch.randint(rows, (2, 5), generator=generator)
     return index, torch.randn(2, 5, 4, generator=generator)
 
 
 def descend(p, optimizer, index, slope, sparse, lr_factor=1.0, scale=1.0):
-    """One step of a table; returns the gradient's norm."""
+    """Train an embedding for one step; returns the gradient norm."""
     for part, part_slope in zip(index, slope, strict=True):
         found = torch.nn.functional.embedding(part, p, sparse=sparse)
         (found * part_slope).sum().backward()
@@ -71,7 +71,7 @@ def descend(p, optimizer, index, slope, sparse, lr_factor=1.0, scale=1.0):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_rows_that_fade_at_every_step_move_as_by_pytorchs_adamw(machine, monkeypatch, sparse):
+def test_sparse_adam_with_decay_every_step_matches_pytorch(machine, monkeypatch, sparse):
     monkeypatch.setattr(optim, "ROWS_FADE_EVERY", 1)
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(9, 4, generator=generator))
@@ -80,14 +80,14 @@ def test_rows_that_fade_at_every_step_move_as_by_pytorchs_adamw(machine, monkeyp
     ours = make({"p": p}, {"p": "bigram"}, machine, bigram=rule)
     theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.0, 0.9), eps=1e-10, weight_decay=0.1)
     for _ in range(5):
-        index, slope = drawn(6, generator)  # rows 6 to 8 are never met
+        index, slope = drawn(6, generator)  # rows 6 to 8 are never touched
         descend(p, ours, index, slope, sparse)
         q.grad = torch.zeros(9, 4).index_add(0, index.flatten(), slope.flatten(0, 1))
         theirs.step()
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_fade_every_so_many_steps_and_sparse_gradients_say_the_same(machine, monkeypatch):
+def test_sparse_and_dense_gradients_give_same_update(machine, monkeypatch):
     monkeypatch.setattr(optim, "ROWS_FADE_EVERY", 2)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(9, 4, generator=generator)
@@ -101,12 +101,12 @@ def test_rows_fade_every_so_many_steps_and_sparse_gradients_say_the_same(machine
         for p, optimizer, sparse in zip(tables, both, (False, True), strict=True):
             norm = descend(p, optimizer, index, slope, sparse, lr_factor=0.5, scale=2.0)
             assert norm == pytest.approx(float(dense.norm()))
-        met = index.unique()
-        if step == 2:  # all rows, for two steps
+        touched = index.unique()
+        if step == 2:  # decay of all rows, for two steps
             start *= 1 - 2 * 0.005 * 0.5
             moment *= 0.9**2
-        moment[met] += 0.1 * (2 * dense[met]) ** 2
-        start[met] -= 0.005 * 2 * dense[met] / (moment[met] / (1 - 0.9**step)).sqrt()
+        moment[touched] += 0.1 * (2 * dense[touched]) ** 2
+        start[touched] -= 0.005 * 2 * dense[touched] / (moment[touched] / (1 - 0.9**step)).sqrt()
         for p in tables:
             torch.testing.assert_close(p.detach(), start, rtol=1e-5, atol=1e-6)
     for optimizer in both:
@@ -117,7 +117,7 @@ def test_rows_fade_every_so_many_steps_and_sparse_gradients_say_the_same(machine
             optimizer.load_state_dict(state | {"p.second": moment[:, :1]})
 
 
-def test_muon_moves_along_the_orthogonalized_nesterov_momentum(machine):
+def test_muon_update_is_orthogonalized_nesterov_momentum(machine):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(12, 4, generator=generator)
     p = torch.nn.Parameter(start.clone())
@@ -149,7 +149,7 @@ def test_cautious_decay_shrinks_only_weights_the_update_shrinks(machine):
     assert 0 < int(shrinks.sum()) < 4
 
 
-def test_decoupled_decay_shrinks_every_weight_before_its_update(machine):
+def test_decoupled_decay_shrinks_all_weights_before_update(machine):
     generator = torch.Generator().manual_seed(0)
     start, g = torch.randn(2, 6, 4, generator=generator).unbind(0)
     p = torch.nn.Parameter(start.clone())
@@ -157,14 +157,14 @@ def test_decoupled_decay_shrinks_every_weight_before_its_update(machine):
     optimizer = make({"p": p}, {"p": "matrix"}, machine, matrix=rule)
     p.grad = g.clone()
     optimizer.reduce_gradients()
-    optimizer.step(0.5, momentum=0.9, decay_factor=0.25)  # which is for cautious decay alone
+    optimizer.step(0.5, momentum=0.9, decay_factor=0.25)  # has no effect on decoupled decay
     lr = 0.5 * 0.02
     direction = math.sqrt(6 / 4) * orthogonalize(g.lerp(0.1 * g, 0.9))
     want = start * (1 - lr * 0.3) - lr * direction
     torch.testing.assert_close(p.detach(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
+def test_weight_average_is_updated_saved_and_applied(machine, tiny_gpt):
     named, table = dict(tiny_gpt.named_parameters()), rules(OptimConfig(), 768)
     optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     want = {n: p.detach().clone() for n, p in named.items()}
@@ -173,7 +173,7 @@ def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
         tiny_gpt.loss(tokens, tokens).backward()
         optimizer.reduce_gradients()
         optimizer.step(1.0)
-        keep = (1 + step) / (10 + step)  # less than 0.9, to forget where it began
+        keep = (1 + step) / (10 + step)  # below 0.9, to forget the initial weights
         want = {n: keep * w + (1 - keep) * named[n].detach() for n, w in want.items()}
     other = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     other.load_state_dict(optimizer.state_dict())
@@ -182,7 +182,7 @@ def test_the_average_of_weights_is_kept_saved_and_taken(machine, tiny_gpt):
         torch.testing.assert_close(p.detach(), want[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_rehearsal_changes_neither_weights_nor_state(machine, tiny_gpt):
+def test_rehearsal_leaves_weights_and_state_unchanged(machine, tiny_gpt):
     named = dict(tiny_gpt.named_parameters())
     table = rules(OptimConfig(weight_decay=0.1), 768)
     optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
@@ -197,7 +197,7 @@ def test_a_rehearsal_changes_neither_weights_nor_state(machine, tiny_gpt):
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
 
 
-def test_equal_matrices_share_a_stack_and_get_the_update_of_each_alone(machine):
+def test_stacked_matrices_get_same_update_as_separate_ones(machine):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 6, 4, generator=generator)
     grads = torch.randn(3, 6, 4, generator=generator)
@@ -216,7 +216,7 @@ def test_equal_matrices_share_a_stack_and_get_the_update_of_each_alone(machine):
         torch.testing.assert_close(p, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_reduce_returns_the_global_gradient_norm_and_frees_the_gradients(machine, tiny_gpt):
+def test_reduce_gradients_returns_norm_and_frees_gradients(machine, tiny_gpt):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()
     want = math.sqrt(sum(float(p.grad.square().sum()) for p in tiny_gpt.parameters()))
@@ -225,7 +225,7 @@ def test_reduce_returns_the_global_gradient_norm_and_frees_the_gradients(machine
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
-def test_dropped_gradients_leave_weights_and_state_alone(machine, tiny_gpt):
+def test_dropped_gradients_leave_weights_and_state_unchanged(machine, tiny_gpt):
     optimizer = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
     before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     tokens = torch.zeros(1, 16, dtype=torch.int64)
@@ -236,7 +236,7 @@ def test_dropped_gradients_leave_weights_and_state_alone(machine, tiny_gpt):
     assert all((x == 0).all() for n, x in optimizer.state_dict().items())
 
 
-def test_state_survives_a_round_trip_and_names_what_is_missing(machine, tiny_gpt):
+def test_state_round_trip_and_missing_tensor_error(machine, tiny_gpt):
     first = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()

@@ -1,4 +1,4 @@
-"""Best-fit packing: conservation, form of the rows, independence of batching, bounded memory."""
+"""Best-fit packing: token conservation, row layout, independence of batching, bounded memory."""
 
 import tracemalloc
 
@@ -18,13 +18,13 @@ pools = st.integers(1, 12)
 
 
 def stream(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of these lengths in which no token occurs twice; none is BOS."""
+    """Documents of the given lengths with unique tokens other than BOS."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     return np.arange(1, offsets[-1] + 1, dtype=np.uint32), offsets
 
 
 def batches(ids: np.ndarray, offsets: np.ndarray, size: int):
-    """The same stream, `size` documents at a time."""
+    """Yield the stream in batches of `size` documents."""
     for i in range(0, len(offsets) - 1, size):
         part = offsets[i : i + size + 1]
         yield ids[part[0] : part[-1]], part - part[0]
@@ -38,7 +38,7 @@ def packed(lengths, row_length, pool=8, size=1000, dtype=np.uint32) -> tuple[np.
 
 
 def simple_rows(lengths: list[int], row_length: int, pool_pieces: int) -> list[list[int]]:
-    """The rule of packing, written for reading: lists of tokens, searched from end to end."""
+    """Reference implementation of the packing rule with lists and linear search."""
     ids, offsets = stream(lengths)
     rows: list[list[int]] = []
     pool: list[list[int]] = []
@@ -49,7 +49,7 @@ def simple_rows(lengths: list[int], row_length: int, pool_pieces: int) -> list[l
             gap = row_length - len(row)
             fitting = [piece for piece in pool if len(piece) <= gap]
             if fitting:
-                longest = max(fitting, key=len)  # the first of them: the oldest
+                longest = max(fitting, key=len)  # the first one, i.e. the oldest
                 pool.remove(longest)
                 row += longest
             elif gap == 1:
@@ -81,16 +81,14 @@ def simple_rows(lengths: list[int], row_length: int, pool_pieces: int) -> list[l
 
 @given(documents, row_lengths, pools)
 @settings(max_examples=300, deadline=None)
-def test_the_rows_are_those_of_the_simple_rule(lengths, row_length, pool):
+def test_packer_matches_reference_implementation(lengths, row_length, pool):
     rows, _ = packed(lengths, row_length, pool)
     assert rows.tolist() == simple_rows(lengths, row_length, pool)
 
 
 @given(documents, row_lengths, pools)
 @settings(max_examples=300, deadline=None)
-def test_P7_every_row_starts_with_bos_and_no_token_is_lost_but_counted_ones(
-    lengths, row_length, pool
-):
+def test_P7_rows_start_with_bos_and_conserve_tokens(lengths, row_length, pool):
     rows, packer = packed(lengths, row_length, pool)
     counts = packer.counts
     assert (rows[:, 0] == BOS).all()
@@ -101,13 +99,13 @@ def test_P7_every_row_starts_with_bos_and_no_token_is_lost_but_counted_ones(
     assert counts.tokens + counts.dropped == sum(lengths)
     assert counts.rows * row_length == rows.size == counts.tokens + counts.bos
     assert counts.documents == sum(length > 0 for length in lengths)
-    assert counts.dropped < row_length  # less than one row, once, at the end
+    assert counts.dropped < row_length  # less than one row, at the end
     assert counts.dropped <= packing.MAX_DROPPED * sum(lengths)
 
 
 @given(documents, row_lengths, pools)
 @settings(max_examples=200, deadline=None)
-def test_P7_pieces_keep_their_order_and_lie_within_one_document(lengths, row_length, pool):
+def test_P7_pieces_are_ordered_and_from_one_document(lengths, row_length, pool):
     rows, packer = packed(lengths, row_length, pool)
     document = np.repeat(np.arange(len(lengths)), lengths)  # of token i + 1
     pieces_of: dict[int, int] = {}
@@ -129,13 +127,13 @@ def test_P7_pieces_keep_their_order_and_lie_within_one_document(lengths, row_len
 
 @given(documents, row_lengths, pools, st.integers(1, 7))
 @settings(max_examples=200, deadline=None)
-def test_R5_rows_do_not_depend_on_how_documents_are_batched(lengths, row_length, pool, size):
+def test_R5_rows_do_not_depend_on_batching_of_documents(lengths, row_length, pool, size):
     whole, _ = packed(lengths, row_length, pool)
     pieces, _ = packed(lengths, row_length, pool, size)
     assert whole.tobytes() == pieces.tobytes()
 
 
-def test_B2_a_document_of_many_rows_leaves_at_once_and_clogs_nothing():
+def test_B2_very_long_document_is_emitted_immediately():
     packer = Packer(16, BOS, np.uint32)
     packer.pool_pieces = 4
     ids, offsets = stream([15 * 1000 + 3])
@@ -148,7 +146,7 @@ def test_B2_a_document_of_many_rows_leaves_at_once_and_clogs_nothing():
 
 
 @pytest.mark.parametrize("row_length", [513, 2049])
-def test_P7_hardly_more_documents_are_cut_than_must_be(row_length):
+def test_P7_few_documents_are_cut_unnecessarily(row_length):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6.2, 1.0, 30_000).astype(int) + 1  # like web text
     rows, packer = packed(lengths.tolist(), row_length, packing.POOL_PIECES)
@@ -159,21 +157,21 @@ def test_P7_hardly_more_documents_are_cut_than_must_be(row_length):
     assert counts.dropped < row_length
 
 
-def test_ids_above_65535_survive_in_rows_of_uint32():
+def test_uint32_rows_keep_ids_above_65535():
     ids = np.array([70_000, 3, 99_999], np.uint32)
     packer = Packer(4, 65_536, np.uint32)
     packer.add(ids, np.array([0, 3]))
     assert packer.finish().tolist() == [[65_536, 70_000, 3, 99_999]]
 
 
-def test_a_pool_of_tiny_documents_smaller_than_a_row_is_not_dropped():
+def test_pool_smaller_than_a_row_is_not_dropped():
     rows, packer = packed([1] * 100, row_length=20, pool=2)
     assert packer.counts.dropped < 20
     assert len(rows) == 10
 
 
 @pytest.mark.parametrize("mean, documents", [(6, 6000), (1500, 2000)])
-def test_memory_does_not_grow_with_the_length_of_the_stream(mean, documents):
+def test_memory_is_independent_of_stream_length(mean, documents):
     rng = np.random.default_rng(0)
     packer = Packer(2049, BOS)
     peaks = []
@@ -188,5 +186,5 @@ def test_memory_does_not_grow_with_the_length_of_the_stream(mean, documents):
             peaks.append(tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
-    assert max(peaks) < 150 << 20  # rows of the batch and index arrays included
+    assert max(peaks) < 150 << 20  # including the rows and index arrays of the batch
     assert peaks[2] < 1.1 * peaks[1]  # the first third fills the pool

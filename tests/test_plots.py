@@ -1,4 +1,4 @@
-"""Figures: the same numbers give the same bytes, and what is drawn is what was measured."""
+"""Figures are deterministic and show the recorded values."""
 
 import math
 import re
@@ -29,43 +29,43 @@ FIGURES = {
 }
 
 
-def test_a_run_has_a_figure_for_each_curve_of_its_metrics():
+def test_run_has_a_figure_for_each_logged_metric():
     assert list(plots.run_figures(METRICS)) == RUN
     assert list(plots.run_figures(POLICY)) == ["reward"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_the_same_bytes_every_time(name):
+def test_rendering_is_deterministic(name):
     image = FIGURES[name]()
     assert image == FIGURES[name]()
     assert ET.fromstring(image).tag.endswith("svg")
-    assert not re.search(rb"20\d\d-\d\d-\d\d", image), "a date would change with every rendering"
+    assert not re.search(rb"20\d\d-\d\d-\d\d", image), "the SVG must not contain a date"
 
 
 def rates(last):
-    """A figure of two learning rates."""
+    """A figure of a learning rate curve."""
     curves = {"lr": [(0, 1.0), (100, last)]}
     return as_svg(lambda axes: draw_curves(axes, "Learning rate", curves))
 
 
-def test_a_figure_is_the_same_bytes_in_another_process():
+def test_rendering_is_the_same_in_another_process():
     code = "import sys; from tests.test_plots import rates; sys.stdout.buffer.write(rates(0.0))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     assert other == rates(0.0)
 
 
-def test_other_numbers_are_another_figure():
+def test_figure_depends_on_the_values():
     assert rates(0.5) != rates(0.0)
 
 
-def test_the_running_mean_is_debiased_and_leaves_out_what_is_not_finite():
+def test_ema_is_bias_corrected_and_skips_non_finite_values():
     assert plots.ema([(0, 2.0), (1, 2.0)]) == [(0, 2.0), (1, pytest.approx(2.0))]
     steps = plots.ema([(0, 1.0), (1, math.nan), (2, 3.0)])
     assert [x for x, _ in steps] == [0, 2]
     assert steps[1][1] == pytest.approx((0.9 * 0.1 * 1.0 + 0.1 * 3.0) / (0.09 + 0.1))
 
 
-def test_a_long_curve_is_thinned_and_keeps_both_ends():
+def test_long_curve_is_subsampled_and_keeps_both_ends():
     xs, ys = plots.thin([(x, float(x)) for x in range(100_001)])
     assert len(xs) <= plots.MAX_POINTS + 1
     assert (xs[0], xs[-1], ys[-1]) == (0, 100_000, 100_000.0)
@@ -73,12 +73,12 @@ def test_a_long_curve_is_thinned_and_keeps_both_ends():
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf], [math.nan], [1.0]])
-def test_gaps_and_single_points_are_drawn_without_complaint(losses):
+def test_gaps_and_single_points_are_drawn(losses):
     figures = plots.run_figures([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
     assert all(svg for _, svg in figures.values())
     plots.bar_figure("Scores", {"a": math.nan, "b": 0.1}, {})
 
 
-def test_the_largest_figures_stay_small_enough_for_a_repository():
+def test_figure_of_a_long_run_is_small():
     long = [{"step": x, "loss": 3 + math.sin(x), "val_bpb": math.sin(x)} for x in range(50_000)]
     assert len(plots.run_figures(long)["loss"][1]) < 120_000

@@ -1,4 +1,4 @@
-"""What a run finds out before it starts, and that it refuses with a way out."""
+"""Preflight: micro-batch size, memory, disk space, and errors with a fix."""
 
 import gc
 import subprocess
@@ -27,25 +27,25 @@ from tests.conftest import TINY
 from tests.test_train import TOKENIZER, Given
 
 
-def test_B16_a_device_batch_that_does_not_divide_names_one_that_does():
+def test_B16_device_batch_size_that_does_not_divide_gets_fix():
     def choose(asked, rows=12):
         return choose_device_rows(asked, rows, limit=12)
 
     with pytest.raises(ValueError, match="use 4"):
         choose(5)
     assert choose(6) == 6
-    assert choose(64) == 12  # more than there are: all of them
+    assert choose(64) == 12  # capped at the number of rows
     assert choose(None) == 12
 
 
-def test_the_micro_batch_is_bounded_and_divides():
+def test_micro_batch_size_is_largest_divisor_within_limit():
     assert choose_device_rows(None, 96, limit=16) == 16
     assert choose_device_rows(None, 96, limit=20) == 16
     assert choose_device_rows(None, 7, limit=2) == 1
     assert choose_device_rows(None, 7, limit=0) == 1
 
 
-def test_stated_memory_counts_every_tensor(machine, tiny_gpt, optimizer, capsys):
+def test_stated_memory_includes_every_tensor(machine, tiny_gpt, optimizer, capsys):
     named = dict(tiny_gpt.named_parameters())
     ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
     weights = 4 * tiny_gpt.num_params()
@@ -56,7 +56,7 @@ def test_stated_memory_counts_every_tensor(machine, tiny_gpt, optimizer, capsys)
     assert listed in capsys.readouterr().out
 
 
-def test_R32_five_rehearsals_keep_no_activation(machine, tiny_gpt, optimizer):
+def test_R32_rehearsals_leak_no_activations(machine, tiny_gpt, optimizer):
     outputs = []
     for block in tiny_gpt.blocks:
         block.register_forward_hook(lambda block, x, y: outputs.append(weakref.ref(y)))
@@ -71,7 +71,7 @@ def test_R32_five_rehearsals_keep_no_activation(machine, tiny_gpt, optimizer):
 
 
 def run_of(model, optimizer, machine, device_batch_size=None, **changes):
-    """A run of a tiny model, 8 rows of 16 tokens in a step."""
+    """A run of a tiny model with 8 rows of 16 tokens per step."""
     return TrainingRun(
         kind="base",
         model=model,
@@ -93,7 +93,7 @@ def optimizer(machine, tiny_gpt):
     return MuonAdamW(tiny_gpt, table, machine)
 
 
-def test_preparing_changes_no_weight_and_finds_what_fits(machine, tiny_gpt, optimizer):
+def test_fit_rows_keeps_weights_and_chooses_batch_size(machine, tiny_gpt, optimizer):
     before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
     assert ready.device_rows == 8 and not ready.compiled and ready.train_seconds > 0
@@ -112,7 +112,7 @@ class HeldGradients:
 
 
 @pytest.mark.parametrize(("asked", "accumulates"), [(2, True), (8, False)])
-def test_R32_a_rehearsal_holds_gradients_as_training_does(
+def test_R32_rehearsal_holds_gradients_like_training(
     machine, tiny_gpt, optimizer, asked, accumulates
 ):
     model = HeldGradients(tiny_gpt)
@@ -121,9 +121,7 @@ def test_R32_a_rehearsal_holds_gradients_as_training_does(
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
-def test_a_step_undone_for_lack_of_memory_leaves_the_state(
-    machine, tiny_gpt, optimizer, monkeypatch
-):
+def test_out_of_memory_in_rehearsed_step_restores_state(machine, tiny_gpt, optimizer, monkeypatch):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()
     optimizer.reduce_gradients()
@@ -143,10 +141,10 @@ def test_a_step_undone_for_lack_of_memory_leaves_the_state(
 
 
 @pytest.mark.parametrize(("asked", "reserve"), [(None, preflight.GPU_RESERVE), (2, 0)])
-def test_R37_ranks_rehearse_under_the_same_memory_limit(
+def test_R37_ranks_rehearse_with_same_memory_limit(
     machine, tiny_gpt, optimizer, monkeypatch, asked, reserve
 ):
-    """The rank with more memory rehearses with as much as the one with less."""
+    """The limit is that of the rank with the least memory."""
 
     class SecondRank(DistContext):
         def gather(self, value):
@@ -167,7 +165,7 @@ def test_R37_ranks_rehearse_under_the_same_memory_limit(
 
 
 class Crowded:
-    """A model that has memory for so many rows at a time."""
+    """A model that runs out of memory above a micro-batch size of `rows`."""
 
     def __init__(self, model, rows):
         self.model, self.rows = model, rows
@@ -179,7 +177,7 @@ class Crowded:
 
 
 @pytest.mark.parametrize(("fits", "asked"), [(3, None), (0, None), (3, 4), (0, 1)])
-def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
+def test_batch_that_does_not_fit_shrinks_or_fails_with_fix(
     machine, tiny_gpt, optimizer, fits, asked
 ):
     def run():
@@ -192,12 +190,12 @@ def test_what_does_not_fit_is_made_smaller_or_refused_with_a_way_out(
         assert run().device_rows == 2  # 8 and 4 do not fit
         return
     with pytest.raises(
-        UsageError, match="leave out --device_batch_size" if asked == 4 else "smaller --depth"
+        UsageError, match="omit --device_batch_size" if asked == 4 else "smaller --depth"
     ):
         run()
 
 
-def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine, monkeypatch):
+def test_too_large_model_is_rejected_before_allocation(machine, monkeypatch):
     def meta(cfg):
         with torch.device("meta"):
             return GPT(cfg)
@@ -211,9 +209,7 @@ def test_a_model_too_large_for_the_machine_is_refused_before_it_is_made(machine,
     require_memory(meta(TINY), machine)
 
 
-def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
-    machine, base, monkeypatch
-):
+def test_R9_missing_disk_space_is_reported_with_all_numbers(machine, base, monkeypatch):
     monkeypatch.setattr("nanochat.common.free_bytes", lambda folder: int(5e9))
     with pytest.raises(
         UsageError, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
@@ -223,12 +219,12 @@ def test_R9_checkpoints_and_rows_that_do_not_fit_are_refused_with_all_numbers(
     assert text.startswith("checkpoints 4.00 GB; ")
 
 
-def test_a_run_is_described_by_device_kernels_and_model(machine, tiny_gpt):
+def test_describe_lists_device_kernels_and_model(machine, tiny_gpt):
     assert list(describe(tiny_gpt, machine, False)) == ["device", "kernels", "model"]
 
 
 @pytest.mark.parametrize("compiled", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_takes_little_more_memory_than_it_stated_beforehand(base: Path, compiled):
+def test_peak_memory_is_close_to_stated_memory(base: Path, compiled):
     def run(script: str, *flags: str) -> None:
         command = [sys.executable, "-m", f"scripts.{script}", *flags]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)

@@ -1,4 +1,4 @@
-"""Records: what a stage leaves behind, and when a stage counts as finished."""
+"""Records of stages, and when a stage counts as finished."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def write(section="Base model training", values=None, run_id="run-1", outputs=No
     return write_record(section, settings, values or {"loss": 1.0}, origin, Cost(60.0), **more)
 
 
-def test_a_record_keeps_order_and_says_whence_it_comes(base):
+def test_record_keeps_order_and_provenance(base):
     values = {"zeta": 1, "alpha": estimate(0.25, 100, 0.0433), "Model": "base (step 3)"}
     path = write(values=values, metrics=base / "base" / "metrics.jsonl")
     record = json.loads(path.read_text())
@@ -44,39 +44,39 @@ def test_a_record_keeps_order_and_says_whence_it_comes(base):
     assert record["cost"]["device_seconds"] == 60.0
 
 
-def test_device_seconds_count_every_device():
+def test_device_seconds_sum_over_devices():
     origin = Provenance("run", 0)
     path = write_record("A", {}, {}, origin, Cost(10.0, devices=8, device="H100"))
     assert json.loads(path.read_text())["cost"]["device_seconds"] == 80.0
 
 
-def test_a_record_is_valid_json_whatever_was_measured():
+def test_record_with_non_finite_values_is_valid_json():
     values = {"nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.5), "ids": np.int64(7)}
     text = write(values=values).read_text()
 
-    def refuse(word):
+    def reject(word):
         raise AssertionError(f"{word} is not JSON")
 
-    found = json.loads(text, parse_constant=refuse)["values"]
+    found = json.loads(text, parse_constant=reject)["values"]
     assert found == {"nan": "nan", "inf": "-inf", "numpy": 0.5, "ids": 7}
     with pytest.raises(TypeError, match="not object"):
         write(values={"x": object()})
 
 
-def test_a_repeated_stage_replaces_its_record_and_the_history_keeps_both():
+def test_rerun_replaces_the_record_and_history_keeps_both():
     write(values={"loss": 2.0})
     write(values={"loss": 1.0})
     assert [record["values"]["loss"] for record in records.read_records()] == [1.0]
     assert [record["values"]["loss"] for record in records.read_history()] == [2.0, 1.0]
 
 
-def test_a_report_dir_leaves_the_main_report_alone(base):
+def test_report_dir_does_not_touch_the_main_report(base):
     write(report_dir=base / "sweep" / "a")
     assert records.read_records() == []
     assert len(records.read_records(base / "sweep" / "a")) == 1
 
 
-def test_extending_keeps_what_the_same_model_scored_before():
+def test_extend_keeps_earlier_scores_of_the_same_model():
     write("Chat evaluation sft", {"GSM8K": 0.1}, inputs={"sft": "m1"})
     write("Chat evaluation sft", {"AQUA": 0.2}, inputs={"sft": "m1"}, extend=True)
     record = records.read_records()[0]
@@ -86,17 +86,17 @@ def test_extending_keeps_what_the_same_model_scored_before():
     assert records.read_records()[0]["values"] == {"AQUA": 0.3}
 
 
-def test_scores_of_items_come_back_and_know_their_items():
+def test_item_scores_round_trip_with_item_fingerprint():
     scores = [1, 0, 0.125, 1 / 3]
-    asked = [{"query": f"{i} + {i}?"} for i in range(4)]
-    write(items={"GSM8K": records.item_scores(asked, scores)})
+    items = [{"query": f"{i} + {i}?"} for i in range(4)]
+    write(items={"GSM8K": records.item_scores(items, scores)})
     found = records.read_records()[0]["items"]["GSM8K"]
     assert records.read_scores(found) == pytest.approx(scores, abs=1e-6)
-    assert found["of"] == records.item_scores(iter(asked), [0] * 4)["of"]
-    assert found["of"] != records.item_scores(asked[::-1], scores)["of"]
+    assert found["of"] == records.item_scores(iter(items), [0] * 4)["of"]
+    assert found["of"] != records.item_scores(items[::-1], scores)["of"]
 
 
-def test_extending_keeps_the_items_of_other_tasks():
+def test_extend_keeps_item_scores_of_other_tasks():
     for task in ("GSM8K", "AQUA"):
         write(items={task: records.item_scores([task], [1])}, extend=True)
     assert list(records.read_records()[0]["items"]) == ["GSM8K", "AQUA"]
@@ -107,7 +107,7 @@ def append_many(report_dir, section):
         write(section, {"i": i, "padding": "x" * 20_000}, report_dir=report_dir)
 
 
-def test_two_processes_append_whole_lines(base):
+def test_concurrent_processes_append_whole_lines(base):
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=append_many, args=(str(base / "both"), section))
@@ -126,7 +126,7 @@ def test_two_processes_append_whole_lines(base):
         assert order == list(range(20))
 
 
-def test_a_line_torn_by_a_killed_process_loses_only_itself(base):
+def test_truncated_line_does_not_affect_other_lines(base):
     write(values={"loss": 3.0})
     with (base / "report" / "records.jsonl").open("a") as stream:
         stream.write('{"section": "Base mo')
@@ -135,17 +135,17 @@ def test_a_line_torn_by_a_killed_process_loses_only_itself(base):
 
 
 def flips(path, count):
-    """A file with one bit flipped, `count` times; whole again afterwards."""
-    whole, rng = path.read_bytes(), random.Random(0)
+    """Flip a random bit of a file, `count` times; restores the file at the end."""
+    original, rng = path.read_bytes(), random.Random(0)
     for _ in range(count):
-        data = bytearray(whole)
+        data = bytearray(original)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         yield
-    path.write_bytes(whole)
+    path.write_bytes(original)
 
 
-def test_R29_every_flipped_bit_of_a_record_is_found(capsys):
+def test_R29_bit_flips_in_a_record_are_detected(capsys):
     write("Tokenizer training", {"loss": 0.1 + 0.2})
     path = write(values={"CORE": estimate(0.25, 100, 0.0433)})
     for _ in flips(path, 150):
@@ -153,8 +153,8 @@ def test_R29_every_flipped_bit_of_a_record_is_found(capsys):
         assert [r["section"] for r in records.read_records(damaged=damaged)] == [
             "Tokenizer training"
         ]
-        [complaint] = damaged
-        assert str(path) in complaint and "delete it" in complaint
+        [message] = damaged
+        assert str(path) in message and "delete it" in message
         with pytest.raises(ValueError, match="base-model-training.json"):
             records.read_records()
         assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
@@ -162,7 +162,7 @@ def test_R29_every_flipped_bit_of_a_record_is_found(capsys):
     assert len(records.read_records()) == 2
 
 
-def test_R29_every_flipped_bit_of_the_history_is_found(base):
+def test_R29_bit_flips_in_the_history_are_detected(base):
     for loss in (3.0, 2.0, 1.0):
         write(values={"loss": loss})
     path = base / "report" / "records.jsonl"
@@ -173,33 +173,33 @@ def test_R29_every_flipped_bit_of_the_history_is_found(base):
     assert len(records.read_history()) == 3
 
 
-def test_R29_the_report_names_damaged_records_and_leaves_them_out(base, capsys):
+def test_R29_report_lists_and_skips_damaged_records(base, capsys):
     write("Tokenizer training", {"loss": 0.5})
     path = write(values={"loss": 1.25})
     path.write_text(path.read_text().replace("1.25", "1.24"))
     scripts.report.main(scripts.report.Report())
-    assert f"left out: {path} is damaged: it does not match its seal" in capsys.readouterr().out
+    assert f"skipped: {path} is damaged: it does not match its seal" in capsys.readouterr().out
     text = (base / "report.md").read_text()
     assert "## Tokenizer training" in text and "## Base model training" not in text
     assert "Damaged records" in text and f"{path} is damaged" in text and "1.24" not in text
 
 
-def test_a_record_of_before_records_had_seals_is_named(base):
+def test_record_without_a_seal_raises(base):
     path = write()
     record = json.loads(path.read_text())
     del record["seal"]
     path.write_text(json.dumps(record, indent=1))
-    with pytest.raises(ValueError, match="is damaged: it has no seal; delete it and repeat"):
+    with pytest.raises(ValueError, match="is damaged: it has no seal; delete it and rerun"):
         records.read_records()
 
 
-def test_run_ids_sort_by_time_and_differ():
+def test_run_ids_sort_by_time_and_are_unique():
     ids = [records.new_run_id() for _ in range(50)]
     assert len(set(ids)) == 50
     assert sorted(i[:15] for i in ids) == [i[:15] for i in ids]
 
 
-def test_a_stage_inherits_the_run_of_what_it_reads():
+def test_stage_inherits_the_run_id_of_its_input():
     write("Tokenizer training", run_id="run-1", inputs={}, outputs={"tokenizer": "t1"})
     write("Base model training", run_id="run-2", inputs={}, outputs={"base": "b1"})
     assert records.inherited_run_id({"tokenizer": "t1"}) == "run-1"
@@ -208,11 +208,11 @@ def test_a_stage_inherits_the_run_of_what_it_reads():
 
 
 # ------------------------------------------------------------------------------------------------
-# Whether a stage is finished
+# Finished stages
 
 
 def finish(base, **more):
-    """Write a checkpoint of two files and its record. Returns the stage's key."""
+    """Write a checkpoint of two files and its record. Returns its folder and the stage key."""
     folder = base / "base_checkpoints" / "d4"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(b"weights" * 1000)
@@ -221,14 +221,14 @@ def finish(base, **more):
     return folder, stage_key(more.get("settings", SETTINGS), INPUTS)
 
 
-def test_R18_a_stage_is_finished_when_its_outputs_are_what_it_wrote(base):
+def test_R18_stage_with_intact_outputs_is_finished(base):
     _, key = finish(base)
     record = records.finished("Base model training", key)
     assert record is not None and record["values"] == {"loss": 1.0}
     assert records.finished("Midtraining", key) is None
 
 
-def test_R18_an_output_that_merely_exists_does_not_count(base):
+def test_R18_stage_with_a_modified_output_is_not_finished(base):
     folder, key = finish(base)
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[3] ^= 1
@@ -237,7 +237,7 @@ def test_R18_an_output_that_merely_exists_does_not_count(base):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_R18_a_missing_or_shortened_output_does_not_count(base, name):
+def test_R18_stage_with_missing_or_cut_output_is_not_finished(base, name):
     folder, key = finish(base)
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-1])
@@ -248,7 +248,7 @@ def test_R18_a_missing_or_shortened_output_does_not_count(base, name):
     assert records.finished("Base model training", key) is not None
 
 
-def test_R18_other_settings_or_inputs_are_another_stage(base):
+def test_R18_stage_key_depends_on_settings_and_inputs(base):
     _, key = finish(base)
     assert stage_key({**SETTINGS, "depth": 8}, INPUTS) != key
     assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != key
@@ -256,17 +256,17 @@ def test_R18_other_settings_or_inputs_are_another_stage(base):
     assert records.finished("Base model training", stage_key({"depth": 8}, INPUTS)) is None
 
 
-def test_R18_what_cannot_be_checked_is_not_finished():
+def test_R18_outputs_without_recorded_files_are_not_finished():
     write(outputs={"base": "b1"})
     assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
 
 
-def test_R18_a_stage_that_only_measures_is_finished_by_its_key():
+def test_R18_stage_without_outputs_is_finished_by_its_key():
     write("Base model loss")
     assert records.finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
 
 
-def test_R18_a_base_directory_that_moved_is_still_finished(base, monkeypatch):
+def test_R18_finished_survives_moving_the_base_directory(base, monkeypatch):
     _, key = finish(base)
     moved = base.parent / f"{base.name}-moved"
     base.rename(moved)
@@ -274,6 +274,6 @@ def test_R18_a_base_directory_that_moved_is_still_finished(base, monkeypatch):
     assert records.finished("Base model training", key) is not None
 
 
-def test_records_need_no_torch():
+def test_records_do_not_import_torch():
     code = "import sys, nanochat.records; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,7 @@
 """
-The report card: the fixed sections byte for byte, what we add after them, and honest warnings.
+The report card: fixed sections byte for byte, additional content, summary and warnings.
 
-The expected text is that of a report of October 2025, whose names, order and formats are fixed.
+The expected text is from a report of October 2025, whose names, order and formats are fixed.
 """
 
 import random
@@ -61,7 +61,7 @@ HEADER = {
 
 
 def listing(entries: str) -> str:
-    """The lines of a list in the report, from its entries between bars."""
+    """A list of the report, from entries separated by bars."""
     return "".join(f"- {entry}\n" for entry in entries.split(" | "))
 
 
@@ -184,7 +184,7 @@ ADDED = listing("provenance: run run-1, commit f1e8954 (dirty), seed 0 | cost: 1
 
 
 def record(section, timestamp="2025-10-24 01:00:00", settings=None, values=None, **more):
-    """A record as `write_record` makes it."""
+    """A record as returned by `read_record`."""
     origin = {"run_id": "run-1", "seed": 0, "inputs": {}, "outputs": {}}
     origin |= {"commit": "f1e8954", "dirty": True} | more.pop("provenance", {})
     cost = {"wall_seconds": 90.0, "device_seconds": 720.0, "devices": 8, "device": "H100"}
@@ -203,14 +203,14 @@ def record(section, timestamp="2025-10-24 01:00:00", settings=None, values=None,
 
 
 def section_of(text, name):
-    """One section of a rendered report, heading included."""
+    """One section of a rendered report, including its heading."""
     return re.findall(rf"^## {name}\n.*?(?=\n\n\n## |\Z)", text, re.S | re.M)[0]
 
 
 def seed_records():
     """
-    Records with the figures of the expected text, oldest last and values in any order: what is
-    fixed must come from the report, not from whoever writes records.
+    Records with the values of the expected text, in the wrong order and with shuffled keys: the
+    report must restore the fixed order.
     """
     tokenizer = {
         "token_bytes_std": 2.8738,
@@ -303,7 +303,7 @@ def seed_records():
     ]
 
 
-def test_the_fixed_part_of_a_report_is_reproduced_byte_for_byte():
+def test_fixed_sections_are_reproduced_byte_for_byte():
     text = report.render(seed_records(), HEADER, "2025-10-23 22:26:58")
     start = HEADER_TEXT + TOKENIZER_TEXT + ADDED + "\n\n"
     start += TOKENIZER_EVALUATION_TEXT + ADDED + "\n\n" + BASE_TEXT + ADDED + "\n\n"
@@ -313,7 +313,7 @@ def test_the_fixed_part_of_a_report_is_reproduced_byte_for_byte():
     assert text.isascii() and text.endswith("\n") and not text.endswith("\n\n")
 
 
-def test_sections_come_in_their_fixed_order_and_others_after_them_by_age():
+def test_fixed_sections_come_first_then_others_by_age():
     records = [
         record("Sweep of seeds", "2025-01-01 00:00:02"),
         record("Golf", "2025-01-01 00:00:01"),
@@ -337,7 +337,7 @@ def test_sections_come_in_their_fixed_order_and_others_after_them_by_age():
     ]
 
 
-def test_what_we_add_to_a_section_follows_its_fixed_keys():
+def test_additional_keys_follow_the_fixed_keys():
     origin = {"inputs": {"tokenizer": "t1", "data": "d1"}, "outputs": {"base": "b1"}}
     found = record(
         "Base model loss",
@@ -378,12 +378,12 @@ def test_what_we_add_to_a_section_follows_its_fixed_keys():
         ("two\nlines\r\nand\u2028three", "two\\nlines\\nand\\nthree"),
     ],
 )
-def test_values_print_on_one_line_in_the_fixed_formats(value, text):
+def test_values_are_formatted_on_one_line(value, text):
     assert report.escape(report.show(value)) == text
 
 
 # ------------------------------------------------------------------------------------------------
-# S13: text from elsewhere
+# S13: untrusted text
 
 HOSTILE = {
     "html": "<script>alert(1)</script><img src=x onerror=alert(1)> </td></table><!-- <?a <b",
@@ -417,7 +417,7 @@ RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethro
 
 
 def plain(text: str) -> str:
-    """What a reader is to see of a text: on one line, without what hides or controls."""
+    """The text a reader should see: one line, with control and invisible characters escaped."""
     lines = re.sub("\r\n|[\n\r\u2028]", r"\\n", text)
     return re.sub(
         "[\x00-\x1f\x7f-\x9f\u200b\u202e\u2066\u2069\ufeff\ud800]",
@@ -427,7 +427,7 @@ def plain(text: str) -> str:
 
 
 def record_of(text: str):
-    """A record with `text` wherever a stage can put text from elsewhere."""
+    """A record with `text` in every field that can hold untrusted text."""
     return record(
         f"{text}",
         settings={"run": text, text: text, "texts": [text, text]},
@@ -438,8 +438,8 @@ def record_of(text: str):
     )
 
 
-def reader_of(text: str):
-    """The report of hostile text as a renderer sees it: its tokens, and its visible text."""
+def render_markdown(text: str):
+    """Render a report that contains `text` everywhere; returns its Markdown and parsed tokens."""
     evaluated = record("Chat evaluation sft", values={text: estimate(0.5, 10, 0.1)})
     before = record("Chat evaluation mid", values={text: estimate(0.4, 10, 0.1)})
     git = {"branch": text, "commit": text, "dirty": False, "message": text}
@@ -452,9 +452,9 @@ def reader_of(text: str):
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), *HARMLESS])
-def test_S13_a_report_shows_text_from_elsewhere_as_text(text):
-    written, tokens = reader_of(text)
-    assert plain(written.replace("\n", " ")) == written.replace("\n", " "), "nothing controls"
+def test_S13_report_shows_untrusted_text_literally(text):
+    written, tokens = render_markdown(text)
+    assert plain(written.replace("\n", " ")) == written.replace("\n", " "), "control characters"
     kinds = {token.type for token in tokens}
     assert not kinds & {
         *("html_block", "html_inline", "link_open", "code_block", "code_inline", "fence"),
@@ -463,8 +463,8 @@ def test_S13_a_report_shows_text_from_elsewhere_as_text(text):
     images = [token.attrs["src"] for token in tokens if token.type == "image"]
     assert images == ["report%20of%20%28me%29/a.svg"]
     assert [token.content for token in tokens if token.type == "strong_open"] == [""]
-    assert sum(token.type == "hr" for token in tokens) == 1, "that after the header"
-    # Every text is seen whole, where it belongs: headings, entries of lists, cells
+    assert sum(token.type == "hr" for token in tokens) == 1, "only the rule after the header"
+    # Every text is shown completely and in the right place: headings, list items, cells
     seen = {"heading": [], "list_item": [], "th": [], "td": []}
     for i, token in enumerate(tokens):
         kind = token.type.removesuffix("_open")
@@ -479,21 +479,21 @@ def test_S13_a_report_shows_text_from_elsewhere_as_text(text):
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_S13_harmless_text_is_written_as_it_is(text):
-    written = reader_of(text)[0]
+def test_S13_harmless_text_is_not_escaped(text):
+    written = render_markdown(text)[0]
     assert f"\n- run: {text}\n" in written and f"\n- Message: {text[:80]}\n" in written
 
 
-def test_S13_tables_keep_their_columns():
+def test_S13_tables_keep_their_number_of_columns():
     for text in HOSTILE.values():
-        tokens = [token.type for token in reader_of(text)[1]]
+        tokens = [token.type for token in render_markdown(text)[1]]
         rows = " ".join(tokens).split("tr_open")[1:]
         assert {row.count("td_open") + row.count("th_open") for row in rows} == {2, 5, 6}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values())
-def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
-    text = text.replace("\ud800", "")  # no record can hold it
+def test_S13_figures_show_untrusted_text_literally(base, text):
+    text = text.replace("\ud800", "")  # records cannot contain it
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
     report.update(draw=draw)
@@ -506,7 +506,7 @@ def test_S13_figures_show_text_from_elsewhere_as_text(base, text):
 # Summary
 
 
-def test_the_summary_has_every_metric_of_every_stage_in_order():
+def test_summary_has_every_metric_of_every_stage_in_order():
     records = [
         record("Base model evaluation", values={"CORE metric": 0.2, "copa": 0.5}),
         record("Chat evaluation mid", values={"MMLU": 0.3, "ChatCORE": 0.1}),
@@ -520,7 +520,7 @@ def test_the_summary_has_every_metric_of_every_stage_in_order():
     assert [cell.strip(" |") for cell in rows[2][1:]] == ["-", "-", "-", "0.2500"]
 
 
-def test_a_difference_is_told_with_its_noise():
+def test_differences_have_standard_errors_and_verdicts():
     records = [
         record("Chat evaluation mid", values={"ARC-Easy": estimate(0.30, 1000, 0.01)}),
         record(
@@ -540,19 +540,19 @@ def test_a_difference_is_told_with_its_noise():
     )
 
 
-def test_a_difference_without_errors_claims_nothing():
+def test_difference_without_standard_error_has_no_verdict():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
     assert report.differences(found, {})["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
-def test_fewer_bits_are_better():
+def test_lower_val_bpb_is_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
     assert report.differences(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
-def test_every_metric_of_two_stages_in_succession_has_its_difference():
+def test_differences_compare_consecutive_stages_with_the_metric():
     stages = ("base", "mid", "sft", "rl")
     values = [{"MMLU": 0.2}, {"AQUA": 0.3}, {"MMLU": 0.4, "AQUA": 0.5}, {"MMLU": 0.6, "AQUA": 0.6}]
     records = [
@@ -569,7 +569,7 @@ def test_every_metric_of_two_stages_in_succession_has_its_difference():
 
 
 def chat_record(stage, arc, gsm, items="the same"):
-    """A chat evaluation of two tasks, and of the mean of both, centred."""
+    """A chat evaluation of two tasks and their centered mean."""
     values = {
         "ARC-Easy": estimate(sum(arc) / len(arc), len(arc), 0.05),
         "GSM8K": estimate(sum(gsm) / len(gsm), len(gsm), 0.05),
@@ -585,25 +585,25 @@ def chat_record(stage, arc, gsm, items="the same"):
     return record(f"Chat evaluation {stage}", values=values, items=scores)
 
 
-def test_stages_that_answered_the_same_items_are_compared_item_by_item():
+def test_stages_with_the_same_items_are_compared_item_by_item():
     before, after = [0, 1] * 50, [1] * 10 + [0, 1] * 45
     records = [chat_record("mid", before, before), chat_record("sft", after, [1, 0] * 50)]
     text = report.render(records, HEADER, "now")
-    # 5 of 100 changed, each for the better: se = sqrt(0.05 * 0.95 / 99)
+    # 5 of 100 changed, all better: se = sqrt(0.05 * 0.95 / 99)
     assert (
         "| ARC-Easy | MID to SFT | +0.0500 | 0.0219 | better | 5 won, 0 lost of 100 (p = 0.062) |"
     ) in text
-    # all changed, half of them for the worse: se = sqrt(1 / 99)
+    # all changed, half of them worse: se = sqrt(1 / 99)
     assert (
         "| GSM8K | MID to SFT | +0.0000 | 0.1005 | within noise | 50 won, 50 lost of 100 (p = 1) |"
     ) in text
-    # 0.05 / 1.5, and the errors of both parts weighted alike
+    # 0.05 / 1.5, with the errors of both parts propagated
     assert (
         "| ChatCORE | MID to SFT | +0.0333 | 0.0523 | within noise | 55 won, 50 lost of 200 "
     ) in text
 
 
-def test_stages_that_answered_other_items_are_compared_as_independent():
+def test_stages_with_other_items_are_compared_as_independent():
     records = [
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
@@ -613,7 +613,7 @@ def test_stages_that_answered_other_items_are_compared_as_independent():
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
 
-def test_the_ledger_adds_up_time_and_money():
+def test_ledger_sums_time_and_cost():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]
     rows = report.ledger(records, 24.0)["rows"]
@@ -624,7 +624,7 @@ def test_the_ledger_adds_up_time_and_money():
     ]
 
 
-def test_the_wall_clock_ends_before_rl_and_again_after_it():
+def test_wall_clock_time_is_reported_without_and_with_rl():
     records = [
         record("Chat SFT", "2025-10-24 01:52:40"),
         record("Chat evaluation rl", "2025-10-24 03:52:41"),
@@ -639,7 +639,7 @@ def test_the_wall_clock_ends_before_rl_and_again_after_it():
     ("gpus", "dollars"),
     [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
 )
-def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
+def test_default_hourly_rate_is_the_sum_over_gpus(gpus, dollars):
     assert records_module.default_rate(gpus) == pytest.approx(dollars)
 
 
@@ -648,7 +648,7 @@ def test_a_machine_costs_what_its_accelerators_cost(gpus, dollars):
 
 
 def chain(**changes):
-    """Three stages of one run, each reading what the one before made, but for `changes`."""
+    """Records of three consecutive stages of one run, with `changes` to their provenance."""
     links = {
         "Tokenizer training": {"inputs": {"data": "d1"}, "outputs": {"tokenizer": "t1"}},
         "Base model training": {"inputs": {"tokenizer": "t1"}, "outputs": {"base": "b1"}},
@@ -659,24 +659,24 @@ def chain(**changes):
     ]
 
 
-def test_a_report_of_one_run_has_no_warning():
+def test_report_of_one_run_has_no_warning():
     text = report.render(chain(), HEADER, "now")
     assert "WARNING" not in text
     assert report.find_faults(chain()) == []
 
 
-def test_a_retrained_tokenizer_is_told_plainly():
+def test_retrained_tokenizer_gives_a_warning():
     records = chain(**{"Tokenizer training": {"outputs": {"tokenizer": "t2"}}})
     text = report.render(records, HEADER, "now")
     assert (
-        "---\n\n> [!WARNING]\n> **Provenance: these sections do not belong together.**\n"
-        "> - Base model training read tokenizer t1, but Tokenizer training made t2.\n"
-        "> - Midtraining read tokenizer t1, but Tokenizer training made t2.\n"
+        "---\n\n> [!WARNING]\n> **Provenance: these sections are inconsistent.**\n"
+        "> - Base model training used tokenizer t1, but Tokenizer training produced t2.\n"
+        "> - Midtraining used tokenizer t1, but Tokenizer training produced t2.\n"
         "\n## Tokenizer training\n"
     ) in text
 
 
-def test_sections_of_several_runs_or_commits_are_told_plainly():
+def test_sections_of_several_runs_or_commits_give_a_warning():
     records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
     faults = report.find_faults(records)
     assert faults == [
@@ -687,10 +687,10 @@ def test_sections_of_several_runs_or_commits_are_told_plainly():
     ]
 
 
-def test_guests_from_other_runs_break_no_chain():
-    guest = {**chain()[0], "section": "Evaluation of gpt2"}
-    guest["provenance"] = {**guest["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
-    assert report.find_faults([*chain(), guest]) == []
+def test_evaluations_of_external_models_give_no_warning():
+    other = {**chain()[0], "section": "Evaluation of gpt2"}
+    other["provenance"] = {**other["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
+    assert report.find_faults([*chain(), other]) == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -699,13 +699,13 @@ def test_guests_from_other_runs_break_no_chain():
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
-    """A machine and a size of the code that are known, and found at once."""
+    """Fixed hardware and code size, without querying them."""
     monkeypatch.setattr(report, "hardware", lambda: HEADER["hardware"])
     monkeypatch.setattr(report, "bloat", lambda: HEADER["bloat"])
 
 
 def finish_base_stage(base, report_dir=None):
-    """A short training run, recorded and reported as a script does it."""
+    """Record a short training run and update the report, as a script does."""
     folder = base / "base_checkpoints" / "d4"
     with RunLog(folder) as log:
         for step in range(20):
@@ -724,18 +724,18 @@ def finish_base_stage(base, report_dir=None):
 
 
 def links(path):
-    """The files a report's figures point to."""
+    """Paths of the figures in a report."""
     return [path.parent / link for link in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())]
 
 
-def test_a_stage_shows_the_figures_that_were_drawn_and_draws_none(base):
+def test_update_keeps_existing_figures_and_draws_none(base):
     first = {link: link.read_bytes() for link in links(finish_base_stage(base))}
     write_record("Base model", {}, {}, Provenance("run-1", 0), Cost(1.0), series={"a": [[0, 1.0]]})
     assert links(report.update()) == list(first)
     assert {link: link.read_bytes() for link in links(base / "report.md")} == first
 
 
-def test_a_report_is_written_with_its_figures(base):
+def test_report_links_its_figures(base):
     path = finish_base_stage(base)
     assert path == base / "report.md"
     assert [link.name for link in links(path)] == [
@@ -746,7 +746,7 @@ def test_a_report_is_written_with_its_figures(base):
     assert all(link.read_bytes().startswith(b"<?xml") for link in links(path))
 
 
-def test_rendering_again_changes_nothing_but_the_time(base):
+def test_rendering_again_changes_only_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
     report.update(draw=draw)
@@ -755,30 +755,30 @@ def test_rendering_again_changes_nothing_but_the_time(base):
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
 
 
-def test_the_header_stays_that_of_the_machine_that_ran(base, monkeypatch):
+def test_header_keeps_the_hardware_of_the_run(base, monkeypatch):
     finish_base_stage(base)
-    elsewhere = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
-    monkeypatch.setattr(report, "hardware", lambda: elsewhere)
+    laptop = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
+    monkeypatch.setattr(report, "hardware", lambda: laptop)
     text = report.update().read_text()
     assert "8x NVIDIA H100 80GB HBM3" in text and "A laptop" not in text
 
 
-def test_a_report_dir_has_a_report_of_its_own(base):
+def test_report_dir_has_its_own_report(base):
     path = finish_base_stage(base, report_dir=base / "sweep" / "seed1")
     assert path == base / "sweep" / "seed1" / "report.md"
     assert all(link.exists() for link in links(path)) and len(links(path)) == 3
     assert not (base / "report.md").exists()
 
 
-def test_a_run_whose_metrics_are_gone_is_reported_without_figures(base, capsys):
+def test_run_without_metrics_file_is_reported_without_figures(base, capsys):
     finish_base_stage(base)
     shutil.rmtree(base / "base_checkpoints")
     assert links(report.update(draw=draw)) == []
-    assert "metrics.jsonl is gone" in capsys.readouterr().out
+    assert "metrics.jsonl: it does not exist" in capsys.readouterr().out
     assert list((base / "report" / "figures").iterdir()) == []
 
 
-def test_every_kind_of_figure_reaches_the_report(base):
+def test_report_has_every_kind_of_figure(base):
     origin = Provenance("run-1", 0)
     scores = {"CORE metric": 0.1, "copa": 0.2, "Our suite": estimate(0.3, 10, 0.1), "seconds": 9.0}
     write_record("Base model evaluation", {}, scores, origin, Cost(1.0))
@@ -795,7 +795,7 @@ def test_every_kind_of_figure_reaches_the_report(base):
     ]
 
 
-def test_an_export_carries_its_figures_along(base, tmp_path_factory):
+def test_copied_report_includes_its_figures(base, tmp_path_factory):
     finish_base_stage(base)
     out = tmp_path_factory.mktemp("repository")
     (out / "dev" / "report").mkdir(parents=True)
@@ -807,7 +807,7 @@ def test_an_export_carries_its_figures_along(base, tmp_path_factory):
     assert (base / "report.md").exists()
 
 
-def test_a_reset_archives_everything_and_deletes_nothing(base):
+def test_reset_archives_everything(base):
     finish_base_stage(base)
     old = sorted(p.name for p in (base / "report").iterdir() if not p.name.startswith("."))
     archive = script.reset(None, None)
@@ -819,7 +819,7 @@ def test_a_reset_archives_everything_and_deletes_nothing(base):
     assert again is not None and again != archive and archive.exists()
 
 
-def test_the_hourly_rate_is_kept_for_later_stages(base):
+def test_hourly_rate_is_saved_for_later_stages(base):
     script.main(script.Report(reset=True, hourly_rate=16.0))
     path = finish_base_stage(base)
     assert "- Hourly Rate: $16.00/hour" in path.read_text()
@@ -828,6 +828,6 @@ def test_the_hourly_rate_is_kept_for_later_stages(base):
     assert "| Base model training | 0.20m | 0.20m | 1x cpu | $12.00 |" in path.read_text()
 
 
-def test_a_report_of_nothing_names_the_command_that_makes_records(base):
-    with pytest.raises(MissingInput, match="no stage has left a record.*\n.*speedrun"):
+def test_report_without_records_names_the_command_to_run(base):
+    with pytest.raises(MissingInput, match="no records in.*\n.*speedrun"):
         script.main(script.Report())

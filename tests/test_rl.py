@@ -1,4 +1,4 @@
-"""Learning from rewards: the gradient is that of the definition, and reward goes up."""
+"""Reinforcement learning: gradients match their definition, and the reward increases."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def answer(prompt, ids, sampled=None, end=None, finish="stop"):
     return found
 
 
-def test_only_sampled_tokens_of_groups_with_signal_are_learned():
+def test_only_sampled_tokens_with_signal_are_trained():
     prompt = [5, 6, 7]
     mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
     cut = answer(prompt, [20, 21], finish="length")
@@ -57,7 +57,7 @@ def test_only_sampled_tokens_of_groups_with_signal_are_learned():
     assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
 
 
-def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
+def test_gradient_matches_definition_for_any_micro_batch(machine):
     model = model_of()
     groups = [
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
@@ -68,9 +68,9 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
     want = torch.zeros(())
     for each in alone:
         logp = model(each.tokens)[0].log_softmax(-1)
-        for place, target in enumerate(each.targets[0].tolist()):
+        for position, target in enumerate(each.targets[0].tolist()):
             if target != IGNORE:
-                want = want - each.weights[0, place] * logp[place, target] / count
+                want = want - each.weights[0, position] * logp[position, target] / count
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
         run = run_of(machine, model)
@@ -84,15 +84,15 @@ def test_the_gradient_is_that_of_the_definition_for_any_micro_batch(machine):
             torch.testing.assert_close(p.grad * scales[0], w, rtol=1e-3, atol=1e-6)
 
 
-def test_the_distance_from_the_start_is_that_of_the_definition(machine):
-    model, start = model_of(0), model_of(1)
+def test_kl_to_reference_matches_its_definition(machine):
+    model, reference = model_of(0), model_of(1)
     groups = [
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
     terms = []
     for each in batches_of(groups, 1):
-        ours, theirs = (m(each.tokens)[0].log_softmax(-1) for m in (model, start))
+        ours, theirs = (m(each.tokens)[0].log_softmax(-1) for m in (model, reference))
         d = [
             float((theirs[i, t] - ours[i, t]).detach())
             for i, t in enumerate(each.targets[0].tolist())
@@ -100,14 +100,14 @@ def test_the_distance_from_the_start_is_that_of_the_definition(machine):
         ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
-        found = kl_to_reference(model, start, batches_of(groups, rows), machine)
+        found = kl_to_reference(model, reference, batches_of(groups, rows), machine)
         assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
     assert kl_to_reference(model, model, batches_of(groups, 2), machine) == 0.0
-    assert kl_to_reference(model, start, [], machine) == 0.0
+    assert kl_to_reference(model, reference, [], machine) == 0.0
 
 
 class LowTokens:
-    """Asks for any token below 128 right away: half of what a new model says."""
+    """Rewards a first character below 128: half of what a new model generates."""
 
     name = split = "low"
 
@@ -151,13 +151,13 @@ def entries_of(machine, steps, seed=0):
     return entries
 
 
-def test_reward_rises(machine):
+def test_reward_increases(machine):
     rewards = [entry["reward"] for entry in entries_of(machine, 25)]
     assert sum(rewards[:4]) / 4 < 0.85
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
-def test_the_same_seed_practises_the_same(machine):
+def test_same_seed_trains_identically(machine):
     a, b = entries_of(machine, 3), entries_of(machine, 3)
     for x, y in zip(a, b, strict=True):
         assert 0 < x.pop("rollout_seconds") < x.pop("step_seconds")
@@ -167,7 +167,7 @@ def test_the_same_seed_practises_the_same(machine):
     assert a != entries_of(machine, 3, seed=1)
 
 
-def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
+def test_R13_non_finite_step_changes_no_weight(machine):
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
     model.head.weight.register_hook(lambda g: g * math.inf)
@@ -177,7 +177,7 @@ def test_R13_a_step_that_is_not_finite_changes_no_weight(machine):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_R7_a_signal_before_the_rollouts_ends_the_run(machine):
+def test_R7_signal_before_rollouts_ends_the_run(machine):
     saved, run = [], run_of(machine, model_of(), num_steps=3)
     run.save = lambda progress, final=False: saved.append(progress.step)
 
@@ -186,7 +186,7 @@ def test_R7_a_signal_before_the_rollouts_ends_the_run(machine):
 
     run.log = stop_after_the_first
     run.loader.answer = lambda *args, answer=run.loader.answer: (
-        pytest.fail("it rolls out") if run.stop.asked else answer(*args)
+        pytest.fail("unexpected rollout") if run.stop.asked else answer(*args)
     )
     assert not run_loop(run, Progress()) and saved == [1]
 
@@ -204,7 +204,7 @@ def numbers(loader, step):
     return [loader.question(draw) for draw in loader.draws(step)]
 
 
-def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
+def test_R31_rollouts_report_their_activity(machine, monkeypatch, active_work):
     names, loader = [], loader_of(machine, examples_per_step=2)
     step = loader.engine.step
 
@@ -217,36 +217,36 @@ def test_R31_rollouts_are_named_work(machine, monkeypatch, active_work):
     assert set(names) == {"generating answers to 2 questions"}
 
 
-def test_every_epoch_asks_every_question_once_in_another_order(machine):
+def test_each_epoch_uses_every_question_once_in_new_order(machine):
     loader = loader_of(machine, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(loader, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1] == shuffled(10, "3-1-0")
 
 
-def test_ranks_share_the_questions_of_a_step_or_it_is_refused(machine):
+def test_questions_are_split_among_ranks_or_rejected(machine):
     first, second = (type(machine)(r, r, 2, machine.device, machine.dtype) for r in (0, 1))
     one, two = loader_of(first), loader_of(second)
     assert sorted([*one.draws(3), *two.draws(3)]) == list(loader_of(machine).draws(3))
-    with pytest.raises(ValueError, match="5 does not divide among 2 devices"):
+    with pytest.raises(ValueError, match="5 is not a multiple of the world size 2"):
         loader_of(first, examples_per_step=5)
 
 
-def test_a_longer_answer_earns_less_where_asked_for(machine):
-    said = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
+def test_length_penalty_lowers_reward_of_longer_answers(machine):
+    answers = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
     brief = loader_of(machine, length_penalty=0.6)
-    assert [loader_of(machine).reward(1, a) for a in said] == [1.0, 0.0, 1.0]
-    assert [brief.reward(1, a) for a in said] == pytest.approx([0.9, -0.4, 0.7])
+    assert [loader_of(machine).reward(1, a) for a in answers] == [1.0, 0.0, 1.0]
+    assert [brief.reward(1, a) for a in answers] == pytest.approx([0.9, -0.4, 0.7])
 
 
-def test_only_the_chosen_questions_are_practised(machine):
+def test_only_selected_questions_are_used(machine):
     loader = loader_of(machine, questions=[3, 7, 8, 9], examples_per_step=2)
     assert sorted(i for step in (0, 1) for i in numbers(loader, step)) == [3, 7, 8, 9]
     with pytest.raises(ValueError, match="no question"):
         loader_of(machine, questions=[])
 
 
-def test_questions_without_signal_are_replaced_where_asked_for(machine):
+def test_questions_without_signal_are_resampled(machine):
     loader = loader_of(machine, num_samples=3, examples_per_step=10, resample_zero_signal=2)
     groups = loader.roll_out(0)
     learned = loader.resample(0, groups)
@@ -256,12 +256,12 @@ def test_questions_without_signal_are_replaced_where_asked_for(machine):
     assert set(still) < set(silent)
     for n in range(10):
         assert n in silent or learned[n] is groups[n]
-    again = loader.resample(0, groups)  # the same others, whatever the company
+    again = loader.resample(0, groups)  # deterministic
     assert [g.rewards for g in again] == [g.rewards for g in learned]
     assert loader_of(machine, num_samples=3).resample(0, groups) == groups
 
 
-def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
+def test_mean_rewards_are_those_of_the_first_rollouts(machine):
     loader = loader_of(machine)
     found = loader.mean_rewards(2)
     groups = [group for step in (0, 1) for group in loader.roll_out(step)]
@@ -270,7 +270,7 @@ def test_the_mean_reward_before_is_that_of_the_first_rollouts(machine):
 
 
 class High(LowTokens):
-    """Asks for the rest."""
+    """Rewards the opposite of LowTokens."""
 
     def __getitem__(self, i):
         return [{"role": "user", "content": f"h{i}"}, {"role": "assistant", "content": "a"}]
@@ -280,7 +280,7 @@ class High(LowTokens):
         return 1 - super().score(conversation, answer)
 
 
-def test_what_a_mixture_asks_is_rewarded_by_the_task_it_is_of(machine):
+def test_mixture_items_are_scored_by_their_own_task(machine):
     tasks = Mixture([LowTokens(), High()])
     loader = loader_of(machine, tasks)
     low = [type(tasks.locate(i)[0]) is LowTokens for i in range(20)]
@@ -297,6 +297,6 @@ def test_what_a_mixture_asks_is_rewarded_by_the_task_it_is_of(machine):
         {"resample_zero_signal": -1},
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(bad):
+def test_invalid_settings_are_rejected_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         RLConfig(**bad)

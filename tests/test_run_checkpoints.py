@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one writer, nothing lost, nothing broken saved, the right one used."""
+"""The checkpoints of a run: locking, resuming, full disks, asynchronous saves."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def new_optimizer(model, machine):
 
 @pytest.fixture
 def run(base, tiny_gpt, tokenizer, machine):
-    """Saves steps of one run into base_checkpoints/tiny."""
+    """A run with its checkpoints in base_checkpoints/tiny."""
     folder, optimizer = stage_folder("base") / "tiny", new_optimizer(tiny_gpt, machine)
     identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
 
@@ -72,10 +72,10 @@ def full_disk(*args):
 
 
 # ------------------------------------------------------------------------------------------------
-# Going on
+# Resuming
 
 
-def test_what_is_saved_is_what_a_run_goes_on_with(run, machine):
+def test_resumed_run_has_the_saved_state(run, machine):
     with run.open(resume="auto") as checkpoints:
         run.save(checkpoints, 7)
         fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
@@ -86,7 +86,7 @@ def test_what_is_saved_is_what_a_run_goes_on_with(run, machine):
         assert torch.equal(p, run.model.get_parameter(name)), name
 
 
-def test_R6_another_model_text_or_seed_is_refused_by_name(run):
+def test_R6_changed_text_or_seed_is_rejected_by_name(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
 
@@ -102,23 +102,23 @@ def test_R6_another_model_text_or_seed_is_refused_by_name(run):
             resume({**other, "seed": 1}, True)
 
 
-def test_R6_another_share_of_the_learning_rates_is_refused(run, tokenizer):
+def test_R6_changed_init_lr_frac_is_rejected(run, tokenizer):
     with run.open(resume="auto") as checkpoints:
-        for recorded, refused in (({"init_lr_frac": 0.3}, True), ({}, False)):
+        for recorded, rejected in (({"init_lr_frac": 0.3}, True), ({}, False)):
             state = {"identity": {**run.identity, **recorded}}
             checkpoints.save(run.model, run.optimizer, tokenizer, state, Progress(step=1))
-            asked = {**run.identity, "init_lr_frac": 0.7}
-            if refused:
+            current = {**run.identity, "init_lr_frac": 0.7}
+            if rejected:
                 with pytest.raises(ValueError, match="init_lr_frac: was 0.3, now 0.7"):
-                    checkpoints.begin(asked, run.model, run.optimizer, 10)
-            else:  # earlier commits did not record it
-                assert checkpoints.begin(asked, run.model, run.optimizer, 10).step == 1
+                    checkpoints.begin(current, run.model, run.optimizer, 10)
+            else:  # earlier versions did not record it
+                assert checkpoints.begin(current, run.model, run.optimizer, 10).step == 1
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, kept):
+def test_keep_optimizer_applies_to_the_final_checkpoint(run, kept):
     with run.open(keep_optimizer=kept) as checkpoints:
-        for step, finished in ((1, False), (2, True)):  # stopped by a signal, finished
+        for step, finished in ((1, False), (2, True)):  # preempted, finished
             run.save(checkpoints, step, final=True, finished=finished)
             assert checkpoints.saved.has_optimizer is (kept or not finished)
             assert (checkpoints.saved.folder / "optim.safetensors").exists() is (
@@ -127,7 +127,7 @@ def test_a_finished_run_keeps_its_optimizer_state_where_it_is_used(run, kept):
     assert open_checkpoint(run.folder).step == 2
 
 
-def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
+def test_run_without_optimizer_state_cannot_be_extended(run):
     with run.open(keep_optimizer=False) as checkpoints:
         run.save(checkpoints, 2, final=True, finished=True)
     with run.open(resume="auto", keep_optimizer=True) as checkpoints:
@@ -135,7 +135,7 @@ def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
         assert progress.step == 2
         with pytest.raises(UsageError, match="step 2(.|\n)*--resume=never(.|\n)*--save_optimizer"):
             progress.require_resumable()
-        # saved again as it is, it does not get the state of an optimizer that did nothing
+        # saving it again does not add the state of the unused optimizer
         progress.finished = True
         checkpoints.save(
             run.model, run.optimizer, Tokenizer.train(["a"], 265), {}, progress, final=True
@@ -143,7 +143,7 @@ def test_a_finished_run_without_optimizer_state_is_not_made_longer(run):
         assert not checkpoints.saved.has_optimizer
 
 
-def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
+def test_new_run_moves_old_checkpoints_of_its_tag_aside(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
         checkpoints.begin(run.identity, run.model, run.optimizer, 10)
@@ -153,17 +153,17 @@ def test_a_new_run_of_the_same_name_moves_the_old_one_aside(run):
 
 
 @pytest.mark.parametrize(
-    ("launch", "restarts", "saved_step", "goes_on"),
+    ("launch", "restarts", "saved_step", "resumes"),
     [
         pytest.param("a", 1, 3, True, id="restarted"),
-        pytest.param("a", 0, 3, True, id="on a node that came later"),
-        pytest.param("a", 0, 9, False, id="finished before"),
+        pytest.param("a", 0, 3, True, id="on a node that joined late"),
+        pytest.param("a", 0, 9, False, id="already finished"),
         pytest.param("b", 1, 3, False, id="by another launch"),
         pytest.param("", 0, 3, False, id="without torchrun"),
     ],
 )
-def test_what_torchrun_starts_again_goes_on_unasked(
-    run, machine, launch, restarts, saved_step, goes_on
+def test_run_restarted_by_torchrun_resumes_automatically(
+    run, machine, launch, restarts, saved_step, resumes
 ):
     first = replace(machine, launch="a" if launch else "")
     with Checkpoints(run.folder, first) as checkpoints:
@@ -171,10 +171,10 @@ def test_what_torchrun_starts_again_goes_on_unasked(
     again = replace(machine, launch=launch, restarts=restarts)
     with Checkpoints(run.folder, again) as checkpoints:
         progress = checkpoints.begin(run.identity, run.model, run.optimizer, 9)
-    assert progress.step == (saved_step if goes_on else 0)
+    assert progress.step == (saved_step if resumes else 0)
 
 
-def test_R9_the_room_that_checkpoints_still_need_is_known(run, machine):
+def test_R9_disk_bytes_counts_what_checkpoints_still_need(run, machine):
     size = checkpoint_bytes(run.model)
     with run.open(keep=3) as checkpoints:
         assert [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 99)] == [size, 4 * size]
@@ -192,7 +192,7 @@ def test_R9_the_room_that_checkpoints_still_need_is_known(run, machine):
         assert found == [small, size + small, 2 * size, 2 * size]
 
 
-def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoint(run, machine):
+def test_R10_new_launch_ignores_old_corrupt_checkpoints(run, machine):
     for launch in ("old", "new"):
         with Checkpoints(run.folder, replace(machine, launch=launch)) as checkpoints:
             checkpoints.begin(run.identity, run.model, run.optimizer, 9)
@@ -200,12 +200,12 @@ def test_R10_what_torchrun_starts_anew_is_not_stopped_by_an_old_damaged_checkpoi
             (run.folder / "step_000003" / "model.safetensors").unlink()
     assert len(list(run.folder.parent.glob("tiny.before-*"))) == 1
     with run.open(resume="auto") as checkpoints:
-        with pytest.raises(CorruptCheckpoint, match="--resume=never moves all aside"):
+        with pytest.raises(CorruptCheckpoint, match="--resume=never moves them aside"):
             checkpoints.begin(run.identity, run.model, run.optimizer, 9)
 
 
 class SecondNode(DistContext):
-    """The only rank of the second of two nodes; the first finds `first`."""
+    """The only rank of the second of two nodes; the first node has `first`."""
 
     first = None
 
@@ -216,7 +216,7 @@ class SecondNode(DistContext):
         return [self.first, value]
 
 
-def test_R15_nodes_that_see_different_checkpoints_do_not_start(run, machine):
+def test_R15_nodes_with_different_checkpoints_are_rejected(run, machine):
     with run.open() as checkpoints:
         run.save(checkpoints, 3)
         good = checkpoints.saved.fingerprint
@@ -257,8 +257,8 @@ def holder_of(lock, launch, seconds):
     return process
 
 
-def test_R22_the_lock_of_an_attempt_before_is_waited_for(run, machine):
-    """On a shared disk the lock of a host that died lives on for a while."""
+def test_R22_lock_of_an_earlier_attempt_is_waited_for(run, machine):
+    """On a shared disk, the lock of a crashed host is released only after a while."""
     process = holder_of(run.open().lock.path, "launch 7", 1.0)
     with pytest.raises(UsageError):
         Checkpoints(run.folder, replace(machine, launch="launch 8")).__enter__()
@@ -266,7 +266,7 @@ def test_R22_the_lock_of_an_attempt_before_is_waited_for(run, machine):
         assert process.wait(5) == 0
 
 
-def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run, capsys):
+def test_R22_second_run_is_rejected_and_stale_lock_taken_over(run, capsys):
     lock = run.open().lock.path
     holder = holder_of(lock, "", 60)
     with pytest.raises(UsageError, match=rf"process {holder.pid} on \S+, since .*\n.*--model_tag"):
@@ -274,12 +274,12 @@ def test_R22_a_second_run_is_refused_by_name_and_a_stale_lock_is_taken_over(run,
     holder.kill()
     holder.wait()
     with run.open() as checkpoints:
-        assert f"stale, taken over: process {holder.pid}" in capsys.readouterr().out
+        assert f"stale lock: process {holder.pid}" in capsys.readouterr().out
         run.save(checkpoints, 1)
         with pytest.raises(UsageError, match=f"process {os.getpid()}"):
             run.open().__enter__()
     with run.open():
-        assert "stale" not in capsys.readouterr().out  # it let go by itself
+        assert "stale" not in capsys.readouterr().out  # it was released
 
 
 WRITE = """
@@ -301,8 +301,8 @@ for act in acts:
 
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
-def test_a_read_only_base_directory_is_rejected_with_the_fix(base):
-    """Root may write everywhere but on a file system that is mounted read-only."""
+def test_read_only_base_directory_is_rejected_with_the_fix(base):
+    """Even root cannot write to a file system mounted read-only."""
     base.mkdir(exist_ok=True)
     words = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(base), str(base)]
     done = subprocess.run(
@@ -313,42 +313,42 @@ def test_a_read_only_base_directory_is_rejected_with_the_fix(base):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.endswith(": Read-only file system") for line in lines[::2]] == ([True] * 4)
-    assert all("way out" in line and "NANOCHAT_BASE_DIR" in line for line in lines[1::2])
+    assert all("fix:" in line and "NANOCHAT_BASE_DIR" in line for line in lines[1::2])
 
 
-def test_a_base_directory_below_a_file_is_rejected_with_the_fix(tmp_path, monkeypatch):
+def test_base_directory_below_a_file_is_rejected_with_the_fix(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "out"))
     with pytest.raises(NotADirectoryError) as caught:
         base_dir()
     message = user_message(caught.value)
-    assert message and "out: Not a directory" in message and "name another path" in message
+    assert message and "out: Not a directory" in message and "use another path" in message
 
 
 # ------------------------------------------------------------------------------------------------
 # Full disks
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_R8_a_full_disk_leaves_the_old_checkpoint_and_stops_or_goes_on(
-    run, monkeypatch, capsys, beside, policy
+def test_R8_full_disk_keeps_old_checkpoint_and_obeys_policy(
+    run, monkeypatch, capsys, asynchronous, policy
 ):
-    with run.open(on_save_error=policy, asynchronous=beside) as checkpoints:
+    with run.open(on_save_error=policy, asynchronous=asynchronous) as checkpoints:
         run.save(checkpoints, 1)
         checkpoints.wait()
         with monkeypatch.context() as patch:
             patch.setattr("nanochat.checkpoint.save_tensors", full_disk)
             if policy == "stop":
-                with pytest.raises(OSError, match="no checkpoint of step 2: .*No space left"):
+                with pytest.raises(OSError, match="saving step 2 failed: .*No space left"):
                     run.save(checkpoints, 2)
-                    run.save(checkpoints, 3)  # what was written beside is found out now
+                    run.save(checkpoints, 3)  # reports an asynchronous failure
             else:
                 run.save(checkpoints, 2)
                 run.save(checkpoints, 3)
                 text = capsys.readouterr().out
-                assert "step 2: [Errno 28] No space left on device; the training goes on" in text
-            with pytest.raises(OSError, match="no checkpoint of step 4"):
+                assert "step 2 failed: [Errno 28] No space left on device; continuing" in text
+            with pytest.raises(OSError, match="saving step 4 failed"):
                 run.save(checkpoints, 4, final=True)
         assert open_checkpoint(run.folder).step == 1
         assert not list(run.folder.glob(".saving*"))
@@ -356,7 +356,7 @@ def test_R8_a_full_disk_leaves_the_old_checkpoint_and_stops_or_goes_on(
     assert open_checkpoint(run.folder).step == 5
 
 
-def test_R8_a_limit_of_the_system_itself_leaves_the_old_checkpoint(run):
+def test_R8_file_size_limit_keeps_the_old_checkpoint(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
         largest = max(p.stat().st_size for p in (run.folder / "step_000001").iterdir())
@@ -374,11 +374,11 @@ def test_R8_a_limit_of_the_system_itself_leaves_the_old_checkpoint(run):
 
 
 # ------------------------------------------------------------------------------------------------
-# Beside the training
+# Asynchronous saves
 
 
-def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, monkeypatch):
-    """Weights and optimizer move on while the writer is held back; `latest` waits for it."""
+def test_R23_asynchronous_save_contains_the_state_of_its_step(run, monkeypatch):
+    """Weights and optimizer change while the writer is blocked; `latest` is written after it."""
     go = threading.Event()
     write = checkpoint.save_checkpoint
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: go.wait(30) and write(*args))
@@ -401,7 +401,7 @@ def test_R23_what_is_written_beside_the_training_is_the_state_of_its_step(run, m
         assert torch.equal(x, state_at_save[name]), name
 
 
-def test_R23_the_last_checkpoint_is_safe_before_anything_else_happens(run):
+def test_R23_final_save_waits_until_it_is_on_disk(run):
     with run.open(asynchronous=True) as checkpoints:
         for step in (1, 2):
             run.save(checkpoints, step)
@@ -418,11 +418,11 @@ def test_saving_is_asynchronous_on_gpus(run, machine):
 
 
 # ------------------------------------------------------------------------------------------------
-# Nothing broken
+# Non-finite values
 
 
 @pytest.mark.parametrize("where", ["weights", "optimizer"])
-def test_R13_what_is_not_finite_is_never_saved(run, where):
+def test_R13_non_finite_values_are_never_saved(run, where):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
         values = dict(run.model.named_parameters())
@@ -430,6 +430,6 @@ def test_R13_what_is_not_finite_is_never_saved(run, where):
             values = run.optimizer.local_state()
         name = list(values)[-1]
         values[name].data.view(-1)[0] = float("nan")
-        with pytest.raises(NotFinite, match=rf"{name} holds.*goes on from the last good step: 1"):
+        with pytest.raises(NotFinite, match=rf"{name} has non-finite.*from the last good step: 1"):
             run.save(checkpoints, 2)
     assert open_checkpoint(run.folder).step == 1

@@ -1,5 +1,5 @@
-"""The crate: its trainer against a naive one, its encoder against tiktoken, its scanner against
-a regex engine, its errors, and what it promises about time, threads and signals."""
+"""rustbpe: trainer against a naive one, encoder against tiktoken, scanner against a regex engine;
+errors, run time, threads and signals."""
 
 import collections
 import importlib.metadata
@@ -39,14 +39,14 @@ SCANNED = [
     GPT2,
 ]
 
-# Characters that sit on the edges of the pattern's classes, and any others
+# Characters at the boundaries of the pattern's classes
 EDGES = "aSsTdlLvVeErR''  \n\r\t\v\x00019._!\u017f\u00e9\u0416\u4e2d\u0301\u0663\u2167\u00bd"
 EDGES += "\u00a0\u0085\u2028\u3000\u200d\U0001f600\U0001d400\U0010ffff"
 TEXTS = st.text(st.sampled_from(EDGES) | st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def naive_train(words: dict[bytes, int], vocab_size: int) -> list[bytes]:
-    """The tokens of a vocabulary by the definition: count all pairs, merge the first, repeat."""
+    """Train by definition: count all pairs, merge the most frequent, repeat. Returns the tokens."""
     tokens = [bytes([b]) for b in range(256)]
     parts = {word: list(word) for word in words}
     while len(tokens) < vocab_size:
@@ -87,7 +87,7 @@ def reference(tokenizer: rustbpe.Tokenizer) -> tiktoken.Encoding:
 
 
 def flat(tokenizer: rustbpe.Tokenizer, texts, **options) -> list[list[int]]:
-    """`encode_flat`, cut up again."""
+    """`encode_flat`, split into one list per text."""
     ids, offsets = tokenizer.encode_flat(texts, **options)
     ids, offsets = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
     return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
@@ -98,7 +98,7 @@ def random_text(rng: random.Random, alphabet: str, words: int) -> str:
 
 
 def hub_texts(hub: Path, every: int) -> list[str]:
-    """Every n-th document of all of mini-pretrain."""
+    """Every n-th document of mini-pretrain."""
     shards = sorted((hub / "datasets/local/mini-pretrain").glob("*.parquet"))
     columns = [pyarrow.parquet.read_table(s, columns=["text"])["text"] for s in shards]
     return [text.as_py() for column in columns for text in column[::every]]
@@ -106,7 +106,7 @@ def hub_texts(hub: Path, every: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def mixed() -> rustbpe.Tokenizer:
-    """Trained on words of many scripts, on code and on white space."""
+    """A tokenizer trained on many scripts, punctuation and whitespace."""
     rng = random.Random(0)
     scripts = [
         "etaoinshr",
@@ -121,7 +121,7 @@ def mixed() -> rustbpe.Tokenizer:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_P2_merges_equal_a_naive_trainer_for_any_threads_and_chunking(seed):
+def test_P2_merges_match_naive_trainer_for_any_threading(seed):
     rng = random.Random(seed)
     alphabet = ["ab", "abc", "abcdefgh", "aA'1 \n.", "\u00e9\u4e2d\U0001f600x"][seed % 5]
     texts = [random_text(rng, alphabet, rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
@@ -139,7 +139,7 @@ def test_P2_ties_go_to_the_lowest_ids():
     assert rustbpe.train_words(words, 260) == [(98, 98), (97, 98), (97, 99), (122, 121)]
 
 
-def test_P2_explicit_words_merge_like_the_naive_trainer():
+def test_P2_train_words_matches_naive_trainer():
     rng = random.Random(0)
     words = {bytes(rng.choices(range(256), k=9)): rng.randrange(9) for _ in range(200)}
     words |= {b"a" * n: 1 + n % 3 for n in range(1, 30)}
@@ -151,7 +151,7 @@ def test_P2_explicit_words_merge_like_the_naive_trainer():
 
 @settings(max_examples=500, deadline=None)
 @given(TEXTS, st.sampled_from(SCANNED))
-def test_the_scanner_splits_like_the_regex_engine(text, pattern):
+def test_scanner_matches_regex_engine(text, pattern):
     words = rustbpe.split(text, pattern)
     assert words == rustbpe.split(text, pattern, engine=True)
     assert "".join(words) == text
@@ -161,11 +161,11 @@ def test_the_scanner_splits_like_the_regex_engine(text, pattern):
 @pytest.mark.timeout(1200)
 @settings(max_examples=20_000, deadline=None)
 @given(TEXTS, st.sampled_from(SCANNED))
-def test_the_scanner_splits_like_the_regex_engine_on_many_texts(text, pattern):
+def test_scanner_matches_regex_engine_on_many_texts(text, pattern):
     assert rustbpe.split(text, pattern) == rustbpe.split(text, pattern, engine=True)
 
 
-def test_the_scanner_splits_real_text_like_the_regex_engine(hub):
+def test_scanner_matches_regex_engine_on_real_text(hub):
     for text in hub_texts(hub, 200):
         assert rustbpe.split(text) == rustbpe.split(text, engine=True)
 
@@ -178,9 +178,9 @@ def check_round_trip(tokenizer: rustbpe.Tokenizer, text: str):
 
 @settings(max_examples=1000, deadline=None)
 @given(text=TEXTS, data=st.binary(max_size=40))
-def test_P1_text_and_bytes_survive_a_round_trip(mixed, text, data):
+def test_P1_text_and_bytes_roundtrip(mixed, text, data):
     check_round_trip(mixed, text)
-    ids = list(data)  # the first 256 ids are the bytes, so any bytes have ids
+    ids = list(data)  # the first 256 ids are the bytes
     assert mixed.decode_bytes(ids) == data
     assert mixed.decode(ids) == data.decode(errors="replace")
 
@@ -189,18 +189,18 @@ def test_P1_text_and_bytes_survive_a_round_trip(mixed, text, data):
 @pytest.mark.timeout(1200)
 @settings(max_examples=100_000, deadline=None)
 @given(text=st.text(max_size=200) | TEXTS, data=st.binary(max_size=200))
-def test_P1_text_and_bytes_survive_a_hundred_thousand_round_trips(mixed, text, data):
+def test_P1_text_and_bytes_roundtrip_100_000_times(mixed, text, data):
     check_round_trip(mixed, text)
     assert mixed.decode_bytes(list(data)) == data
     assert mixed.decode(list(data)) == data.decode(errors="replace")
 
 
 @pytest.mark.parametrize("unit", ["a", "\0", "\u4e2d", "e\u0301", "\U0001f600", "\x7f\x80"])
-def test_P1_a_megabyte_without_spaces_survives_a_round_trip(mixed, unit):
+def test_P1_megabyte_without_spaces_roundtrips(mixed, unit):
     check_round_trip(mixed, unit * (1_000_000 // len(unit.encode())))
 
 
-def test_P1_a_lone_surrogate_is_the_error_of_str_encode(mixed):
+def test_P1_lone_surrogate_raises_unicode_encode_error(mixed):
     for attempt, number in [
         (lambda: mixed.encode("a\ud800b"), 0),
         (lambda: mixed.batch_encode(["fine", "a\ud800b"]), 1),
@@ -218,7 +218,7 @@ def test_P1_a_lone_surrogate_is_the_error_of_str_encode(mixed):
 
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS)
-def test_P3_ids_equal_tiktoken_on_any_text(mixed, text):
+def test_P3_ids_match_tiktoken(mixed, text):
     assert mixed.encode(text) == reference_of_mixed(mixed).encode_ordinary(text)
 
 
@@ -226,12 +226,12 @@ REFERENCES: dict[int, tiktoken.Encoding] = {}
 
 
 def reference_of_mixed(tokenizer: rustbpe.Tokenizer) -> tiktoken.Encoding:
-    """`reference`, made once: hypothesis calls a test hundreds of times."""
+    """`reference`, cached because hypothesis calls a test hundreds of times."""
     return REFERENCES.setdefault(id(tokenizer), reference(tokenizer))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_P3_ids_equal_tiktoken_with_a_vocabulary_that_was_never_trained(seed):
+def test_P3_ids_match_tiktoken_with_untrained_vocabulary(seed):
     rng = random.Random(seed)
     source = "".join(rng.choices("abcde", k=500))
     tokens = {source[i : i + rng.randrange(2, 7)].encode() for i in range(0, 400, 3)}
@@ -251,17 +251,17 @@ def check_real_text(texts: list[str]):
     assert flat(tokenizer, texts, num_threads=2) == expected
 
 
-def test_P3_ids_equal_tiktoken_on_a_sample_of_real_text(hub):
+def test_P3_ids_match_tiktoken_on_sample_of_real_text(hub):
     check_real_text(hub_texts(hub, 60))
 
 
 @pytest.mark.slow
-def test_P3_ids_equal_tiktoken_on_all_of_mini_pretrain(hub):
+def test_P3_ids_match_tiktoken_on_all_of_mini_pretrain(hub):
     check_real_text(hub_texts(hub, 1))
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "-", "'", "\u4e2d", "ab", " \n", "1", "x\u0301"])
-def test_P4_a_megabyte_of_one_character_takes_no_quadratic_time(unit):
+def test_P4_encoding_repeated_characters_is_not_quadratic(unit):
     text = unit * (1_000_000 // len(unit.encode()))
     tokenizer = trained([text], 300)
     start = time.process_time()
@@ -270,7 +270,7 @@ def test_P4_a_megabyte_of_one_character_takes_no_quadratic_time(unit):
     assert tokenizer.decode_bytes(ids) == text.encode()
 
 
-def test_P4_training_is_not_quadratic_in_the_length_of_a_word():
+def test_P4_training_is_not_quadratic_in_word_length():
     start = time.process_time()
     tokenizer = trained(["abc" * 700_000], 1000)
     assert time.process_time() - start < 60  # 0.5; quadratic: hours
@@ -279,30 +279,30 @@ def test_P4_training_is_not_quadratic_in_the_length_of_a_word():
 
 @settings(max_examples=200, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=8), num_threads=st.sampled_from([None, 1, 3]))
-def test_all_ways_to_encode_give_the_same_ids(mixed, texts, num_threads):
+def test_all_encode_methods_return_the_same_ids(mixed, texts, num_threads):
     expected = [mixed.encode(text) for text in texts]
     assert mixed.batch_encode(texts) == expected
     assert flat(mixed, texts, num_threads=num_threads) == expected
     assert flat(mixed, iter(texts), prefix=70_000) == [[70_000, *ids] for ids in expected]
 
 
-def test_long_texts_are_shared_among_threads_exactly(mixed):
+def test_threads_do_not_change_ids_of_long_texts(mixed):
     rng = random.Random(0)
     texts = [random_text(rng, "etao'1 \n\u00e9", n) for n in [300_000, 0, 5, 120_000]]
     assert flat(mixed, texts, num_threads=4) == flat(mixed, texts, num_threads=1)
 
 
-def test_flat_ids_are_wrapped_without_a_copy(mixed):
+def test_flat_ids_are_wrapped_without_copy(mixed):
     buffer, offsets = mixed.encode_flat(["some text", "more"])
     ids = np.frombuffer(buffer, np.uint32)
     assert ids.ctypes.data == np.frombuffer(buffer, np.uint8).ctypes.data
     assert not ids.flags.writeable
     expected = mixed.encode("some text") + mixed.encode("more")
-    del buffer, offsets  # the array keeps them
+    del buffer, offsets  # the array keeps the buffer alive
     assert ids.tolist() == expected
 
 
-def test_any_pattern_works_and_text_it_does_not_match_is_left_out():
+def test_custom_pattern_skips_unmatched_text():
     tokenizer = trained(["one two three " * 5], 300, pattern=r"[a-z]+")
     assert tokenizer.get_pattern() == r"[a-z]+"
     assert rustbpe.split("one, two", r"[a-z]+|x*") == ["one", "two"]
@@ -311,7 +311,7 @@ def test_any_pattern_works_and_text_it_does_not_match_is_left_out():
     assert tokenizer.encode(text) == reference(tokenizer).encode_ordinary(text)
 
 
-def test_a_tokenizer_is_rebuilt_from_its_ranks(mixed):
+def test_tokenizer_roundtrips_through_ranks(mixed):
     ranks = mixed.get_mergeable_ranks()
     again = rustbpe.Tokenizer.from_ranks(ranks[::-1], mixed.get_pattern())
     assert again.get_mergeable_ranks() == ranks
@@ -319,7 +319,7 @@ def test_a_tokenizer_is_rebuilt_from_its_ranks(mixed):
     assert again.encode("It's 2026, isn't it?") == mixed.encode("It's 2026, isn't it?")
 
 
-# What version 0.1.0 of the package rustbpe of PyPI gives, by running it. The texts have ties.
+# Output of rustbpe 0.1.0 from PyPI. The texts contain ties.
 PUBLIC_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -334,7 +334,7 @@ PUBLIC_TOKENS = [
 PUBLIC_IDS = [262, 32, 261, 257, 54]
 
 
-def test_defaults_give_the_tokens_of_the_public_package():
+def test_defaults_reproduce_the_public_package():
     tokenizer = rustbpe.Tokenizer()
     tokenizer.train_from_iterator(iterator=PUBLIC_TEXTS, vocab_size=290, buffer_size=3)
     assert tokenizer.get_pattern() == rustbpe.DEFAULT_PATTERN == PUBLIC_PATTERN
@@ -346,21 +346,21 @@ def test_defaults_give_the_tokens_of_the_public_package():
     assert tokenizer.decode(ids=PUBLIC_IDS) == "hello 123456"
 
 
-def test_progress_goes_to_the_logger_rustbpe(caplog, capfd):
+def test_progress_is_logged_to_logger_rustbpe(caplog, capfd):
     rng = random.Random(0)
     texts = [random_text(rng, "abcdefgh", 300) for _ in range(20)]
     trained(texts, 1300)
-    assert not caplog.records, "only a logger that is at level INFO gets them"
+    assert not caplog.records, "progress is only logged at level INFO"
     with caplog.at_level(logging.INFO, logger="rustbpe"):
         trained(texts, 1300)
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert {(record.name, record.levelname) for record in caplog.records} == {("rustbpe", "INFO")}
-    assert said[0] == "counted 20 texts" and said[-1] == "training finished: 1044 merges"
-    assert "training: 49% (512 of 1044 merges)" in said and len(said) == 11
+    assert messages[0] == "counted 20 texts" and messages[-1] == "training finished: 1044 merges"
+    assert "training: 49% (512 of 1044 merges)" in messages and len(messages) == 11
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_of_a_log_handler_ends_the_training(monkeypatch):
+def test_log_handler_error_aborts_training(monkeypatch):
     class Broken(logging.Handler):
         def emit(self, record):
             raise KeyError("the handler broke")
@@ -372,14 +372,14 @@ def test_an_error_of_a_log_handler_ends_the_training(monkeypatch):
         trained(["some text"], 260)
 
 
-def test_our_version_is_one_that_pypi_cannot_have():
+def test_version_is_local_and_pinned():
     ours = tomllib.loads((REPOSITORY / "rustbpe" / "pyproject.toml").read_text())["project"]
     wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"rustbpe=={ours['version']}" in wanted and "+" in ours["version"]
     assert importlib.metadata.version("rustbpe") == ours["version"]
 
 
-def test_the_public_package_in_our_place_is_a_clear_error(tmp_path):
+def test_public_rustbpe_package_gives_a_clear_error(tmp_path):
     (tmp_path / "rustbpe.py").write_text("class Tokenizer: pass\n")
     command = [sys.executable, "-c", "import nanochat.tokenizer"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -387,14 +387,14 @@ def test_the_public_package_in_our_place_is_a_clear_error(tmp_path):
     assert done.returncode and "pip install ./rustbpe" in done.stderr
 
 
-def test_an_untrained_tokenizer_is_the_bytes():
+def test_untrained_tokenizer_has_only_bytes():
     tokenizer = rustbpe.Tokenizer()
     assert tokenizer.vocab_size == 256
     assert tokenizer.get_pattern() == rustbpe.DEFAULT_PATTERN
     assert tokenizer.encode("h\u00e9") == list("h\u00e9".encode())
 
 
-def test_training_on_nothing_leaves_the_bytes():
+def test_training_without_pairs_keeps_only_bytes():
     for texts in [[], [""], ["a", "b"]]:
         assert trained(texts, 300).vocab_size == 256
 
@@ -403,7 +403,7 @@ BYTES = [bytes([b]) for b in range(256)]
 
 
 @pytest.mark.parametrize(
-    ("attempt", "named"),
+    ("attempt", "message"),
     [
         (lambda: trained(["a"], 255), "255"),
         (lambda: trained(["a"], -1), "-1"),
@@ -427,12 +427,12 @@ BYTES = [bytes([b]) for b in range(256)]
         (lambda: rustbpe.Tokenizer.from_ranks(ranks_of(BYTES), "("), r"\("),
     ],
 )
-def test_a_wrong_value_is_a_value_error_that_names_it(attempt, named):
-    with pytest.raises(ValueError, match=named):
+def test_invalid_value_raises_value_error(attempt, message):
+    with pytest.raises(ValueError, match=message):
         attempt()
 
 
-def test_what_is_not_text_is_a_type_error(mixed):
+def test_input_that_is_not_text_raises_type_error(mixed):
     for attempt in [
         lambda: trained([b"bytes"]),
         lambda: mixed.encode_flat(["a", None]),
@@ -444,7 +444,7 @@ def test_what_is_not_text_is_a_type_error(mixed):
             attempt()
 
 
-def test_an_error_of_the_iterator_passes_through_and_leaves_the_tokenizer_as_it_was():
+def test_iterator_error_propagates_and_keeps_tokenizer():
     def texts():
         yield "some text " * 100
         raise KeyError("the source broke")
@@ -464,9 +464,9 @@ FOREVER = {
 
 @pytest.mark.parametrize("work", FOREVER)
 def test_ctrl_c_interrupts(work):
-    # A process started in the background of a shell ignores SIGINT, and hands that on
-    heed = "signal.signal(signal.SIGINT, signal.default_int_handler); print('ready', flush=True)"
-    code = f"import itertools, random, rustbpe, signal; {heed}; {FOREVER[work]}"
+    # Background processes of a shell ignore SIGINT, and children inherit that
+    setup = "signal.signal(signal.SIGINT, signal.default_int_handler); print('ready', flush=True)"
+    code = f"import itertools, random, rustbpe, signal; {setup}; {FOREVER[work]}"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -481,7 +481,7 @@ def test_ctrl_c_interrupts(work):
     assert "KeyboardInterrupt" in errors
 
 
-def test_the_interpreter_runs_on_while_the_crate_works(mixed):
+def test_gil_is_released_while_working(mixed):
     rng = random.Random(0)
     words = [(rng.randbytes(3_000_000), 1)]
     texts = [random_text(rng, "abcdefgh", 200_000)]
@@ -501,7 +501,7 @@ def test_the_interpreter_runs_on_while_the_crate_works(mixed):
         assert ticks > 5
 
 
-def test_training_holds_words_and_not_text():
+def test_training_memory_is_independent_of_text_size():
     words = random_text(random.Random(0), "abcdefgh", 30_000).split(" ")
 
     def texts():
@@ -520,7 +520,7 @@ def encode_in_child(tokenizer: rustbpe.Tokenizer, text: str, results) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_encodes_with_its_own_threads(mixed):
+def test_forked_process_can_encode_with_threads(mixed):
     text = random_text(random.Random(0), "abcdefgh", 100_000)
     expected = flat(mixed, [text], num_threads=2)
     context = multiprocessing.get_context("fork")

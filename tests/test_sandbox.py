@@ -1,9 +1,9 @@
 """
-The sandbox under attack, one test per case of S1 to S10, on every layer that works here.
+Attacks on the sandbox (cases S1 to S10 and S12), on every layer that works on this machine.
 
-Every attack aims at what its test made (files, listeners, this process) and is bounded by itself,
-so that a sandbox that fails does no more harm than a failing test. It runs in the child, calls
-`attempt(name, function, ...)` for each thing it tries, and prints what came of it.
+Each attack targets only what its test created (files, listeners, this process) and bounds itself,
+so a broken sandbox does no more harm than a failing test. It runs in the child, calls
+`attempt(name, function, ...)` for each action, and prints the outcome.
 """
 
 import ctypes
@@ -54,30 +54,27 @@ def call(name, *args):
 
 @pytest.fixture(params=sandbox.LAYERS)
 def layer(request, monkeypatch) -> str:
-    """Every layer that works here, as the one that is chosen."""
-    trouble = sandbox.trouble_with(request.param)
-    if trouble is not None:
-        pytest.skip(f"{request.param} does not work here: {trouble}")
+    """Each layer that works on this machine, made the one that `choose_layer` returns."""
+    reason = sandbox.trouble_with(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param} does not work here: {reason}")
     monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: request.param)
     return request.param
 
 
 @pytest.fixture
 def offspring():
-    """
-    All processes that live or linger below this one since the test began, orphans included, as a
-    function.
-    """
+    """Function that lists descendants started during the test, orphans and zombies included."""
     libc = ctypes.CDLL(None)
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
-    before = set(psutil.Process().children(recursive=True))  # of other tests: compiler, packing
+    before = set(psutil.Process().children(recursive=True))  # from other tests: compiler, packing
     yield lambda: [p for p in psutil.Process().children(recursive=True) if p not in before]
     libc.prctl(36, 0, 0, 0, 0)
 
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch) -> Path:
-    """Where the sandbox makes its temporary folders, so that a test sees what is left there."""
+    """Parent of the sandbox's temporary directories, to check for leftovers."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -85,23 +82,23 @@ def scratch(tmp_path, monkeypatch) -> Path:
 
 
 def attack(code: str) -> dict[str, str]:
-    """Run an attack that must live to its end; returns what came of each attempt, by name."""
+    """Run an attack, which must reach its end; returns {name: outcome} of its attempts."""
     result = run_python(ATTEMPT + code + "\nprint('end of attack')")
     assert result.stdout.endswith("end of attack\n"), result
     return dict(line.split(" ", 1) for line in result.stdout.splitlines()[:-1])
 
 
 def assert_refused(outcomes: dict[str, str], names: str) -> None:
-    """Each of the named attempts was made, and the kernel said no."""
+    """Check that exactly the named attempts were made and the kernel denied each."""
     assert set(outcomes) == set(names.split())
     assert all(outcome.startswith("refused") for outcome in outcomes.values()), outcomes
 
 
 # ------------------------------------------------------------------------------------------------
-# What a program can do
+# Allowed actions
 
 
-def test_a_program_computes_prints_and_ends(layer):
+def test_program_reads_empty_stdin_computes_and_prints(layer):
     code = "import sys\nprint([sys.stdin.read(), 2**70])\nprint('\u00e9', file=sys.stderr)"
     result = run_python(code)
     assert result.ok and result.reason == ""
@@ -109,7 +106,7 @@ def test_a_program_computes_prints_and_ends(layer):
     assert result.stderr == "\u00e9\n"
 
 
-def test_a_program_has_a_folder_for_files_that_is_gone_afterwards(layer, scratch):
+def test_program_can_use_files_in_a_temporary_directory(layer, scratch):
     code = """
 import os, tempfile
 with open("a", "w") as file: file.write("text")
@@ -135,16 +132,16 @@ open("left behind", "w").close()
         ("while True: pass", "time"),
     ],
 )
-def test_a_program_that_fails_says_why(layer, code, reason):
+def test_failed_program_has_a_reason(layer, code, reason):
     result = run_python(code, Limits(seconds=0.5) if reason == "time" else Limits())
     assert not result.ok and result.reason == reason
 
 
 # ------------------------------------------------------------------------------------------------
-# S1 to S4: what it must not reach
+# S1 to S4: access to processes, files and sockets
 
 
-def test_S1_what_frames_gc_and_subclasses_give_back_gains_nothing(layer, tmp_path):
+def test_S1_functions_from_frames_gc_and_subclasses_are_harmless(layer, tmp_path):
     proof = tmp_path / "proof"
     tmp_path.chmod(0o777)
     code = f"""
@@ -164,12 +161,12 @@ print("gc", len(live))
 print("statuses", {{system(b"echo escaped > {proof}") for system in found}})
 """
     outcomes = attack(code)
-    assert outcomes.pop("statuses") == "{32512}", "as system() answers if it can start nothing"
-    assert all(int(outcome) > 0 for outcome in outcomes.values()), "each way found a function"
+    assert outcomes.pop("statuses") == "{32512}", "status of system() if it cannot start a shell"
+    assert all(int(outcome) > 0 for outcome in outcomes.values()), "each method found a function"
     assert not proof.exists()
 
 
-def test_S2_libc_starts_nothing_and_leaves_no_namespace(layer):
+def test_S2_libc_cannot_start_processes_or_change_namespaces(layer):
     code = f"""{LIBC}
 argv = (ctypes.c_char_p * 2)(b"true", None)
 def fork(name):
@@ -201,12 +198,12 @@ attempt("ioctl", call, "ioctl", 0, 0x5412, b"x")
         "fcntl ioctl",
     )
     assert set(outcomes.values()) == {f"refused {errno.EPERM}"}, (
-        "by the filter, not for another reason"
+        "must be denied by the seccomp filter, not for another reason"
     )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the attack is x86-64 machine code")
-def test_S2_the_system_calls_of_another_architecture_are_no_way_around_the_filter(layer):
+def test_S2_32_bit_system_calls_do_not_bypass_the_filter(layer):
     code = """
 import ctypes, mmap
 page = mmap.mmap(-1, 4096, prot=7)
@@ -219,9 +216,7 @@ print("survived", function())
     assert result.reason in (f"exit status {128 + signal.SIGSYS}", "exit status 139"), result
 
 
-def test_S3_secrets_in_files_the_environment_and_the_parent_stay_hidden(
-    layer, tmp_path, monkeypatch
-):
+def test_S3_secrets_in_files_environment_and_parent_are_hidden(layer, tmp_path, monkeypatch):
     secret = "hunter2-" + os.urandom(8).hex()
     names = (".ssh/id_rsa", ".netrc", ".cache/huggingface/token", "etc/shadow")
     for path in (tmp_path / name for name in names):
@@ -258,7 +253,7 @@ print("variables", dict(os.environ))
     assert_refused(outcomes, f"{' '.join(names)} listing mem vm_readv environ maps cwd self")
 
 
-def test_S3_no_handle_of_this_process_is_inherited(layer, tmp_path):
+def test_S3_no_file_descriptor_is_inherited(layer, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     with secret.open() as file:
@@ -308,20 +303,20 @@ attempt("pair", socket.socketpair)
 
 
 # ------------------------------------------------------------------------------------------------
-# S5, S6: what it must not use up, and that it ends
+# S5, S6: resource limits and time limit
 
 SMALL = Limits(seconds=2.0, memory_bytes=2**27, output_bytes=10_000, file_bytes=2**18)
 
 
 @pytest.fixture
 def calm_afterwards(layer, offspring, scratch):
-    """After the test nothing is left of it, and the next run is unaffected."""
+    """The test leaves no processes or files, and the next run works."""
     yield
     assert run_python("print(1)").stdout == "1\n"
     assert not offspring() and not list(scratch.iterdir())
 
 
-def test_S5_a_fork_bomb_has_no_first_child(calm_afterwards):
+def test_S5_fork_bomb_cannot_start_a_process(calm_afterwards):
     outcomes = attack("""
 import os, time
 def fork():
@@ -333,7 +328,7 @@ for i in range(20): attempt(f"fork{i}", fork)
     assert_refused(outcomes, " ".join(f"fork{i}" for i in range(20)))
 
 
-def test_S5_a_thread_bomb_has_no_first_thread(calm_afterwards):
+def test_S5_thread_bomb_cannot_start_a_thread(calm_afterwards):
     outcomes = attack("""
 import _thread, time
 for i in range(20): attempt(f"thread{i}", _thread.start_new_thread, time.sleep, (1,))
@@ -343,19 +338,19 @@ for i in range(20): attempt(f"thread{i}", _thread.start_new_thread, time.sleep, 
     }
 
 
-def test_S5_memory_is_bounded(calm_afterwards):
+def test_S5_memory_is_limited(calm_afterwards):
     result = run_python("pieces = [bytes([1]) * 2**20 for _ in range(256)]", SMALL)
     assert result.reason == "exit status 1" and "MemoryError" in result.stderr
     assert not run_python("bytearray(2**40)", SMALL).ok
 
 
-def test_S5_a_file_is_bounded(calm_afterwards):
+def test_S5_file_size_is_limited(calm_afterwards):
     code = "file = open('a', 'wb', 0)\nfor _ in range(64): file.write(bytes(2**20))"
     result = run_python(code, SMALL)
     assert result.reason == "exit status 1" and "File too large" in result.stderr
 
 
-def test_S5_many_files_are_bounded(calm_afterwards):
+def test_S5_number_of_files_is_limited(calm_afterwards):
     code = """
 import time
 for i in range(150): open(str(i), "w").close()
@@ -365,7 +360,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_S5_output_is_bounded(calm_afterwards, stream):
+def test_S5_output_is_limited(calm_afterwards, stream):
     code = f"import sys\nfor _ in range(1000): sys.{stream}.write('a' * 2**20)"
     result = run_python(code, SMALL)
     assert result.reason == "output"
@@ -405,22 +400,22 @@ on()""",
 
 
 @pytest.mark.parametrize("way", ENDLESS)
-def test_S6_nothing_outlives_its_time(calm_afterwards, offspring, way):
+def test_S6_no_process_outlives_the_time_limit(calm_afterwards, offspring, way):
     result = run_python(ENDLESS[way], Limits(seconds=0.4))
-    deadline = time.monotonic() + 120  # they sleep for 600
+    deadline = time.monotonic() + 120  # the programs sleep for 600 s
     while offspring() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not offspring()
     assert result.reason == "time"
 
 
-def test_S6_a_child_does_not_outlive_a_parent_that_is_killed(layer, offspring, scratch):
+def test_S6_child_is_killed_when_its_parent_is_killed(layer, offspring, scratch):
     code = f"""
 from nanochat import sandbox
 sandbox.choose_layer = lambda unsafe=False: {layer!r}
 sandbox.run_python("import time; time.sleep(600)", sandbox.Limits(seconds=600))
 """
-    environment = {**os.environ, "TMPDIR": str(scratch)}  # it cannot clean up after itself
+    environment = {**os.environ, "TMPDIR": str(scratch)}  # a killed parent leaves its files
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=environment)
     deadline = time.monotonic() + 120
     while not any(sandbox.child_source() in p.cmdline() for p in offspring()):
@@ -429,7 +424,7 @@ sandbox.run_python("import time; time.sleep(600)", sandbox.Limits(seconds=600))
     time.sleep(0.5)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 120  # it would sleep for 600
+    deadline = time.monotonic() + 120  # the child would sleep for 600 s
     while alive := [p for p in offspring() if p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
@@ -438,7 +433,7 @@ sandbox.run_python("import time; time.sleep(600)", sandbox.Limits(seconds=600))
 
 
 def run_in_another_process(seconds: float, scratch: Path) -> subprocess.Popen[bytes]:
-    """A process that runs a program under Landlock; returns once the program has written a file."""
+    """Start a process that runs a program under Landlock; wait until the program writes a file."""
     code = f"""
 from nanochat import sandbox
 sandbox.choose_layer = lambda unsafe=False: "landlock"
@@ -454,15 +449,15 @@ assert sandbox.run_python(program, sandbox.Limits(seconds=60)).ok
     return parent
 
 
-def test_S6_folders_of_a_killed_parent_are_removed_by_the_next(scratch):
+def test_S6_directories_of_a_killed_parent_are_removed_later(scratch):
     if sandbox.trouble_with("landlock") is not None:
-        pytest.skip("Landlock does not work here, and under bubblewrap there is no folder")
+        pytest.skip("Landlock does not work here, and bubblewrap uses no directory on disk")
     killed = run_in_another_process(50, scratch)
     (stale,) = scratch.glob("*")
     killed.kill()
     killed.wait()
     assert (stale / "mine").exists()
-    (scratch / "nanochat-sandbox-mine").write_text("a file of this name is nobody's folder")
+    (scratch / "nanochat-sandbox-mine").write_text("a file, not the directory of a child")
     (scratch / "nanochat-sandbox-link").symlink_to(scratch.parent)
     running = run_in_another_process(50, scratch)
     assert not stale.exists()
@@ -476,17 +471,17 @@ def test_S6_folders_of_a_killed_parent_are_removed_by_the_next(scratch):
 
 
 # ------------------------------------------------------------------------------------------------
-# S7: what it must not change
+# S7: write access
 
 
-def test_S7_nothing_outside_its_folder_can_be_written_linked_or_made(layer, tmp_path):
+def test_S7_files_outside_its_directory_cannot_be_changed(layer, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     target = outside / "target"
     target.write_text("untouched")
     target.chmod(0o666)
     for folder in (tmp_path, outside):
-        folder.chmod(0o777)  # that no user's rights protect it
+        folder.chmod(0o777)  # file permissions must not protect it
     before = target.stat()
     outcomes = attack(f"""
 import os, stat
@@ -526,8 +521,8 @@ attempt("chroot", os.chroot, ".")
     )
 
 
-def test_S7_opening_to_read_cannot_truncate_whatever_landlock_knows_of_truncating(layer):
-    """Before its third version Landlock asked no right for it: the filter refuses it by itself."""
+def test_S7_read_only_open_cannot_truncate(layer):
+    """Landlock checks truncation only since version 3, so the seccomp filter must deny it."""
     outcomes = attack("""
 import os
 open("mine", "w").close()
@@ -536,9 +531,9 @@ attempt("truncate", os.open, "mine", os.O_RDONLY | os.O_TRUNC)
     assert outcomes == {"truncate": f"refused {errno.EPERM}"}
 
 
-def test_S7_files_that_block_their_reader_stop_neither_program_nor_parent(layer):
+def test_S7_fifo_does_not_block_program_or_parent(layer):
     code = "import os\nos.mkfifo('fifo')\nopen('fifo').read()"
-    result = run_python(code, Limits(seconds=2))  # without that limit it would never end
+    result = run_python(code, Limits(seconds=2))  # without the limit it might never end
     assert not result.ok
 
 
@@ -636,12 +631,12 @@ def double(x): return answers.pop(0)""",
 
 
 @pytest.mark.parametrize("way", CHEATS)
-def test_S8_a_cheat_does_not_pass(layer, way):
+def test_S8_cheating_program_does_not_pass(layer, way):
     assert not passes(CHEATS[way], DOUBLE, "double")
 
 
 @pytest.mark.parametrize("way", ["stops the loop that checks it", "exits when called, hard"])
-def test_S8_a_cheat_does_not_pass_a_test_in_other_words(layer, way):
+def test_S8_cheating_program_does_not_pass_other_tests(layer, way):
     for test in (
         "assert all(map(double, [1, 2]))",
         "for _ in map(double, [1, 2]): pass\nassert False",
@@ -650,14 +645,14 @@ def test_S8_a_cheat_does_not_pass_a_test_in_other_words(layer, way):
         assert not passes(CHEATS[way], test, "double")
 
 
-def test_S8_an_honest_program_passes(layer):
+def test_S8_correct_program_passes(layer):
     assert passes("def double(x): return 2 * x", DOUBLE, "double")
     assert passes(
         "print('loaded')\nclass double:\n    def __new__(cls, x): return x + x", DOUBLE, "double"
     )
 
 
-def test_S8_plain_data_goes_both_ways_unchanged(layer):
+def test_S8_plain_data_round_trips_unchanged(layer):
     values = r"""[
         None, True, 1, -2**100, 1.5, float("inf"), "\ud800 \u00e9\n", b"\x00\xff", (), (1,), [],
         [[1], (2,)], {1, "a"}, frozenset([(1, 2)]), {}, {(1, "a"): {"b": [b"c"]}, 2.5: None}]"""
@@ -670,7 +665,7 @@ assert type(echo(True)[0]) is bool
     assert passes("def echo(value, named=None): return value, named", test, "echo")
 
 
-def test_S8_a_program_may_raise_what_the_test_expects(layer):
+def test_S8_program_may_raise_the_expected_exception(layer):
     test = """
 try: root(-1)
 except ValueError as error: assert "ValueError" in str(error)
@@ -681,7 +676,7 @@ assert root(4) == 2
     assert not passes("def root(x): return x**0.5", test, "root")
 
 
-def test_S8_what_the_test_builds_upon_is_not_the_programs_to_change(layer):
+def test_S8_program_cannot_change_the_setup_of_the_test(layer):
     setup = "def scaled(x): return 10 * x\ndef double(x):\n    'Twice x.'\n"
     test = "assert scaled(double(1)) == 20"
     assert passes("def double(x): return 2 * x", test, "double", setup)
@@ -689,7 +684,7 @@ def test_S8_what_the_test_builds_upon_is_not_the_programs_to_change(layer):
     assert not passes(cheat, test, "double", setup)
 
 
-def test_S8_leaves_nothing_behind(calm_afterwards):
+def test_S8_verdicts_leak_no_descriptors_or_threads(calm_afterwards):
     handles = len(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
     assert passes("def double(x): return 2 * x", DOUBLE, "double")
@@ -699,17 +694,17 @@ def test_S8_leaves_nothing_behind(calm_afterwards):
 
 
 @pytest.mark.slow
-def test_S8_humaneval_accepts_its_own_solutions_and_no_empty_ones(layer, hub):
+def test_S8_humaneval_accepts_canonical_solutions_only(layer, hub):
     files = sorted((hub / "datasets/openai/openai_humaneval").rglob("*.parquet"))
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
 
-    def judged(row, body: str) -> bool:
+    def passed(row, body: str) -> bool:
         test = f"{row['test']}\ncheck({row['entry_point']})"
         return passes(row["prompt"] + body, test, row["entry_point"], row["prompt"])
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda row: judged(row, row["canonical_solution"]), rows))
-        assert not any(pool.map(lambda row: judged(row, "    return None\n"), rows))
+        assert all(pool.map(lambda row: passed(row, row["canonical_solution"]), rows))
+        assert not any(pool.map(lambda row: passed(row, "    return None\n"), rows))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -717,7 +712,7 @@ def test_S8_humaneval_accepts_its_own_solutions_and_no_empty_ones(layer, hub):
 
 
 def check_many(runs: int, offspring, scratch: Path) -> None:
-    """Programs of all kinds, 16 at a time: each has its own result, and nothing is left behind."""
+    """Run different programs, 16 at a time: each gets its own result, and nothing leaks."""
     programs = {
         "print(6 * 7)": "",
         "1 / 0": "exit status 1",
@@ -745,7 +740,7 @@ def test_S9_a_thousand_runs_leak_nothing(layer, offspring, scratch):
     check_many(1000, offspring, scratch)
 
 
-def test_S9_a_run_loads_few_modules_more_than_python_alone(layer):
+def test_S9_child_loads_few_extra_modules(layer):
     code = "import sys; print(*sys.modules)"
     command = [sandbox.interpreter(), "-I", "-c", code]
     bare = subprocess.run(command, capture_output=True, text=True).stdout.split()
@@ -754,7 +749,7 @@ def test_S9_a_run_loads_few_modules_more_than_python_alone(layer):
 
 
 # ------------------------------------------------------------------------------------------------
-# S12: bytes of files without a name
+# S12: size of unnamed files
 
 KEEP = {
     "unlinked": """
@@ -817,19 +812,19 @@ if kept: time.sleep(20)
 
 
 @pytest.mark.parametrize("way", KEEP)
-def test_S12_files_without_a_name_count_towards_the_limit(layer, way):
-    """16 MiB at most, of 2 allowed: either the kernel refuses all of it or the program is ended."""
+def test_S12_unnamed_files_count_toward_the_limit(layer, way):
+    """Writes 16 MiB with a limit of 2: the kernel denies every write or the program is killed."""
     result = run_python(FILL.format(keep=KEEP[way]), Limits(seconds=10, file_bytes=2**21))
     refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.ESPIPE}
     if way in refused:
         assert result.stdout == f"refused {refused[way]}\n" * 16 + "kept 0\n"
-    elif way == "written through a mapping" and layer == "bubblewrap":  # no page is left for it
+    elif way == "written through a mapping" and layer == "bubblewrap":  # or the tmpfs is full
         assert result.reason in ("files", f"exit status {128 + signal.SIGBUS}"), result
     else:
         assert result.reason == "files", result
 
 
-def test_S12_what_was_printed_before_the_limit_is_kept(layer, monkeypatch):
+def test_S12_output_before_the_file_limit_is_kept(layer, monkeypatch):
     name = "mounted_bytes" if layer == "bubblewrap" else "disk_bytes"
     count = getattr(sandbox, name)
 
@@ -851,8 +846,8 @@ time.sleep(20)
     assert (result.stdout, result.reason) == ("said\n", "files")
 
 
-def test_S12_bubblewrap_never_writes_more_than_the_limit(layer):
-    """A file system of that size: what the counting of files would be too slow for is refused."""
+def test_S12_bubblewrap_files_never_exceed_the_limit(layer):
+    """The tmpfs has that size, so even writes that are too fast for polling fail."""
     if layer != "bubblewrap":
         pytest.skip("only bubblewrap mounts a file system of its own")
     code = """
@@ -871,7 +866,7 @@ print("written", total, flush=True)
     assert result.reason == "files" or int(written) <= 2**21 + sandbox.BLOCK, result
 
 
-def test_S12_temporary_files_within_the_limit_are_allowed(layer):
+def test_S12_temporary_files_within_the_limit_work(layer):
     code = """
 import mmap, tempfile, time
 with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as named:
@@ -888,7 +883,7 @@ with tempfile.TemporaryFile() as file, tempfile.NamedTemporaryFile() as named:
 
 
 # ------------------------------------------------------------------------------------------------
-# S10: no layer, no run
+# S10: no sandbox
 
 REFUSES = """
 import ctypes, struct, sys
@@ -908,21 +903,21 @@ print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="locks a container down with seccomp")
-def test_S10_a_locked_down_container_runs_nothing_unless_told_so():
-    """A process that can neither mount nor use Landlock, as under a container's strict profile."""
+def test_S10_locked_down_container_runs_only_with_unsafe():
+    """A process that cannot mount or use Landlock, as in a container with a strict profile."""
     done = subprocess.run(
         [sys.executable, "-c", REFUSES, platform.machine()],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
     )
-    told, ran = done.stdout.rsplit("--unsafe_exec", 1)
-    assert "bubblewrap: " in told and "landlock: " in told and "Result" not in told
-    assert "Function not implemented" in told, "with the kernel's own reason"
+    error, ran = done.stdout.rsplit("--unsafe_exec", 1)
+    assert "bubblewrap: " in error and "landlock: " in error and "Result" not in error
+    assert "Function not implemented" in error, "must include the kernel's reason"
     assert ran.strip() == "ran unsafe", done.stderr
 
 
-def test_S10_another_platform_is_refused(monkeypatch):
+def test_S10_other_platforms_raise(monkeypatch):
     monkeypatch.setattr(sandbox, "trouble_with", sandbox.trouble_with.__wrapped__)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(SandboxUnavailable, match="--unsafe_exec"):
@@ -930,7 +925,7 @@ def test_S10_another_platform_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", sandbox.LAYERS)
-def test_S10_a_layer_that_does_not_confine_is_not_trusted(layer, monkeypatch):
+def test_S10_layer_that_does_not_confine_fails_the_probe(layer, monkeypatch):
     if layer == "bubblewrap" and not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
     rights = sandbox.rights
@@ -939,7 +934,7 @@ def test_S10_a_layer_that_does_not_confine_is_not_trusted(layer, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["no such right", ""])
-def test_S10_a_child_that_cannot_confine_itself_raises_and_runs_nothing(
+def test_S10_child_that_fails_to_confine_itself_runs_nothing(
     layer, monkeypatch, offspring, scratch, error
 ):
     source = sandbox.child_source()
@@ -952,10 +947,10 @@ def test_S10_a_child_that_cannot_confine_itself_raises_and_runs_nothing(
     assert not offspring() and not list(scratch.iterdir())
 
 
-def test_root_becomes_nobody_where_others_can_read_the_interpreter(monkeypatch):
+def test_root_becomes_nobody_if_interpreter_is_world_readable(monkeypatch):
     python = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin")
     if os.geteuid() != 0 or python is None or sandbox.trouble_with("landlock"):
-        pytest.skip("needs root, Landlock, and an interpreter that is not root's own")
+        pytest.skip("needs root, Landlock, and an interpreter that other users can read")
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: "landlock")
     monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(python))
@@ -964,16 +959,16 @@ def test_root_becomes_nobody_where_others_can_read_the_interpreter(monkeypatch):
     assert result.stdout == "65534 65534\n", result
 
 
-def test_S12_root_of_a_container_sees_removed_files_too():
-    """Without CAP_SYS_PTRACE, as in most containers, root sees the open files of root alone."""
+def test_S12_container_root_counts_deleted_files():
+    """Without CAP_SYS_PTRACE, as in most containers, root sees only its own open files."""
     python = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin")
     if os.geteuid() != 0 or python is None or sandbox.trouble_with("landlock"):
-        pytest.skip("needs root, Landlock, and an interpreter that is not root's own")
+        pytest.skip("needs root, Landlock, and an interpreter that other users can read")
     code = f"""{LIBC}
 import os, sys
 from nanochat import sandbox
 if not sys.argv[1:]:
-    call("prctl", 24, 19, 0, 0, 0)  # PR_CAPBSET_DROP: gone with the next program
+    call("prctl", 24, 19, 0, 0, 0)  # PR_CAPBSET_DROP: takes effect at exec
     os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "again"])
 sandbox.interpreter = lambda: os.path.realpath({python!r})
 sandbox.readable = lambda: ("/usr/lib", "/lib", os.path.realpath({python!r}))
@@ -985,7 +980,7 @@ print(sandbox.trouble_with("landlock"))
     assert done.stdout == "None\n", done.stderr
 
 
-def test_root_keeps_no_capability(layer):
+def test_root_keeps_no_capabilities(layer):
     code = f"""{LIBC}
 import struct
 data = ctypes.create_string_buffer(24)
@@ -994,7 +989,7 @@ attempt("capset", call, "capset", struct.pack("=Ii", 0x20080522, 0), bytes([255]
     assert attack(code) == {"capset": f"refused {errno.EPERM}"}
 
 
-def test_an_unconfined_program_still_has_its_limits(monkeypatch):
+def test_unsandboxed_program_still_has_limits(monkeypatch):
     monkeypatch.setattr(sandbox, "trouble_with", lambda layer: "missing")
     assert run_python("while True: pass", Limits(seconds=0.3), unsafe=True).reason == "time"
     assert run_python("print('a' * 10**6)", unsafe=True).reason == "output"

@@ -1,4 +1,4 @@
-"""Depth decides everything, and what is given explicitly wins."""
+"""Depth sets all defaults; explicit settings override them."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from nanochat.scaling import (
 )
 from nanochat.scaling import shape_for_depth as shape
 
-D12 = 110_100_480  # matmul parameters of depth 12 at 32,768 ids
+D12 = 110_100_480  # matmul parameters at depth 12, vocabulary size 32,768
 
 
 def plan(**settings):
@@ -36,34 +36,34 @@ def tokens(horizon):
     ("depth", "width", "heads", "head_dim"),
     [(1, 64, 1, 64), (4, 256, 4, 64), (8, 512, 4, 128), (12, 768, 6, 128), (20, 1280, 10, 128)],
 )
-def test_depth_decides_the_shape(depth, width, heads, head_dim):
+def test_depth_determines_shape(depth, width, heads, head_dim):
     cfg = shape(depth, 32_768, 2048)
     assert (cfg.n_layer, cfg.d_model, cfg.n_head, cfg.head_dim) == (depth, width, heads, head_dim)
 
 
-def test_depth_zero_is_refused():
+def test_depth_zero_is_rejected():
     with pytest.raises(ValueError, match="got 0"):
         shape(0, 100, 16)
 
 
-def test_the_reference_point_gets_its_batch():
+def test_reference_point_gets_reference_batch():
     assert auto_batch(1.32e9, 2048) == 2**19
 
 
 @pytest.mark.parametrize("tokens", [1e5, 4e6, 1e8, 1e10, 1e12])
-def test_batches_are_powers_of_two_rows_and_leave_short_runs_enough_steps(tokens):
+def test_batch_is_power_of_two_rows_with_enough_steps(tokens):
     batch = auto_batch(tokens, 512)
     rows = batch // 512
     assert rows & (rows - 1) == 0 and batch % 512 == 0
     assert batch == 512 or tokens / batch >= MIN_STEPS / 2**0.5
 
 
-def test_longer_runs_never_get_smaller_batches():
+def test_batch_never_shrinks_with_longer_runs():
     batches = [auto_batch(10**e, 2048) for e in range(5, 13)]
     assert batches == sorted(batches)
 
 
-def test_precedence_is_iterations_then_flops_then_ratio():
+def test_horizon_precedence_is_iterations_flops_ratio():
     every = {"num_iterations": 7, "target_flops": 1e15, "target_param_data_ratio": 20.0}
     assert plan(**every).num_steps == 7
     del every["num_iterations"]
@@ -71,12 +71,12 @@ def test_precedence_is_iterations_then_flops_then_ratio():
     assert tokens(plan(target_param_data_ratio=12.0)) == pytest.approx(12 * D12, rel=0.01)
 
 
-def test_the_batch_does_not_depend_on_the_number_of_ranks():
+def test_batch_is_independent_of_world_size():
     assert {plan(world_size=w).batch_tokens for w in (1, 2, 8)} == {2**19}
 
 
 @pytest.mark.parametrize("world_size", range(1, 10))
-def test_a_default_batch_divides_among_any_number_of_devices(world_size):
+def test_default_batch_divides_evenly_over_devices(world_size):
     batch = plan(world_size=world_size).batch_tokens
     assert batch % (2048 * world_size) == 0 and abs(batch / 2**19 - 1) < 0.02
     assert plan(target_param_data_ratio=0.001, world_size=world_size).batch_tokens == (
@@ -84,19 +84,19 @@ def test_a_default_batch_divides_among_any_number_of_devices(world_size):
     )
 
 
-def test_B16_a_batch_that_does_not_divide_names_one_that_does():
+def test_B16_batch_that_does_not_divide_gets_suggestion():
     with pytest.raises(ValueError, match="--total_batch_size=16384"):
         plan(total_batch_size=17_000, world_size=8)
     assert plan(total_batch_size=16_384, world_size=8).batch_tokens == 16_384
 
 
 @pytest.mark.parametrize("name", ["num_iterations", "target_flops", "total_batch_size"])
-def test_settings_that_are_not_positive_are_named(name):
+def test_non_positive_setting_is_rejected_by_name(name):
     with pytest.raises(ValueError, match=name):
         plan(**{name: 0})
 
 
-def test_decay_times_steps_is_the_same_for_every_horizon():
+def test_weight_decay_times_steps_is_constant():
     def decay(optim: OptimConfig, steps: int) -> float:
         return scaled_rules(optim, Horizon(steps, 512), 768)["matrix"].weight_decay
 
@@ -105,24 +105,24 @@ def test_decay_times_steps_is_the_same_for_every_horizon():
     assert decay(OptimConfig(), 2) == decay(OptimConfig(), MIN_STEPS)
 
 
-def test_learning_rates_of_scalars_fall_with_the_root_of_the_batch():
+def test_scalar_learning_rates_scale_with_sqrt_of_batch():
     large, small = (
         scaled_rules(OptimConfig(), Horizon(9, tokens), 768) for tokens in (2**20, 2**17)
     )
     for role, rule in large.items():
-        quieter = 0.5 if role in ("residual", "skip", "gain") else 1.0
-        assert small[role].lr == pytest.approx(quieter * rule.lr)
+        factor = 0.5 if role in ("residual", "skip", "gain") else 1.0
+        assert small[role].lr == pytest.approx(factor * rule.lr)
     assert large["skip"].lr == SCALAR_LR
 
 
-def test_what_is_given_replaces_what_follows_from_depth():
+def test_explicit_shape_overrides_depth_defaults():
     cfg = shape(8, 1024, 2048, shape=ShapeConfig(value_every=2))
     assert cfg.value_every == 2 and shape(8, 1024, 2048).value_every == 1
     assert shape(8, 1024, 2048, "classic").value_every == 0
     assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(value_every=1)).value_every == 1
 
 
-def test_tracks_can_choose_another_width():
+def test_width_config_overrides_width():
     plain = shape(8, 1024, 2048)
     cfg = WidthConfig(d_model=1024, head_dim=64).apply(plain)
     assert (cfg.d_model, cfg.n_head, cfg.n_kv_head, cfg.head_dim) == (1024, 16, 16, 64)
@@ -130,13 +130,13 @@ def test_tracks_can_choose_another_width():
     assert WidthConfig().apply(plain) == WidthConfig(d_model=512).apply(plain) == plain
 
 
-def test_shallow_models_have_a_table_of_bigrams_by_default():
+def test_shallow_models_have_bigram_embedding_by_default():
     assert shape(12, 1000, 64).bigram_rows == 64_000
     assert shape(4, 65_536, 64).bigram_rows == 524_288
     assert shape(13, 1000, 64).bigram_rows == 0
     assert shape(4, 1000, 64, "classic").bigram_rows == 0
 
 
-def test_a_width_that_heads_do_not_divide_is_refused():
+def test_width_not_divisible_by_head_dim_is_rejected():
     with pytest.raises(ValueError, match="head_dim 64 must divide the width 96"):
         WidthConfig(d_model=96).apply(shape(4, 100, 16))

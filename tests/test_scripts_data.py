@@ -1,4 +1,4 @@
-"""scripts.data from the command line: a full run, a second one, and what it refuses."""
+"""scripts.data from the command line: packing, repeated runs and errors."""
 
 import json
 import os
@@ -44,31 +44,31 @@ def tokenizer(base) -> Tokenizer:
     return tokenizer
 
 
-def test_without_a_tokenizer_the_error_names_the_command_that_makes_one(folder):
+def test_missing_tokenizer_error_names_the_training_command(folder):
     done = data(f"--dataset={folder}")
     assert done.returncode == 2
     assert "python -m scripts.tok_train" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_it_packs_everything_prints_a_table_and_keeps_what_is_there(folder, tokenizer):
+def test_data_packs_each_shard_once_and_prints_a_table(folder, tokenizer):
     first = data("--dataset", str(folder), "--max_seq_len=32", "--workers=2")
     assert first.returncode == 0, first.stderr
     rows = open_rows(open_source(DataConfig(dataset=str(folder))), tokenizer, 32)
     assert all(map(rows.is_packed, rows.shards))
-    assert rows.files[rows.train_shards[0]] == ["0.jsonl", "1.jsonl"]  # together, as they are small
+    assert rows.files[rows.train_shards[0]] == ["0.jsonl", "1.jsonl"]  # small files are combined
     rows.verify(rows.shards)
     counted = [line.split() for line in first.stdout.splitlines() if " rows " in line]
     assert f"{rows.packed_train_rows:,}" in counted[-1]
     assert "documents cut" in first.stdout and str(rows.folder) in first.stdout
     assert f"packed {rows.train_shards[0]}: " in first.stdout
 
-    written = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
+    times = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
     assert load_last_source("main") == rows.recipe["source"]
-    second = data("--max_seq_len=32", "--verify")  # the text is load_last_source
+    second = data("--max_seq_len=32", "--verify")  # text: the last used source
     assert second.returncode == 0, second.stderr
     assert "packed 0.jsonl" not in second.stdout
-    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 def test_R28_verify_packs_damaged_rows_again(folder, tokenizer):
@@ -76,15 +76,15 @@ def test_R28_verify_packs_damaged_rows_again(folder, tokenizer):
     rows = open_rows(source, tokenizer, 32)
     ensure(rows, source, tokenizer)
     path = rows.bin_path(rows.val_shard)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:100] + b"X" + whole[101:])
+    intact = path.read_bytes()
+    path.write_bytes(intact[:100] + b"X" + intact[101:])
     done = data(f"--dataset={folder}", "--max_seq_len=32", "--verify")
     assert done.returncode == 0, done.stderr
     assert f"{path} is damaged" in done.stdout
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == intact
 
 
-def written_texts(folder: Path, **files: list[str]) -> Path:
+def write_texts(folder: Path, **files: list[str]) -> Path:
     folder.mkdir()
     for name, texts in files.items():
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
@@ -93,14 +93,14 @@ def written_texts(folder: Path, **files: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["many small files", "one giant document", "few tokens"])
-def test_R34_text_of_any_form_is_packed_almost_whole(kind, tmp_path, tokenizer):
+def test_R34_text_of_any_form_is_packed_almost_completely(kind, tmp_path, tokenizer):
     text = "The boat number {} sails to the north wind and back. "
     files = {
         "many small files": {f"f{i:03d}": [text.format(i) * 56] for i in range(200)},
         "one giant document": {"a": [text.format(1) * 20_000], "b": [text.format(2) * 9]},
         "few tokens": {"a": ["The boat sails."], "b": ["a"]},
     }[kind]
-    done = data(f"--dataset={written_texts(tmp_path / 'own', **files)}", "--max_seq_len=2048")
+    done = data(f"--dataset={write_texts(tmp_path / 'own', **files)}", "--max_seq_len=2048")
     assert done.returncode == 0, done.stderr
     source = open_source(DataConfig(dataset=str(tmp_path / "own")))
     rows = open_rows(source, tokenizer, 2048)
@@ -112,20 +112,20 @@ def test_R34_text_of_any_form_is_packed_almost_whole(kind, tmp_path, tokenizer):
     assert tokens == sum(s["tokens"] + s["dropped"] for s in shards)
 
 
-def test_a_shard_that_cannot_be_packed_stops_it_with_the_reason(folder, tokenizer):
+def test_malformed_shard_exits_with_file_and_line(folder, tokenizer):
     (folder / "1.jsonl").write_text('{"text": "fine"}\nnot fine\n')
     done = data(f"--dataset={folder}", "--max_seq_len=32")
     assert done.returncode != 0
     assert "1.jsonl, line 2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_downloading_needs_no_tokenizer(folder):
+def test_download_needs_no_tokenizer(folder):
     done = data(f"--dataset={folder}", "--download_only")
     assert done.returncode == 0, done.stderr
-    assert "3 shards are there and verified" in done.stdout
+    assert "3 shards present and verified" in done.stdout
 
 
-def test_help_reads_like_documentation():
+def test_help_has_summary_flags_and_defaults():
     done = data("--help")
     assert done.returncode == 0
     for words in (

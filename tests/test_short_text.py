@@ -1,4 +1,4 @@
-"""Short and damaged text from the command line: no NaN, no traceback, no training on damage."""
+"""Short and damaged text on the command line: no NaN, no traceback, no training on damage."""
 
 import json
 import random
@@ -23,7 +23,7 @@ WORDS = "the boat sails to a north wind and back again over cold water".split()
 
 @pytest.fixture
 def text(tmp_path: Path, base: Path) -> Path:
-    """A folder: one file to train on, and one of five words to validate; and a tokenizer."""
+    """A folder with a training file and five words of validation text; and a tokenizer."""
     folder, rng = tmp_path / "own", random.Random(0)
     folder.mkdir()
     texts = [" ".join(rng.choice(WORDS) for _ in range(90)) for _ in range(60)]
@@ -40,14 +40,14 @@ def train(base: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_R34_validation_shorter_than_a_row_gives_no_nan(text, base):
+def test_R34_validation_text_shorter_than_a_row_has_no_nan(text, base):
     done = train(base, text)
     assert done.returncode == 0, done.stderr
-    said = done.stdout + python(base, "-m", "scripts.base_loss")
+    output = done.stdout + python(base, "-m", "scripts.base_loss")
     metrics = read_metrics(base / "base_checkpoints/d1/metrics.jsonl")
     bpb = [each["val_bpb"] for each in metrics if "val_bpb" in each]
     assert bpb and 0 < bpb[-1] < 20
-    written = [said, *(p.read_text() for p in base.rglob("*.jsonl"))]
+    written = [output, *(p.read_text() for p in base.rglob("*.jsonl"))]
     written += [
         p.read_text() for p in (base / "report").rglob("*.*") if p.suffix in (".md", ".json")
     ]
@@ -58,7 +58,7 @@ def test_R34_validation_shorter_than_a_row_gives_no_nan(text, base):
 def test_R34_half_of_one_validation_row_is_rejected(text, base):
     done = train(base, text, "--eval_half=2")
     assert done.returncode == 2
-    assert "--eval_half=2 has no row: b.jsonl holds 1 validation rows" in done.stderr
+    assert "--eval_half=2 is empty: b.jsonl has 1 validation rows" in done.stderr
     assert "Traceback" not in done.stderr and "\nstep " not in done.stdout
 
 
@@ -69,7 +69,7 @@ def test_R28_damaged_rows_stop_a_run_and_are_packed_again(text, base):
     ensure(rows, source, tokenizer)
     path = rows.bin_path("a.jsonl")
     whole = path.read_bytes()
-    path.write_bytes(whole[:5001] + b"\xff" + whole[5002:])  # an id beyond the vocabulary
+    path.write_bytes(whole[:5001] + b"\xff" + whole[5002:])  # an id outside the vocabulary
     done = train(base, text)
     assert done.returncode == 2
     assert f"{path} is damaged" in done.stderr and "same command again" in done.stderr

@@ -1,4 +1,4 @@
-"""speedrun.sh end to end in its smallest profile: a report, safe to run again."""
+"""speedrun.sh end to end in its smallest profile, its plan, and resuming interrupted runs."""
 
 import contextlib
 import os
@@ -29,8 +29,8 @@ STAGES = (
 
 
 def environment(base: Path, **extra: str) -> dict[str, str]:
-    mine = {"NANOCHAT_BASE_DIR": str(base), "REPORT_OUT": str(base / "copy"), "PROFILE": "smoke"}
-    return {**os.environ, **mine, **extra}
+    own = {"NANOCHAT_BASE_DIR": str(base), "REPORT_OUT": str(base / "copy"), "PROFILE": "smoke"}
+    return {**os.environ, **own, **extra}
 
 
 def speedrun(base: Path, *words: str, **extra: str) -> subprocess.CompletedProcess:
@@ -45,62 +45,62 @@ def values(base: Path, section: str) -> dict:
 
 
 def results(base: Path, section: str) -> dict:
-    """What a repetition must reproduce: all but times and memory."""
+    """Values that a repeated run must reproduce: all except times and memory."""
     varying = ("time", "second", "memory")
     every = values(base, section).items()
     return {k: v for k, v in every if not any(word in k.lower() for word in varying)}
 
 
 @pytest.mark.timeout(1200)
-def test_R18_a_second_run_skips_what_is_there_and_redoes_what_was_damaged(tmp_path):
+def test_R18_rerun_skips_finished_stages_and_redoes_damaged_ones(tmp_path):
     base = tmp_path / "base"
     first = speedrun(base)
     assert first.returncode == 0, first.stdout + first.stderr
     report = (base / "copy" / "report.md").read_text()
     assert all(f"## {stage}" in report for stage in STAGES)
-    asked = subprocess.run(
+    chat = subprocess.run(
         [sys.executable, "-m", "scripts.chat_cli", "-p", "Who are you?", "-m", "8"],
         cwd=REPOSITORY, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, capture_output=True,
         text=True, timeout=100,
     )  # fmt: skip
-    assert asked.returncode == 0 and asked.stdout.strip(), asked.stdout + asked.stderr
-    figures = {stage: results(base, stage) for stage in STAGES}
+    assert chat.returncode == 0 and chat.stdout.strip(), chat.stdout + chat.stderr
+    expected = {stage: results(base, stage) for stage in STAGES}
 
-    # The tokenizer's file is still there, but no longer what was recorded: content decides
+    # The tokenizer file still exists but no longer matches its record
     tokenizer = base / "tokenizer" / "main" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     redone = speedrun(base)
     assert redone.returncode == 0, redone.stdout + redone.stderr
     assert redone.stdout.count("finished already, skipped") == len(STAGES) - 1
     for stage in STAGES:
-        assert results(base, stage) == figures[stage]
+        assert results(base, stage) == expected[stage]
 
 
 def kill_in(base: Path, label: str, seconds: float) -> None:
-    """Start speedrun.sh and kill all its processes `seconds` after a stage has begun."""
+    """Start speedrun.sh and kill all its processes `seconds` after a stage starts."""
     process = subprocess.Popen(
         ["bash", "speedrun.sh"], cwd=REPOSITORY, env=environment(base), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    said = []
+    logged = []
     for line in process.stdout:
-        said.append(line)
+        logged.append(line)
         if line.strip() == f"=== {label}":
             break
     time.sleep(seconds)
-    assert said[-1].strip() == f"=== {label}", "".join(said)
-    with contextlib.suppress(ProcessLookupError):  # the whole run was faster
+    assert logged[-1].strip() == f"=== {label}", "".join(logged)
+    with contextlib.suppress(ProcessLookupError):  # the run has already finished
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path, record_property):
+def test_R18_run_killed_in_every_stage_gives_the_same_results(tmp_path, record_property):
     rng = random.Random(0)
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert speedrun(straight).returncode == 0
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    assert speedrun(uninterrupted).returncode == 0
     labels = re.findall(r'^ *stage "([^"]+)"', (REPOSITORY / "speedrun.sh").read_text(), re.M)
     assert len(labels) == len(STAGES)
     for label in labels:
@@ -108,7 +108,7 @@ def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path, recor
     done = speedrun(killed)
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in STAGES:
-        assert results(killed, stage) == results(straight, stage), stage
+        assert results(killed, stage) == results(uninterrupted, stage), stage
     record_property("kills survived", len(labels))
     again = speedrun(killed)
     assert again.stdout.count("finished already, skipped") == len(STAGES), again.stdout
@@ -116,8 +116,8 @@ def test_R18_killed_in_every_stage_it_ends_with_the_same_figures(tmp_path, recor
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_h100x8_runs_dry_on_eight_processes_to_its_last_section(hub, tmp_path, monkeypatch):
-    fakes = fake_machine(tmp_path, sandbox=False)  # no GPU: gloo instead of NCCL
+def test_h100x8_dry_run_finishes_on_eight_processes(hub, tmp_path, monkeypatch):
+    fakes = fake_machine(tmp_path, sandbox=False)  # no GPUs: gloo instead of NCCL
     with hub_served(hub, monkeypatch) as serve:
         serve(small_hub(hub, tmp_path / "hub", rows=300))
         bundle = {"EVAL_BUNDLE": str(hub / "eval_bundle")}
@@ -135,17 +135,17 @@ def test_h100x8_runs_dry_on_eight_processes_to_its_last_section(hub, tmp_path, m
 
 
 @pytest.mark.parametrize("launcher", ["dev/stages.sh", "dev/launch/slurm.sh"])
-def test_torchrun_takes_no_flag_of_a_script_for_its_own(launcher):
+def test_launchers_separate_script_flags_from_torchrun_flags(launcher):
     text = (REPOSITORY / launcher).read_text()
     launched = re.search(r"-m (\S+) (-- .*\$@.*)", text)
-    assert launched, "-- stands between the module and its flags"
+    assert launched, "expected -- between the module and its flags"
     words = ["-m", "scripts.base_train", *launched[2].split()[:1], "--run=dummy", "--seed=9"]
     parsed = get_args_parser().parse_args(words)
     assert parsed.training_script == "scripts.base_train"
     assert parsed.training_script_args[-2:] == ["--run=dummy", "--seed=9"]
 
 
-def test_base_training_knows_the_flags_of_the_few_shot_estimate():
+def test_base_train_accepts_the_few_shot_flags_of_fetch_suite():
     script = "python() { :; }; source dev/stages.sh; fetch_suite; echo ${estimate[@]}"
     env = {**os.environ, "processes": "1", "gpus": "0", "EVAL_BUNDLE": "bundle.zip"}
     done = subprocess.run(
@@ -155,7 +155,7 @@ def test_base_training_knows_the_flags_of_the_few_shot_estimate():
     assert cfg.evaluation.eval_bundle == "bundle.zip" and cfg.evaluation.core_metric_every == 2000
 
 
-def test_an_unknown_profile_is_refused_by_name(tmp_path):
+def test_unknown_profile_is_rejected_by_name(tmp_path):
     done = speedrun(tmp_path, PROFILE="tpu")
     assert done.returncode == 2 and "'tpu'" in done.stderr
     done = speedrun(tmp_path, PROFILE="gpu1")
@@ -163,15 +163,15 @@ def test_an_unknown_profile_is_refused_by_name(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# The plan, and what is rejected before anything is trained
+# The plan, and runs that are rejected before training
 
 
 def fake_machine(
     folder: Path, gpus: int = 0, free_bytes: int | None = None, sandbox: bool = True
 ) -> dict[str, str]:
     """
-    The environment of a machine whose nvidia-smi lists H100s, or none; whose disk has `free_bytes`
-    left; without a sandbox. Every Python process of the run reads the fakes at its start.
+    Environment of a fake machine: number of H100s listed by nvidia-smi, free bytes on disk, and
+    whether a sandbox works. Every Python process loads the fakes (sitecustomize).
     """
     lines = ["import shutil"]
     if free_bytes is not None:
@@ -193,24 +193,24 @@ def fake_machine(
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": path, "PROFILE": ""}
 
 
-def test_R37_a_plan_that_the_disk_cannot_hold_is_rejected(tmp_path):
+def test_R37_plan_that_does_not_fit_on_disk_is_rejected(tmp_path):
     done = speedrun(tmp_path, **fake_machine(tmp_path, gpus=8, free_bytes=10 * 10**9))
     out = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in out, out
     assert "depth 24 on 8 x NVIDIA H100 80GB HBM3" in out
     assert "base model            about 130 min: assuming 50% of 989 TFLOP/s" in out
     assert "cuDNN attention" in out
-    needed = re.search(r"disk +([\d.]+) GB more at the peak, 10.00 GB free", out)
+    needed = re.search(r"disk +([\d.]+) GB more at peak, 10.00 GB free", out)
     assert needed and 90 < float(needed[1]) < 175, out
     assert f"needs about {needed[1]} GB" in done.stderr and "NANOCHAT_BASE_DIR" in done.stderr
-    assert "=== " not in out and not (tmp_path / "tokenizer").exists(), "no stage has run"
+    assert "=== " not in out and not (tmp_path / "tokenizer").exists(), "a stage has run"
 
 
 def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
     fakes = fake_machine(tmp_path, gpus=3, free_bytes=10**12)
     done = speedrun(tmp_path, **fakes)
     assert done.returncode == 2 and "=== " not in done.stdout, done.stdout + done.stderr
-    assert "3 x NVIDIA H100" in done.stdout, "every GPU is used"
+    assert "3 x NVIDIA H100" in done.stdout, "not all GPUs are used"
     for part in ("3 GPUs", "535.104.05", "for CUDA", "--torch-backend=auto", "PROFILE=cpu"):
         assert part in done.stderr, done.stderr
 
@@ -227,32 +227,32 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):
         ({"PROFILE": "h100x8", "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"}, "h100x8 0 8 16"),
     ],
 )
-def test_the_profile_follows_from_the_gpus(tmp_path, extra, detected):
+def test_profile_is_derived_from_the_gpus(tmp_path, extra, detected):
     command = 'source dev/profile.sh; echo "$PROFILE $gpus $processes $(whole 16)"'
     env = {**os.environ, **fake_machine(tmp_path, gpus=3), **extra}
     done = subprocess.run(
         ["bash", "-c", command], cwd=REPOSITORY, env=env, capture_output=True, text=True
     )
     assert done.stdout.strip() == detected
-    fixes = ("PROFILE=gpu uses all of them", "or PROFILE=cpu")
+    fixes = ("use PROFILE=gpu, for any number of GPUs", "or use PROFILE=cpu")
     assert detected or any(fix in done.stderr for fix in fixes)
 
 
-def test_a_plan_without_a_sandbox_goes_on_without_humaneval(tmp_path):
+def test_plan_without_a_sandbox_skips_humaneval(tmp_path):
     fakes = fake_machine(tmp_path, gpus=8, free_bytes=10**12, sandbox=False)
     done = speedrun(tmp_path, "--plan", **fakes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "HumanEval is left out of the chat evaluations: " in done.stdout
+    assert "chat evaluations skip HumanEval: " in done.stdout
 
 
 def in_bytes(text: str) -> float:
-    """12.3 MB, 4.50 GB -> bytes."""
+    """Parse a size such as 12.3 MB or 4.50 GB."""
     number, unit = text.split()
     return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
 
 
 def planned(capsys, plan: Plan, part: str = r"disk +") -> float:
-    """Bytes that the plan states, for the whole run or a part of it."""
+    """Bytes in the printed plan, for the whole run or a part of it."""
     capsys.readouterr()
     dev.plan.main(plan)
     found = re.search(part + r"([\d.]+ [MG]B)", capsys.readouterr().out)
@@ -260,7 +260,7 @@ def planned(capsys, plan: Plan, part: str = r"disk +") -> float:
     return in_bytes(found[1])
 
 
-def test_what_an_earlier_attempt_wrote_is_not_needed_again(base, capsys):
+def test_plan_subtracts_files_of_an_earlier_attempt(base, capsys):
     plan = Plan(
         base="--depth=2 --max_seq_len=64 --num_iterations=9",
         tokenizer="--dataset=embedded --vocab_size=65536",
@@ -276,22 +276,22 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_R37_planned_checkpoints_are_those_that_a_run_writes(trained_base, capsys):
+def test_R37_planned_checkpoint_bytes_match_a_run(trained_base, capsys):
     plan = Plan(base=" ".join([*SMALL, "--dataset=embedded"]), tokenizer="--vocab_size=512")
-    there = bytes_in(trained_base / "base_checkpoints" / "one")
-    assert planned(capsys, plan, "base checkpoints ") == pytest.approx(there, rel=0.15)
+    actual = bytes_in(trained_base / "base_checkpoints" / "one")
+    assert planned(capsys, plan, "base checkpoints ") == pytest.approx(actual, rel=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_R37_disk_and_memory_of_the_cpu_profile_are_as_planned(tmp_path, record_property):
-    """With all steps but a few left out, which changes neither. Minutes are only recorded."""
+def test_R37_disk_and_memory_of_the_cpu_profile_match_the_plan(tmp_path, record_property):
+    """A dry run: the number of steps affects neither. The time is only recorded."""
     begun = time.monotonic()
     done = speedrun(tmp_path, PROFILE="cpu", DRY_RUN="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    stated = re.search(r"disk +([\d.]+ [MG]B) more at the peak", done.stdout)
-    assert stated
-    assert in_bytes(stated[1]) == pytest.approx(bytes_in(tmp_path), rel=0.15)
+    found = re.search(r"disk +([\d.]+ [MG]B) more at peak", done.stdout)
+    assert found
+    assert in_bytes(found[1]) == pytest.approx(bytes_in(tmp_path), rel=0.15)
     for section in ("Base model training", "Midtraining", "Chat SFT"):
         mib = {k: float(str(v).removesuffix("MiB")) for k, v in values(tmp_path, section).items()
                if "emory" in k}  # fmt: skip
@@ -301,13 +301,13 @@ def test_R37_disk_and_memory_of_the_cpu_profile_are_as_planned(tmp_path, record_
     record_property("minutes of the dry run", (time.monotonic() - begun) / 60)
 
 
-def test_no_installer_is_fetched_and_run_unchecked():
+def test_no_script_pipes_a_download_into_a_shell():
     scripts = [*REPOSITORY.glob("*.sh"), *REPOSITORY.glob("*/*.sh"), *REPOSITORY.glob("*/*/*.sh")]
     for path in scripts:
         assert not re.search(r"(curl|wget)\b.*\|\s*(ba)?sh\b", path.read_text()), path
 
 
-def test_uv_comes_from_its_package_at_one_version(tmp_path):
+def test_uv_is_installed_with_pip_at_a_pinned_version(tmp_path):
     calls, python = tmp_path / "calls", tmp_path / "python3"
     python.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexit 1\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The evaluation bundle: read whole or in part, from wherever it is, and asked as published."""
+"""The evaluation bundle: loading, downloads, unsafe archives, and prompts as published."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ from nanochat.eval_core import (
     CORE_TASKS,
     EvalModel,
     FewShotTask,
-    examine,
+    evaluate_task,
     fetch,
     open_suite,
 )
@@ -68,7 +68,7 @@ ITEMS = {
 
 @pytest.fixture
 def bundle(tmp_path):
-    """A small bundle, with one task whose items are missing."""
+    """A small bundle with one task whose items are missing."""
     folder = tmp_path / "bundle"
     for name, items in ITEMS.items():
         file = folder / "eval_data" / name
@@ -81,7 +81,7 @@ def bundle(tmp_path):
 
 @pytest.fixture
 def archive(bundle, tmp_path):
-    """The same as a zip file, in a folder of its own as the published one is."""
+    """The bundle as a zip file with a top-level folder, like the published one."""
     path = tmp_path / "bundle.zip"
     with zipfile.ZipFile(path, "w") as file:
         for part in bundle.rglob("*"):
@@ -89,7 +89,7 @@ def archive(bundle, tmp_path):
     return path
 
 
-def test_a_bundle_is_read_with_what_core_yaml_and_the_table_say(bundle):
+def test_bundle_is_read_from_core_yaml_and_the_table(bundle):
     suite = open_suite(str(bundle))
     copa, jeopardy = suite.tasks
     assert (copa.name, copa.kind, copa.num_fewshot) == ("copa", "multiple_choice", 0)
@@ -98,7 +98,7 @@ def test_a_bundle_is_read_with_what_core_yaml_and_the_table_say(bundle):
     assert jeopardy.options(jeopardy.items[3]) == [("GAMES: number 3\nAnswer: ", "Game 3")]
 
 
-def test_missing_tasks_and_other_items_are_named(bundle):
+def test_missing_tasks_and_item_counts_are_reported(bundle):
     suite = open_suite(str(bundle))
     assert len(suite.missing) == 20 and "winograd" in suite.missing
     assert suite.about == (
@@ -108,27 +108,27 @@ def test_missing_tasks_and_other_items_are_named(bundle):
 
 @pytest.mark.parametrize("uri", ["../../x.jsonl", "{outside}", "a/../../x.jsonl", "5", '""'])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_dataset_uri_outside_the_bundle_is_rejected(bundle, command, tmp_path, uri, packed):
+def test_dataset_uri_outside_the_bundle_is_rejected(bundle, command, tmp_path, uri, packed):
     outside = tmp_path / "outside.jsonl"
     outside.write_text(json.dumps(ITEMS["sense/copa.jsonl"][0]))
     uri = uri.format(outside=outside)
     core = bundle / "core.yaml"
     core.write_text(CORE_YAML.replace("sense/copa.jsonl", uri))
-    place = bundle
+    location = bundle
     if packed:
-        place = tmp_path / "bundle.zip"
-        with zipfile.ZipFile(place, "w") as file:
+        location = tmp_path / "bundle.zip"
+        with zipfile.ZipFile(location, "w") as file:
             for part in bundle.rglob("*"):
                 file.write(part, part.relative_to(bundle))
-    flags = ["--suite=dclm", f"--eval_bundle={place}", "--only_fetch"]
-    said = command.rejects("base_eval", *flags)
-    assert f"dataset_uri {yaml.safe_load(uri)!r} of copa is no path inside eval_data" in said
+    flags = ["--suite=dclm", f"--eval_bundle={location}", "--only_fetch"]
+    stderr = command.rejects("base_eval", *flags)
+    assert f"dataset_uri {yaml.safe_load(uri)!r} of copa is not a path inside eval_data" in stderr
     core.write_text(CORE_YAML)
     if not packed:
         assert "2 of 22 tasks" in command.works("base_eval", *flags)
 
 
-def test_folder_and_zip_give_the_same_suite(bundle, archive):
+def test_folder_and_zip_load_the_same_suite(bundle, archive):
     assert open_suite(str(archive)) == open_suite(str(bundle))
     (bundle / "eval_data" / "sense" / "copa.jsonl").write_text(
         json.dumps(ITEMS["sense/copa.jsonl"][0])
@@ -136,7 +136,7 @@ def test_folder_and_zip_give_the_same_suite(bundle, archive):
     assert open_suite(str(archive)).fingerprint != open_suite(str(bundle)).fingerprint
 
 
-def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatch):
+def test_complete_bundle_is_reported_as_such(bundle, monkeypatch):
     monkeypatch.setattr(eval_core, "CORE_TASKS", ["copa", "jeopardy"])
     monkeypatch.setattr(eval_core, "PUBLISHED_ITEMS", 112)
     assert open_suite(str(bundle)).about == "DCLM, 2 of 2 tasks, 112 of 112 items"
@@ -154,13 +154,13 @@ def test_a_bundle_with_all_published_numbers_of_items_says_so(bundle, monkeypatc
         ("eval_data/sense/copa.jsonl", "[" * 100_000, "copa.jsonl, line 1"),
     ],
 )
-def test_a_file_that_is_amiss_is_named(bundle, file, text, message):
+def test_invalid_bundle_file_is_reported(bundle, file, text, message):
     (bundle / file).write_text(text)
     with pytest.raises(UsageError, match=f"(?s){bundle}.*{message}.*--eval_bundle"):
         open_suite(str(bundle))
 
 
-def test_what_is_no_bundle_is_refused_with_the_way_out(tmp_path):
+def test_non_bundle_is_rejected_with_a_fix(tmp_path):
     (tmp_path / "text.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     for name, message in (("text.txt", "File is not a zip file"), ("empty", "no core.yaml")):
@@ -172,7 +172,7 @@ def test_what_is_no_bundle_is_refused_with_the_way_out(tmp_path):
 
 @pytest.fixture
 def web(tmp_path):
-    """Serves the folder; the list of what was asked for."""
+    """Serve the folder; yields the URL and the list of requested paths."""
     asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -191,7 +191,7 @@ def web(tmp_path):
     server.shutdown()
 
 
-def test_a_url_is_downloaded_once(web, archive):
+def test_url_is_downloaded_once(web, archive):
     address, asked = web
     first = open_suite(f"{address}/bundle.zip")
     assert first == open_suite(f"{address}/bundle.zip") == open_suite(str(archive)) and asked == [
@@ -199,23 +199,23 @@ def test_a_url_is_downloaded_once(web, archive):
     ]
 
 
-def test_a_suite_can_be_fetched_before_there_is_a_model(base, bundle, capsys):
+def test_suite_can_be_fetched_without_a_model(base, bundle, capsys):
     asked = base_eval.BaseEval(suite="dclm", eval_bundle=str(bundle), only_fetch=True)
     base_eval.main(asked)
     assert "2 of 22 tasks" in capsys.readouterr().out and not (base / "report").exists()
 
 
-def test_B17_a_dead_address_is_an_error_with_the_way_out(web, monkeypatch, capsys):
+def test_B17_dead_bundle_url_raises_with_a_fix(web, monkeypatch, capsys):
     with pytest.raises(UsageError, match="(?s)/gone.zip.*--eval_bundle"):
         fetch(f"{web[0]}/gone.zip")
-    assert "trying again" not in capsys.readouterr().out, "404 is final"
+    assert "retrying in" not in capsys.readouterr().out, "404 is final"
     monkeypatch.setattr(eval_core, "PATIENCE_SECONDS", 2.0)
     with pytest.raises(UsageError, match="(?s)gave up.*--eval_bundle"):
         fetch("http://127.0.0.1:1/refused.zip")
-    assert "trying again" in capsys.readouterr().out
+    assert "retrying in" in capsys.readouterr().out
 
 
-def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive, monkeypatch):
+def test_R35_silent_or_busy_bundle_server_is_retried(tmp_path, archive, monkeypatch):
     monkeypatch.setattr(eval_core, "TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.01)
     answers = ["silence", "429", "503", "file"]
@@ -244,7 +244,7 @@ def test_R35_a_silent_or_busy_address_of_the_bundle_is_retried(tmp_path, archive
     assert sha256_file(path) == sha256_file(archive) and not answers
 
 
-def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, base, monkeypatch):
+def test_S14_published_bundle_with_wrong_digest_is_rejected(web, archive, base, monkeypatch):
     address, asked = web
     monkeypatch.setattr(eval_core, "PUBLISHED_URL", f"{address}/bundle.zip")
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
@@ -252,7 +252,7 @@ def test_S14_the_published_bundle_with_another_digest_is_refused(web, archive, b
         UsageError, match=f"(?s)does not match the known hash.*{sha256_file(archive)}"
     ):
         open_suite(None)
-    assert not [path for path in base.rglob("*") if path.is_file()], "nothing stays on the disk"
+    assert not [path for path in base.rglob("*") if path.is_file()], "nothing remains on disk"
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
     assert open_suite(None) == open_suite(str(archive))
     (copy,) = (path for path in base.rglob("*.zip"))
@@ -278,7 +278,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("case", UNSAFE)
-def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, monkeypatch, case):
+def test_S14_unsafe_archive_is_rejected_before_reading(web, archive, base, monkeypatch, case):
     info, content, message = UNSAFE[case]
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(info, content)
@@ -292,7 +292,7 @@ def test_S14_an_unsafe_archive_is_refused_before_it_is_read(web, archive, base, 
     assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
 
 
-def test_S14_a_damaged_archive_is_refused_by_name(archive):
+def test_S14_damaged_archive_is_rejected_by_name(archive):
     content = bytearray(archive.read_bytes())
     name = b"eval_bundle/eval_data/sense/copa.jsonl"
     start = content.index(name) + len(name)
@@ -302,7 +302,7 @@ def test_S14_a_damaged_archive_is_refused_by_name(archive):
         open_suite(str(archive))
 
 
-def test_S14_the_command_ends_without_a_traceback(archive, base):
+def test_S14_command_fails_without_a_traceback(archive, base):
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(*UNSAFE["parent"][:2])
     command = [sys.executable, "-m", "scripts.base_eval", "--suite=dclm", "--only_fetch"]
@@ -312,7 +312,7 @@ def test_S14_the_command_ends_without_a_traceback(archive, base):
     assert "outside of the archive" in done.stderr
 
 
-def test_a_model_of_the_embedded_world_gets_its_suite_unless_another_is_named(base, bundle):
+def test_embedded_world_suite_is_the_default_for_its_models(base, bundle):
     suite = open_suite(choose_bundle(None, None, "embedded"))
     assert suite.about == "embedded world" and len(suite.tasks) == 11 and not suite.missing
     assert open_suite(choose_bundle("embedded", None, "somebody/web")) == suite
@@ -323,34 +323,34 @@ def test_a_model_of_the_embedded_world_gets_its_suite_unless_another_is_named(ba
 
 
 # ------------------------------------------------------------------------------------------------
-# Real tasks, asked as published
+# Real tasks with the published prompts
 
 
 @pytest.fixture(scope="module")
 def real():
-    """The tasks of the mirror, by name."""
+    """The tasks of the mirror."""
     folder = os.environ.get("NANOCHAT_TEST_HUB")
     if not folder:
-        pytest.skip("NANOCHAT_TEST_HUB names no folder of real data")
+        pytest.skip("NANOCHAT_TEST_HUB is not set to a folder of real data")
     return open_suite(f"{folder}/eval_bundle")
 
 
-def test_the_mirror_holds_the_tasks_in_the_order_of_the_report(real):
+def test_mirror_has_the_tasks_in_report_order(real):
     assert real.missing == ("coqa",)
     assert [task.name for task in real.tasks] == [name for name in CORE_TASKS if name != "coqa"]
     assert "21 of 22 tasks" in real.about and "not comparable" in real.about
 
 
-def test_examples_and_their_order_follow_the_published_seeds(real):
-    """Said again in other words: shuffle, cut, then for each place a generator of its own."""
+def test_few_shot_examples_follow_the_published_seeds(real):
+    """Independent implementation: shuffle, cut, then one generator per item."""
     for task in real.tasks:
         data = list(task.items)
         random.Random(1337).shuffle(data)
         data = data[:40]
         drawn = task.drawn(40)
-        for place in (0, 7, len(data) - 1):
-            others = [i for i in range(len(data)) if i != place]
-            shown = random.Random(1234 + place).sample(others, min(task.num_fewshot, len(others)))
+        for index in (0, 7, len(data) - 1):
+            others = [i for i in range(len(data)) if i != index]
+            shown = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
             text = ""
             for item in (data[i] for i in shown):
                 if task.kind == "multiple_choice":
@@ -360,10 +360,10 @@ def test_examples_and_their_order_follow_the_published_seeds(real):
                 else:
                     context, ending = item["context"].strip(), item["continuation"]
                 text += context + task.continuation_delimiter + ending + "\n\n"
-            assert drawn.examples(place) == text, task.name
+            assert drawn.examples(index) == text, task.name
 
 
-# Three prompts of each kind, behind their examples: the end of the first, digests of all
+# Three few-shot prompts of each kind: the end of the first, digests of all
 PINNED = {
     "arc_easy": (
         "Which statement is an inference?\nAnswer: Island finches share a common ancestry with "
@@ -384,7 +384,7 @@ PINNED = {
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_three_prompts_of_each_kind_are_pinned(real, name):
+def test_prompts_of_each_kind_match_their_digests(real, name):
     task = next(task for task in real.tasks if task.name == name).drawn()
     prompts = []
     for number in range(3):
@@ -396,7 +396,7 @@ def test_three_prompts_of_each_kind_are_pinned(real, name):
     assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in prompts] == digests.split()
 
 
-def test_the_script_scores_our_model_on_a_bundle(base, bundle, capsys):
+def test_base_eval_scores_a_model_on_a_bundle(base, bundle, capsys):
     save_base("web", 1, "somebody/web")
     record = evaluate(base, "web", eval_bundle=str(bundle), max_per_task=5)
     values = record["values"]
@@ -408,7 +408,7 @@ def test_the_script_scores_our_model_on_a_bundle(base, bundle, capsys):
     assert "CORE" in capsys.readouterr().out
 
 
-def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, tmp_path):
+def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path):
     texts = [
         f"The boat number {i} sails north and wins the game. " * (i % 7 + 1) for i in range(90)
     ]
@@ -436,10 +436,10 @@ def test_training_measures_core_at_its_own_cadence_and_at_the_end(base, bundle, 
     assert "Few-shot score during training" in (base / "report.md").read_text()
 
 
-def test_a_stop_leaves_an_examination_on_every_rank(machine):
+def test_preemption_aborts_the_evaluation_on_every_rank(machine):
     model, items = Pairs(), [{"context": "a", "continuation": "b"}] * 9
     asked = FewShotTask("t", "language_modeling", 0, 0.0, "", items)
     calls = iter([False, False, True])
     subject = EvalModel(model, Letters(), 100, pass_tokens=1)
     with pytest.raises(Interrupted):
-        examine(subject, asked, machine, stopping=calls.__next__)
+        evaluate_task(subject, asked, machine, stopping=calls.__next__)

@@ -1,4 +1,4 @@
-"""Trainings that are killed, stopped, cut off, frozen: nothing is lost, and someone says why."""
+"""Training runs that are killed, preempted, frozen or broken: nothing is lost, errors say why."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def base(trained_base) -> Path:
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float = 60) -> str:
-    """What a process prints until it ends, which must be soon."""
+    """The output of a process until it exits, within `seconds`."""
     text, _ = process.communicate(timeout=seconds)
     return text
 
@@ -66,10 +66,8 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ("kills", "steps"),
     [(3, STEPS), pytest.param(50, 150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
-def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
-    base, kills, steps, record_property
-):
-    """Every second kill waits for a moment inside a save."""
+def test_R1_R2_random_kills_and_resumes_give_identical_weights(base, kills, steps, record_property):
+    """Every second kill is timed to hit a save."""
     rng, tag = np.random.default_rng(0), f"killed-{kills}"
     words = [*TRAIN, *SMALL, f"--num_iterations={steps}", "--save_every=1", "--keep=2"]
     run, inside, newest = folder(base, tag), 0, 0
@@ -90,7 +88,7 @@ def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
         newest = max(step_folders(run))
         inside += bool(list(run.glob(".saving*")))
         logged = [e["step"] for e in read_metrics(run / "metrics.jsonl") if "loss" in e]
-        assert newest >= logged[-1] - 1  # lost: at most the step that was not saved yet
+        assert newest >= logged[-1] - 1  # loses at most the unsaved step
     python(base, *words, f"--model_tag={tag}", "--resume=auto")
     whole = "one" if steps == STEPS else "whole"
     if whole != "one":
@@ -100,7 +98,7 @@ def test_R1_R2_killed_at_random_and_resumed_gives_the_same_weights_bit_for_bit(
     record_property("of them inside a save", inside)
 
 
-def test_a_worker_that_is_killed_is_started_again_and_the_run_goes_on(base, record_property):
+def test_killed_worker_is_restarted_and_the_run_resumes(base, record_property):
     words = [*TRAIN, *SMALL, "--model_tag=restarted"]
     process = begin(base, *torchrun(2, "--max-restarts=3"), *words)
     for step, rank in ((6, 0), (13, 1)):
@@ -116,7 +114,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_goes_on(base, reco
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "comes_back"), [("2", True), ("1:2", False)])
-def test_a_node_that_dies_is_waited_for_or_done_without(base, nodes, comes_back, record_property):
+def test_run_survives_a_lost_node_that_may_not_return(base, nodes, comes_back, record_property):
     tag, port = f"died-{comes_back}", free_port()
     words = [*TRAIN, *SMALL, f"--model_tag={tag}"]
 
@@ -153,26 +151,26 @@ def test_a_node_that_dies_is_waited_for_or_done_without(base, nodes, comes_back,
 
 
 # ------------------------------------------------------------------------------------------------
-# Asked to stop
+# Stop requests
 
 
 @pytest.mark.parametrize(
     "whom", ["alone", "torchrun", "one worker", pytest.param("all workers", marks=pytest.mark.slow)]
 )
-def test_R7_a_signal_ends_a_run_soon_with_its_step_saved(base, whom):
+def test_R7_signal_stops_a_run_and_saves_its_step(base, whom):
     tag = "stopped-" + whom.replace(" ", "-")
     process = begin(
         base, *torchrun(1 if whom == "alone" else 2), *TRAIN, *ENDLESS, f"--model_tag={tag}"
     )
     read_until_step(process, 5)
-    asked = {
+    targets = {
         "alone": lambda: [process], "torchrun": lambda: [process],
         "one worker": lambda: workers(process)[1:], "all workers": lambda: workers(process),
     }[whom]()  # fmt: skip
-    for target in asked:
+    for target in targets:
         target.send_signal(signal.SIGTERM)
     text = rest_of(process)
-    saved = re.search(r"asked to stop: saved step (\d+)", text)
+    saved = re.search(r"stop requested: saved step (\d+)", text)
     assert saved, text[-3000:]
     step = int(saved[1])
     assert max(step_folders(folder(base, tag))) == step
@@ -180,15 +178,15 @@ def test_R7_a_signal_ends_a_run_soon_with_its_step_saved(base, whom):
     assert max(entries) <= step + 1
     if whom == "alone":
         assert process.returncode == PREEMPTED
-    else:  # torchrun ends with a status of its own, and names that of its workers
+    else:  # torchrun has its own exit status and prints that of its workers
         assert process.returncode == 1
         assert f"exitcode: {PREEMPTED}" in re.sub(r" +", " ", text) or whom == "torchrun"
 
 
-def test_R7_a_second_interrupt_ends_it_at_once(base):
+def test_R7_second_interrupt_exits_immediately(base):
     process = begin(base, *TRAIN, *ENDLESS, "--model_tag=interrupted")
     read_until_step(process, 5)
-    os.kill(process.pid, signal.SIGSTOP)  # both arrive before a step can end
+    os.kill(process.pid, signal.SIGSTOP)  # both arrive within one step
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.2)
@@ -198,10 +196,10 @@ def test_R7_a_second_interrupt_ends_it_at_once(base):
 
 
 # ------------------------------------------------------------------------------------------------
-# Broken
+# Faults
 
 
-def test_R13_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(base):
+def test_R13_non_finite_gradient_on_one_rank_is_skipped_on_all(base):
     text = python(
         base, *torchrun(2), "-m", "tests.faulty", "nan", "1", "7", *SMALL, "--model_tag=nan",
         "--num_iterations=10",
@@ -209,18 +207,18 @@ def test_R13_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(base):
     assert re.search(r"step 7: loss .*, gradient norm nan: skipped on all ranks", text)
 
 
-def test_R15_ranks_that_differ_are_found_within_n_steps_and_the_parameter_named(base):
+def test_R15_differing_ranks_are_detected_and_parameter_named(base):
     process = begin(
         base, *torchrun(2), "-m", "tests.faulty", "flip", "1", "6", *ENDLESS,
         "--model_tag=flipped",
     )  # fmt: skip
     text = rest_of(process)
     assert process.returncode != 0
-    assert re.search(r"error: before step (8|10) .* (\S+) differs on rank 1 of 2", text)
+    assert re.search(r"error: weights differ .*step (8|10): (\S+) differs on rank 1 of 2", text)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_R16_a_frozen_rank_is_named_and_nobody_waits_for_long(base, rank):
+def test_R16_frozen_rank_is_named_and_the_run_aborts(base, rank):
     process = begin(
         base, *torchrun(2), *TRAIN, *ENDLESS, f"--model_tag=frozen-{rank}",
         "--collective_timeout_minutes=0.1",
@@ -231,21 +229,21 @@ def test_R16_a_frozen_rank_is_named_and_nobody_waits_for_long(base, rank):
     frozen.suspend()
     began = time.monotonic()
     while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the other rank waits on"
+        assert time.monotonic() - began < 20, "the other rank is still waiting"
         time.sleep(0.1)
-    frozen.kill()  # torchrun would, after half a minute of grace
+    frozen.kill()  # torchrun would, after a grace period of 30 s
     text = rest_of(process)
     assert process.returncode != 0
     assert re.search(
         rf"rank {1 - rank} has waited [\d.]+ s in .*collective_timeout_minutes allows: "
-        rf"rank {rank}: no sign of life for \d+ s \(process {frozen.pid} on ",
+        rf"rank {rank}: no heartbeat for \d+ s \(process {frozen.pid} on ",
         text,
     ), text[-3000:]
     assert re.search(rf"exitcode\s*: {HUNG} ", text)
 
 
 BY_THE_CLOCK = [*SMALL[1:], "--depth=2", "--max_wallclock_seconds=1", "--eval_tokens=1024"]
-SLOW_JOBS = {  # job -> the script that does it, and its flags
+SLOW_JOBS = {  # job -> its script and flags
     "pack": ("golf.base_train", [*BY_THE_CLOCK, "--max_seq_len=48", "--total_batch_size=768"]),
     "write": ("base_train", SMALL),
     "suite": ("base_train", [*SMALL, "--core_metric_every=20", "--core_metric_max_per_task=2"]),
@@ -255,7 +253,7 @@ SLOW_JOBS = {  # job -> the script that does it, and its flags
 
 
 def slow_rank(base: Path, job: str, *flags: str, seconds: int = 20) -> subprocess.Popen[str]:
-    """Two ranks of which the first works for much longer than the timeout of 12 s."""
+    """Start two ranks, of which rank 0 works much longer than the timeout of 12 s."""
     script, words = SLOW_JOBS.get(job, ("base_train", SMALL))
     return begin(
         base, *torchrun(2), "-m", "tests.slow_rank", str(seconds), job, script, *words, *flags,
@@ -264,7 +262,7 @@ def slow_rank(base: Path, job: str, *flags: str, seconds: int = 20) -> subproces
 
 
 @pytest.mark.parametrize("job", ["pack", *(pytest.param(j, marks=pytest.mark.slow) for j in LATER)])
-def test_R31_a_rank_that_names_its_long_work_is_waited_for(base, job):
+def test_R31_reported_long_work_is_waited_for(base, job):
     process = slow_rank(base, job)
     text = rest_of(process, 240)
     assert process.returncode == 0, text[-3000:]
@@ -272,7 +270,7 @@ def test_R31_a_rank_that_names_its_long_work_is_waited_for(base, job):
 
 
 @pytest.mark.slow
-def test_R31_a_rank_that_freezes_in_named_work_ends_the_run(base):
+def test_R31_rank_frozen_in_reported_work_ends_the_run(base):
     process = slow_rank(base, "pack", "--max_seq_len=40", "--total_batch_size=640", seconds=600)
     for line in process.stdout or ():
         if line.startswith("rank 0 is in pack"):
@@ -282,18 +280,18 @@ def test_R31_a_rank_that_freezes_in_named_work_ends_the_run(base):
     frozen.suspend()
     began = time.monotonic()
     while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 60, "the other rank waits on"
+        assert time.monotonic() - began < 60, "the other rank is still waiting"
         time.sleep(0.1)
     frozen.kill()
     text = rest_of(process)
-    assert re.search(r"rank 0: no sign of life for \d+ s \(process \d+ on .*, packing ", text), text
+    assert re.search(r"rank 0: no heartbeat for \d+ s \(process \d+ on .*, packing ", text), text
     assert re.search(rf"exitcode\s*: {HUNG} ", text)
 
 
 @pytest.mark.slow
-def test_R31_a_rank_that_works_unnamed_for_too_long_ends_the_run(base):
+def test_R31_unreported_long_work_ends_the_run(base):
     process = slow_rank(base, "step", seconds=60)
     text = rest_of(process, 180)
     assert process.returncode != 0
-    assert re.search(r"rank 1 has waited \d+ s in .*: rank 0: alive \(.* at work by itself", text)
+    assert re.search(r"rank 1 has waited \d+ s in .*: rank 0: alive \(.* unreported work", text)
     assert re.search(rf"exitcode\s*: {HUNG} ", text)

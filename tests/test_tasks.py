@@ -1,4 +1,4 @@
-"""Tasks: what they ask, what they count as right, how they mix; splits that stay apart."""
+"""Tasks: questions, scoring, mixtures and disjoint splits."""
 
 import json
 import random
@@ -43,7 +43,7 @@ from tasks.world.drills import letter_questions
 
 
 class Sums(NumberTask):
-    """`size` sums, their numbers drawn by split and number."""
+    """`size` sums, drawn by split and index."""
 
     name = "Sums"
     splits = ("train", "test")
@@ -61,7 +61,7 @@ class Sums(NumberTask):
         return [user(f"What is {a} + {b}?"), assistant(f"#### {a + b}")]
 
 
-# Rows as each data set has them, enough to make a task without one.
+# Rows in the format of each data set
 CHOICES = {"text": ["ash", "bog", "cup"], "label": ["1", "2", "3"]}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 ROWS: dict[str, list[dict]] = {
@@ -85,7 +85,7 @@ ROWS: dict[str, list[dict]] = {
 
 @pytest.fixture
 def loaded(monkeypatch) -> list[tuple[str, str]]:
-    """Tasks of the hub get their row from ROWS; the list holds what they asked for."""
+    """Hub tasks load their rows from ROWS; returns the list of loaded (repo, stem)."""
     asked = []
 
     def load(repo, stem, columns):
@@ -98,16 +98,16 @@ def loaded(monkeypatch) -> list[tuple[str, str]]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is asked, and what is right
+# Questions and scoring
 
 
-def test_options_end_in_their_letter_and_one_instruction_follows():
+def test_choice_question_lists_options_then_instruction():
     asked = base.choice_question("Which?", ["red", "green"], ("A", "B"))
     assert asked == "Which?\n- red=A\n- green=B\n\nAnswer with the letter only."
     assert base.choice_question("Which?", ["red"], ["A"], "Think.").endswith("=A\n\nThink.")
 
 
-def test_calculations_become_calls_of_the_tool_and_nothing_is_lost():
+def test_gsm8k_notation_becomes_tool_calls():
     parts = base.with_tool_calls("So 48/2 = <<48/2=24>>24 and <<24+1=25>>")
     assert parts == [
         {"type": "text", "text": "So 48/2 = "},
@@ -134,7 +134,7 @@ def test_calculations_become_calls_of_the_tool_and_nothing_is_lost():
         ("#### ,", None),
     ],
 )
-def test_the_last_marked_number_counts(answer, number):
+def test_final_number_is_the_last_marked_one(answer, number):
     assert base.final_number(answer) == (None if number is None else Decimal(number))
 
 
@@ -152,12 +152,12 @@ def test_the_last_marked_number_counts(answer, number):
         ("", 0.0),
     ],
 )
-def test_only_what_is_said_is_scored_not_what_a_tool_is_given_or_answers(answer, score):
+def test_tool_calls_and_outputs_are_not_scored(answer, score):
     conversation = [user("6 * 7?"), assistant("#### 42")]
     assert Sums("test").score(conversation, answer) == score
 
 
-def test_letters_stand_for_places_even_where_the_data_number_the_options(loaded):
+def test_arc_options_are_lettered_by_position(loaded):
     task = ARCEasy("test")
     question, answer = task[0]
     assert question["content"].startswith("Which burns?\n- ash=A\n- bog=B\n- cup=C\n\n")
@@ -167,14 +167,14 @@ def test_letters_stand_for_places_even_where_the_data_number_the_options(loaded)
     assert scores == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_mmlu_answers_by_number(loaded):
+def test_mmlu_answer_index_becomes_a_letter(loaded):
     task = MMLU("val")
     assert task[0][0]["content"].startswith("Which?\n- p=A\n")
     assert task[0][1]["content"] == "B"
     assert task.letters(0) == tuple("ABCD")
 
 
-def test_gsm8k_calls_the_calculator_and_ends_in_the_number(loaded):
+def test_gsm8k_answer_has_tool_calls_and_final_number(loaded):
     task = GSM8K("test")
     types = [part["type"] for part in task[0][1]["content"]]
     assert types == ["text", "python", "python_output", "text"]
@@ -196,7 +196,7 @@ def test_gsm8k_calls_the_calculator_and_ends_in_the_number(loaded):
         ("a rationale that is cut off before its", 0.0),
     ],
 )
-def test_aqua_counts_the_last_marker_and_nothing_else(loaded, answer, score):
+def test_aqua_scores_only_the_last_marker(loaded, answer, score):
     task = AQuA("test")
     assert task.score(task[0], answer) == score
 
@@ -211,7 +211,7 @@ def test_aqua_questions_without_five_options_are_skipped(loaded, monkeypatch, ca
     assert "skipped 2 of 4 questions of deepmind/aqua_rat" in capsys.readouterr().out
 
 
-def test_aqua_gives_one_instruction_in_each_of_its_forms(loaded):
+def test_aqua_forms_have_one_instruction_each(loaded):
     reasoned, letter = AQuA("train"), AQuALetter("train")
     assert (reasoned.kind, letter.kind) == ("generate", "choice")
     assert reasoned.letters(0) == letter.letters(0) == tuple("ABCDE")
@@ -226,10 +226,10 @@ def test_aqua_gives_one_instruction_in_each_of_its_forms(loaded):
 
 
 # ------------------------------------------------------------------------------------------------
-# Tasks of tasks
+# Subsets and mixtures
 
 
-def test_a_task_has_as_many_conversations_as_it_says():
+def test_task_index_out_of_range_raises():
     task = Sums("test", 3)
     assert list(task) == [task[0], task[1], task[2]]
     for outside in (-1, 3):
@@ -237,12 +237,12 @@ def test_a_task_has_as_many_conversations_as_it_says():
             task[outside]
 
 
-def test_a_split_that_a_task_does_not_have_is_refused_with_those_it_has():
+def test_unknown_split_raises_with_the_valid_splits():
     with pytest.raises(ValueError, match="Sums has no split 'val'; it has train, test"):
         Sums("val")
 
 
-def test_a_subset_is_the_task_between_two_numbers_as_far_as_it_goes():
+def test_subset_is_clipped_to_the_task():
     task = Sums("test", 10)
     part = Subset(task, 2, 5)
     assert list(part) == [task[2], task[3], task[4]]
@@ -250,11 +250,11 @@ def test_a_subset_is_the_task_between_two_numbers_as_far_as_it_goes():
     assert part.score(part[0], answer_text(task[2][1])) == 1.0
     with pytest.raises(IndexError):
         part[3]
-    with pytest.raises(ValueError, match="from 3 to 2"):
+    with pytest.raises(ValueError, match="invalid range 3:2 of Sums"):
         Subset(task, 3, 2)
 
 
-def test_a_mixture_holds_each_conversation_as_often_as_its_task_was_given():
+def test_mixture_repeats_and_shuffles_its_tasks():
     few, many = Sums("train", 5), Sums("test", 20)
     mixed = Mixture([few, many, few], seed=3)
     texts = [fingerprint(c) for c in mixed]
@@ -270,11 +270,11 @@ def test_a_mixture_holds_each_conversation_as_often_as_its_task_was_given():
         Mixture([])
 
 
-def test_the_order_of_a_mixture_is_the_same_in_every_version_of_python():
+def test_shuffle_order_is_fixed():
     assert base.shuffled(10, 7) == [8, 6, 3, 1, 0, 5, 9, 7, 4, 2]
 
 
-def test_identity_changes_with_whatever_changes_the_conversations(loaded, monkeypatch):
+def test_identity_changes_with_data_options_and_wording(loaded, monkeypatch):
     def identity(*tasks: Task, seed: int = 0) -> str:
         return fingerprint(Mixture(tasks, seed).identity)
 
@@ -298,7 +298,7 @@ def test_identity_changes_with_whatever_changes_the_conversations(loaded, monkey
 
 
 # ------------------------------------------------------------------------------------------------
-# Own conversations, words
+# Custom conversations and word lists
 
 
 def write_lines(path, *lines: object) -> str:
@@ -310,7 +310,7 @@ def greeting(i: int) -> list[dict]:
     return [user(f"Who are you, {i}?"), assistant(f"A model, {i}.")]
 
 
-def test_own_conversations_come_as_lists_or_objects_and_each_has_one_split(tmp_path):
+def test_jsonl_reads_lists_and_objects_into_disjoint_splits(tmp_path):
     both = [greeting(i) for i in range(400)]
     lines = [c if i % 2 else {"messages": c} for i, c in enumerate(both)]
     path = write_lines(tmp_path / "own.jsonl", *lines, both[0])
@@ -324,12 +324,12 @@ def test_own_conversations_come_as_lists_or_objects_and_each_has_one_split(tmp_p
 @pytest.mark.parametrize(
     "line, message",
     [
-        ({"text": "Hi"}, "neither a list"),
-        (["Hi"], "neither a list"),
-        ([], "in turn"),
-        ([user("Hi")], "in turn.*'user'"),
-        ([assistant("Hi"), user("Hi")], "in turn"),
-        ([user("Hi"), user("Hi"), assistant("Hi")], "in turn"),
+        ({"text": "Hi"}, "expected a list"),
+        (["Hi"], "expected a list"),
+        ([], "alternate"),
+        ([user("Hi")], "alternate.*'user'"),
+        ([assistant("Hi"), user("Hi")], "alternate"),
+        ([user("Hi"), user("Hi"), assistant("Hi")], "alternate"),
         ([{"role": "robot", "content": "Hi"}, assistant("Hi")], "'robot'"),
         ([user("Hi"), assistant("")], "message 2 is empty"),
         ([user("Hi"), {"role": "assistant", "content": 7}], "message 2"),
@@ -337,20 +337,20 @@ def test_own_conversations_come_as_lists_or_objects_and_each_has_one_split(tmp_p
         ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 2"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
+def test_jsonl_reports_the_invalid_line(tmp_path, line, message):
     path = write_lines(tmp_path / "own.jsonl", greeting(1), line)
     with pytest.raises(ValueError, match=rf"own\.jsonl, line 2: .*{message}"):
         len(JSONL("train", path=path))
 
 
-def test_what_a_task_calls_a_conversation_can_be_rendered(tmp_path):
+def test_valid_conversation_can_be_rendered(tmp_path):
     parts = assistant([base.text("Let me see. "), *base.tool_call("2*3", "6"), base.text("6")])
     good = [{"role": "system", "content": "Be brief."}, user("2*3?"), parts, user("?"), parts]
     assert base.flaw(good) is None
     assert [role for role, _ in chat_format.turns(good)] == ["user", "assistant"] * 2
 
 
-def test_a_file_of_conversations_that_is_missing_empty_or_broken_is_named(tmp_path):
+def test_jsonl_rejects_missing_empty_or_broken_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
         len(JSONL("train", path=str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match="no conversation"):
@@ -361,7 +361,7 @@ def test_a_file_of_conversations_that_is_missing_empty_or_broken_is_named(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [SpellingBee, SimpleSpelling])
-def test_words_of_one_split_are_asked_in_no_other(kind, tmp_path):
+def test_spelling_splits_share_no_words(kind, tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(f"word{a}{b}" for a in LETTERS for b in LETTERS) + "\nit's\nab\n")
     for words in (None, str(path)):
@@ -370,7 +370,7 @@ def test_words_of_one_split_are_asked_in_no_other(kind, tmp_path):
     assert not {"it's", "ab"} & set.union(*seen)
 
 
-def test_letters_are_counted_right_and_the_worked_answer_says_so():
+def test_spelling_bee_counts_letters_correctly():
     task = SpellingBee("train")
     counts = set()
     for conversation in Subset(task, 0, 300):
@@ -387,14 +387,14 @@ def test_letters_are_counted_right_and_the_worked_answer_says_so():
     assert {0, 1, 2} <= counts
 
 
-def test_no_letter_is_asked_for_that_documents_of_the_world_count():
+def test_spelling_bee_tests_no_trained_letter_counts():
     counted = {(word.lower(), letter) for word, letter, _ in letter_questions("train")}
     task = SpellingBee("test")
     asked = {task.draw(task.generator(i)) for i in range(len(task))}
     assert len(asked) > 50 and not asked & counted
 
 
-def test_a_word_is_spelled_in_full_or_not():
+def test_simple_spelling_requires_the_full_word():
     task = SimpleSpelling("test")
     right = task[0][1]["content"]
     assert set(right[1::2]) == {"-"}
@@ -402,28 +402,28 @@ def test_a_word_is_spelled_in_full_or_not():
     assert task.score(task[0], right[2:]) == 0.0
 
 
-def test_a_short_list_of_words_is_enough_to_ask_about(tmp_path):
+def test_spelling_bee_works_with_a_short_word_list(tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(f"z{a * 4}" for a in LETTERS))
     for split in SpellingBee.splits:
         task = SpellingBee(split, words=str(tmp_path / "words.txt"))
         assert all("z" in message["content"] for message, _ in Subset(task, 0, 50))
 
 
-def test_a_file_without_words_is_refused(tmp_path):
+def test_word_file_without_words_raises(tmp_path):
     (tmp_path / "words.txt").write_text("1 2 3")
-    with pytest.raises(ValueError, match="words.txt holds no words"):
+    with pytest.raises(ValueError, match="no words for split train in .*words.txt"):
         SpellingBee("train", words=str(tmp_path / "words.txt"))[0]
 
 
 # ------------------------------------------------------------------------------------------------
-# By name
+# Tasks by name
 
 
-def test_tasks_go_by_their_key_and_by_the_name_in_the_report():
+def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
         assert key_of(key) == key_of(entry.task.name) == key
     assert isinstance(make("ARC-Easy", "test"), ARCEasy)
-    with pytest.raises(ValueError, match="no task 'gsm8'; did you mean gsm8k"):
+    with pytest.raises(ValueError, match="unknown task 'gsm8'; did you mean gsm8k"):
         make("gsm8", "test")
 
 
@@ -431,19 +431,19 @@ def test_tasks_go_by_their_key_and_by_the_name_in_the_report():
     "spec, message",
     [
         ("", "'' in the mixture"),
-        ("gsm8k,aqua,gsm8k=5", "gsm8k comes twice"),
+        ("gsm8k,aqua,gsm8k=5", "gsm8k appears twice"),
         ("smaltalk", "did you mean smoltalk"),
-        ("humaneval", "only for evaluation"),
-        ("aqua:local/own", "cannot be chosen"),
+        ("humaneval", "humaneval is evaluation-only"),
+        ("aqua:local/own", "aqua takes no data source"),
         ("jsonl", "jsonl:<path>"),
     ],
 )
-def test_a_mixture_that_is_amiss_is_refused_with_the_part_and_the_way_out(spec, message):
+def test_invalid_mixture_raises_with_a_fix(spec, message):
     with pytest.raises(ValueError, match=message):
         buckets(spec)
 
 
-def test_a_bucket_is_named_tagged_and_downloads_nothing_before_it_must(loaded, tmp_path):
+def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
     declared = {"mine": {"task": "jsonl", "source": str(path), "language": "ko"}}
     found = buckets(f"GSM8K*2,jsonl:{path}=7*3,mine=20%,smoltalk:a/b", declared)
@@ -453,26 +453,26 @@ def test_a_bucket_is_named_tagged_and_downloads_nothing_before_it_must(loaded, t
     assert len(found[1].val) == len(JSONL("val", path=str(path)))
     assert found[0].tags.answer_format == "number" and found[0].tags.parent == "gsm8k"
     assert found[2].tags == Tags(language="ko")
-    assert found[1].tags == found[3].tags == Tags()  # of other data nobody said what it is
+    assert found[1].tags == found[3].tags == Tags()  # custom data has no default tags
     assert found[0].train.split == "train" and found[0].val.split == "test"
     with pytest.raises(ValueError, match="mine is declared as"):
         buckets("mine:other", declared)
 
 
-def test_every_task_to_train_on_has_tags():
+def test_every_trainable_task_has_tags():
     trained = {key for key, entry in registry.TASKS.items() if "train" in entry.task.splits}
     assert trained - {"jsonl"} <= TAGS.keys() <= registry.TASKS.keys()
 
 
-def test_what_is_practised_is_counted_in_questions(loaded):
+def test_rl_amounts_must_be_questions_or_repeats(loaded):
     twice = questions("world_facts=5*2,world_spelling=3")
     assert len(twice) == 13
     for spec in ("world_facts=20%", "world_facts*1.5", "world_facts=500t"):
-        with pytest.raises(ValueError, match="questions are counted"):
+        with pytest.raises(ValueError, match="use a number of questions"):
             questions(spec)
 
 
-def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
+def test_held_out_questions_are_balanced_over_tasks():
     asked = held_out_questions("world_facts=5,world_spelling*3,world_facts", 20)
     counts = Counter(asked.locate(i)[0].name for i in range(len(asked)))
     assert counts == {"World-Facts": 10, "World-Spelling": 10}
@@ -480,11 +480,11 @@ def test_held_out_questions_are_as_many_of_each_task_and_scored_by_it():
     for i in range(len(asked)):
         task, number = asked.locate(i)
         assert task[number] == asked[i] and task.locate(number) == (task, number)
-    with pytest.raises(ValueError, match="smoltalk is only trained on"):
+    with pytest.raises(ValueError, match="smoltalk is training-only"):
         held_out_questions("gsm8k,smoltalk", 20)
 
 
-def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(loaded):
+def test_default_mixtures_and_tasks_are_valid(loaded):
     for stage in (mid_train, chat_sft):
         for spec in (stage.MIXTURE, stage.BUILTIN_MIXTURES["embedded"]):
             assert len(buckets(spec)) > 3
@@ -495,12 +495,12 @@ def test_what_stages_do_by_default_names_tasks_that_can_be_trained_on_or_scored(
 
 
 @pytest.mark.parametrize("key", registry.TASKS)
-def test_R27_training_on_a_task_never_loads_a_split_for_evaluation(key, loaded, tmp_path):
+def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path):
     task = registry.TASKS[key].task
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
     spec = f"jsonl:{path}" if key == "jsonl" else key
     if "train" not in task.splits:
-        with pytest.raises(ValueError, match="only for evaluation"):
+        with pytest.raises(ValueError, match="evaluation-only"):
             buckets(spec)
         return
     trained = {fingerprint(c) for c in buckets(f"{spec}=2000")[0].train}
@@ -508,15 +508,15 @@ def test_R27_training_on_a_task_never_loads_a_split_for_evaluation(key, loaded, 
         [(_, stem)] = loaded
         assert stem.endswith("train")
         assert stem not in {task.stems[split] for split in task.splits if split != "train"}
-    elif key != "world_chat":  # no two splits share a conversation; greetings are all the same
+    elif key != "world_chat":  # greetings repeat in all splits
         for split in task.splits[1:]:
             other = task_of(known(spec)[0], split)
             assert not trained & {fingerprint(c) for c in other}
 
 
-def test_smoltalk_leaves_out_what_is_no_conversation_and_counts_it(loaded):
+def test_smoltalk_skips_and_counts_invalid_rows(loaded):
     task = SmolTalk("train")
     assert list(task) == [CHAT]
     assert task.left_out == task.identity["left_out"] == 1
-    with pytest.raises(ValueError, match="only trained on"):
+    with pytest.raises(ValueError, match="training-only"):
         task.score(CHAT, "Ho")

@@ -1,4 +1,4 @@
-"""Tasks on real data, fetched as from the hub: every row of every data set, and what they share."""
+"""Hub tasks on real data: every row of every data set, and overlap between splits."""
 
 import json
 import re
@@ -28,8 +28,8 @@ from tasks.overlap import overlaps
 from tasks.registry import make
 from tests.hub_server import hub_served
 
-CHAT = "local/chat-instruct"  # stands in for the data set of the task's own default
-ROWS = {  # task -> rows of each split
+CHAT = "local/chat-instruct"  # replaces the task's default data set
+ROWS = {  # task -> rows per split
     "arc_easy": {"train": 2251, "val": 570, "test": 2376},
     "arc_challenge": {"train": 1119, "val": 299, "test": 1172},
     "mmlu": {"train": 9533, "val": 1531, "dev": 285, "test": 14042},
@@ -49,7 +49,7 @@ def base_of_module(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def base(base_of_module, monkeypatch) -> Path:
-    """One base directory for the module: every file is fetched once."""
+    """One base directory per module, so every file is fetched once."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base_of_module))
     return base_of_module
 
@@ -79,7 +79,7 @@ def write_rows(root: Path, name: str, rows: list[dict]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_files_are_pinned_to_commit_and_digest_and_need_no_network_again(serve, hub, base):
+def test_files_are_pinned_and_reused_offline(serve, hub, base):
     server = serve()
     task = task_of("gsm8k", "test")
     assert len(task) == 1319
@@ -94,7 +94,7 @@ def test_files_are_pinned_to_commit_and_digest_and_need_no_network_again(serve, 
     assert task_of("gsm8k", "test").identity == task.identity
 
 
-def test_a_file_that_changed_on_disk_is_fetched_anew(serve, base, capsys):
+def test_changed_file_is_fetched_again(serve, base, capsys):
     serve()
     first = load("openai/gsm8k", "main/test", ["question"])
     [path] = (base / "data/tasks/openai--gsm8k/main").glob("test-*.parquet")
@@ -104,7 +104,7 @@ def test_a_file_that_changed_on_disk_is_fetched_anew(serve, base, capsys):
     assert "set aside as" in capsys.readouterr().out
 
 
-def test_a_data_set_in_parts_or_in_lines_is_read_alike(serve, tmp_path, monkeypatch):
+def test_parquet_parts_and_jsonl_load_the_same_rows(serve, tmp_path, monkeypatch):
     rows = [{"messages": [{"role": "user", "content": f"{i}"}], "more": i} for i in range(10)]
     write_rows(tmp_path / "a", "data/train-00000-of-00002.parquet", rows[:4])
     write_rows(tmp_path / "a", "data/train-00001-of-00002.parquet", rows[4:])
@@ -118,7 +118,7 @@ def test_a_data_set_in_parts_or_in_lines_is_read_alike(serve, tmp_path, monkeypa
     assert found[0] == found[1] == [{"messages": row["messages"]} for row in rows]
 
 
-def test_what_a_repository_does_not_hold_or_holds_twice_is_named(serve, tmp_path):
+def test_missing_or_ambiguous_files_raise(serve, tmp_path):
     for folder in ("all", "easy"):
         write_rows(tmp_path, f"{folder}/train.jsonl", [{"text": folder}])
     (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
@@ -128,17 +128,17 @@ def test_what_a_repository_does_not_hold_or_holds_twice_is_named(serve, tmp_path
         load("own/data", "train", ["text"])
     with pytest.raises(ValueError, match="no dev among its files all/train.jsonl"):
         load("own/data", "dev", ["text"])
-    with pytest.raises(ValueError, match=r"train\.jsonl: no table with the columns words"):
+    with pytest.raises(ValueError, match=r"train\.jsonl: cannot read the columns words"):
         load("own/data/easy", "train", ["words"])
     with pytest.raises(ValueError, match=r"test\.jsonl, line 2: not JSON"):
         load("own/data", "test", ["text"])
-    with pytest.raises(ValueError, match="'data' is no repository"):
+    with pytest.raises(ValueError, match="invalid hub repository 'data'"):
         load("data", "train", ["text"])
-    with pytest.raises(UsageError, match="no data set own/nothing"):
+    with pytest.raises(UsageError, match="no dataset own/nothing"):
         load("own/nothing", "test", ["text"])
 
 
-def test_without_a_hub_the_error_says_what_to_do(serve, monkeypatch, tmp_path):
+def test_unreachable_hub_error_has_a_fix(serve, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     server = serve()
     server.shutdown()
@@ -153,7 +153,7 @@ def test_without_a_hub_the_error_says_what_to_do(serve, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name, split", SPLITS)
-def test_every_row_becomes_a_conversation_whose_own_answer_is_right(serve, name, split):
+def test_every_row_is_valid_and_its_reference_scores_1(serve, name, split):
     serve()
     task = task_of(name, split)
     assert len(task) == ROWS[name][split]
@@ -162,12 +162,12 @@ def test_every_row_becomes_a_conversation_whose_own_answer_is_right(serve, name,
         assert flaw(conversation) is None and chat_format.turns(conversation)
         if task.kind == "choice":
             assert conversation[-1]["content"] in task.letters(i)
-        if task.kind != "talk" and name != "humaneval":  # which has a test of its own
+        if task.kind != "talk" and name != "humaneval":  # has its own test
             assert task.score(conversation, answer_text(conversation[-1])) == 1.0
 
 
 @pytest.mark.parametrize("split, calls", [("train", 23_716), ("test", 4_282)])
-def test_every_calculation_of_gsm8k_is_a_call_that_the_calculator_answers_so(serve, split, calls):
+def test_calculator_reproduces_every_gsm8k_calculation(serve, split, calls):
     serve()
     task = task_of("gsm8k", split)
     seen = 0
@@ -185,7 +185,7 @@ def test_every_calculation_of_gsm8k_is_a_call_that_the_calculator_answers_so(ser
 
 
 @pytest.mark.parametrize("split", ROWS["aqua"])
-def test_every_rationale_of_aqua_is_followed_by_its_letter(serve, split):
+def test_aqua_rationales_end_with_the_right_letter(serve, split):
     serve()
     task, letters = task_of("aqua", split), task_of("aqua_letter", split)
     assert isinstance(task, AQuA)
@@ -199,7 +199,7 @@ def test_every_rationale_of_aqua_is_followed_by_its_letter(serve, split):
         assert question["content"].count("Answer") == question["content"].count("Answer: and the")
 
 
-def test_the_first_conversations_are_a_sample_of_all_subjects(serve, hub):
+def test_row_order_mixes_subjects(serve, hub):
     serve()
     task = task_of("mmlu", "test")
     [path] = (hub / "datasets/cais/mmlu/all").glob("test-*.parquet")
@@ -208,21 +208,21 @@ def test_the_first_conversations_are_a_sample_of_all_subjects(serve, hub):
     assert len({subjects[row] for row in task.order[:570]}) > 50
 
 
-def test_R27_a_training_mixture_fetches_no_file_of_an_evaluation_split(serve, monkeypatch):
+def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch):
     serve()
     fetched: list[str] = []
     fetch = hub.HubRepo.fetch
 
-    def noted(self, file, *rest):
+    def record(self, file, *rest):
         fetched.append(file)
         return fetch(self, file, *rest)
 
-    monkeypatch.setattr(hub.HubRepo, "fetch", noted)
+    monkeypatch.setattr(hub.HubRepo, "fetch", record)
     trained = [n for n in registry.TASKS if "train" in registry.TASKS[n].task.splits]
     names = [n if n != "smoltalk" else f"smoltalk:{CHAT}" for n in trained if n != "jsonl"]
     sizes = {bucket.name: len(bucket.train) for bucket in buckets(",".join(names))}
     assert sizes["mmlu"] == 9533
-    assert len(fetched) == 8  # smoltalk comes in two parts, aqua has two forms
+    assert len(fetched) == 8  # two parts of smoltalk, two forms of aqua
     assert all(re.search("train-[0-9]", file) for file in fetched)
     assert not [file for file in fetched if re.search("test|val|dev", file)]
 
@@ -230,10 +230,9 @@ def test_R27_a_training_mixture_fetches_no_file_of_an_evaluation_split(serve, mo
 # ------------------------------------------------------------------------------------------------
 # Overlap
 
-# Training split, evaluation split -> how many of its items share a run of 13 words with it. Read
-# one by one, they are of three kinds: the same question in both (ARC), one that was made from the
-# other by new numbers (GSM8K, AQuA), or common phrases, lists of numbers and lines of code (MMLU
-# in MMLU, SmolTalk).
+# (training split, evaluation split) -> evaluation items that share 13 consecutive words. On
+# inspection, they are the same question in both (ARC), the same question with new numbers (GSM8K,
+# AQuA), or common phrases, lists of numbers and lines of code (MMLU in MMLU, SmolTalk).
 KNOWN = {
     ("ARC-Easy", "ARC-Easy"): 19,
     ("ARC-Easy", "ARC-Challenge"): 1,
@@ -250,10 +249,10 @@ KNOWN = {
 }
 
 
-def test_R27_training_splits_share_with_test_splits_only_what_is_known(serve):
+def test_R27_train_and_test_share_only_known_items(serve):
     serve()
     train: list[Task] = [task_of(name, "train") for name in ROWS if "train" in ROWS[name]]
-    train[-1] = Subset(train[-1], 0, 10_000)  # SmolTalk: a third of it, to be done in seconds
+    train[-1] = Subset(train[-1], 0, 10_000)  # a third of SmolTalk, to take only seconds
     held_out = [task_of(name, "test") for name in ROWS if name != "smoltalk"]
     found = overlaps(train, held_out)
     assert {(o.train, o.held_out): len(o.shared) for o in found if o.shared} == KNOWN

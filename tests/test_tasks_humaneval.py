@@ -1,4 +1,4 @@
-"""HumanEval: which code of an answer is run, and what counts as solved."""
+"""HumanEval: code extraction and scoring."""
 
 import pytest
 
@@ -21,7 +21,7 @@ ROW = {
 
 @pytest.fixture
 def sandbox() -> None:
-    """Skips where there is no sandbox to run programs in."""
+    """Skip without a sandbox to run programs in."""
     try:
         choose_layer()
     except SandboxUnavailable as error:
@@ -46,7 +46,7 @@ def task(sandbox, monkeypatch) -> HumanEval:
         "```python\nfrom math import *\ndef area(r):\n    return pi * r * r\n```<|assistant_end|>",
     ],
 )
-def test_a_right_function_is_found_in_whatever_form_it_comes(task, answer):
+def test_correct_function_is_found_in_any_format(task, answer):
     assert task.score(task[0], answer) == 1.0
 
 
@@ -68,18 +68,18 @@ def test_a_right_function_is_found_in_whatever_form_it_comes(task, answer):
         "import builtins\nbuiltins.abs = lambda x: 0\n\ndef area(r):\n    return 0",
     ],
 )
-def test_S8_nothing_but_right_values_counts(task, answer):
+def test_S8_only_correct_return_values_pass(task, answer):
     assert task.score(task[0], answer) == 0.0
 
 
-def test_the_reference_is_the_whole_function_in_a_block(task):
+def test_reference_is_the_whole_function_in_a_code_block(task):
     question, answer = task[0]
     assert question["content"].endswith(f"\n\n```python\n{ROW['prompt']}```")
     assert answer["content"] == f"```python\n{ROW['prompt']}{ROW['canonical_solution']}```"
     assert task.score(task[0], answer["content"]) == 1.0
 
 
-def test_of_several_blocks_the_one_with_the_function_is_run():
+def test_block_that_defines_the_function_is_run():
     blocks = "```python\nf(1)\n```\nand\n```python\ndef f(x):\n    return x\n```"
     assert code_in(blocks, "f") == "def f(x):\n    return x\n"
     assert code_in(blocks, "g") == "f(1)\n"
@@ -88,24 +88,24 @@ def test_of_several_blocks_the_one_with_the_function_is_run():
 
 @pytest.fixture
 def real(sandbox, hub, monkeypatch):
-    """The task with the rows of its data set."""
+    """The task with its real rows."""
     with hub_served(hub, monkeypatch) as start:
         start()
         yield HumanEval("test")
 
 
 def check_solutions(task: Task) -> None:
-    """The data set's solutions pass; a function without a body does not."""
+    """Reference solutions pass; a function without a body fails."""
     for conversation in task:
         asked, solution = (message["content"] for message in conversation)
         assert task.score(conversation, solution) == 1.0, solution
         assert task.score(conversation, asked) == 0.0, asked
 
 
-def test_solutions_of_the_data_set_pass_their_tests(real):
+def test_reference_solutions_pass_their_tests(real):
     check_solutions(Subset(real, 0, 8))
 
 
 @pytest.mark.slow
-def test_all_solutions_of_the_data_set_pass_their_tests(real):
+def test_all_reference_solutions_pass_their_tests(real):
     check_solutions(real)

@@ -1,4 +1,4 @@
-"""The search for evaluation items that training has seen."""
+"""Contamination check: evaluation items that occur in training data."""
 
 import pytest
 
@@ -14,7 +14,7 @@ WORDS = [f"w{i}" for i in range(100)]
 
 
 class Texts(Task):
-    """Each text a question."""
+    """One conversation per text."""
 
     kind = "talk"
     splits = ("train",)
@@ -34,7 +34,7 @@ def words(first: int, count: int) -> str:
     return " ".join(WORDS[first : first + count])
 
 
-def test_R27_items_that_share_a_run_of_words_are_found_whatever_surrounds_them():
+def test_R27_items_with_shared_ngrams_are_found():
     train = Texts("seen", "Before: " + words(0, 20).upper().replace(" ", ", "), words(40, 30))
     held_out = Texts(
         "asked",
@@ -47,7 +47,7 @@ def test_R27_items_that_share_a_run_of_words_are_found_whatever_surrounds_them()
     assert overlaps([train], [held_out]) == [Overlap("seen", "asked", 5, 5, (1, 3, 4))]
 
 
-def test_R27_every_pair_is_compared_by_itself():
+def test_R27_every_pair_of_tasks_is_compared():
     one, two = Texts("one", words(0, 20)), Texts("two", words(20, 20))
     three = Texts("three", "nothing of the kind", words(10, 20))
     found = {(o.train, o.held_out): o.shared for o in overlaps([one, two], [one, two, three])}
@@ -61,15 +61,15 @@ def test_R27_every_pair_is_compared_by_itself():
     }
 
 
-def test_runs_never_cross_from_one_item_to_the_next():
-    apart = Texts("apart", words(0, 7), words(7, 7), words(0, RUN))
-    assert grams(apart.texts).items.tolist() == [2]
-    [found] = overlaps([Texts("whole", words(0, 14))], [apart])
+def test_ngrams_do_not_cross_items():
+    split = Texts("split", words(0, 7), words(7, 7), words(0, RUN))
+    assert grams(split.texts).items.tolist() == [2]
+    [found] = overlaps([Texts("whole", words(0, 14))], [split])
     assert (found.items, found.checked, found.shared, found.whole) == (3, 3, (2,), (0, 1))
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["a few words"]])
-def test_items_without_a_run_are_counted_not_checked(texts):
+def test_short_items_are_counted_but_not_checked(texts):
     [found] = overlaps([Texts("seen", words(0, 50))], [Texts("asked", *texts)])
     assert (found.items, found.checked, found.shared) == (len(texts), 0, ())
     [found] = overlaps([Texts("seen", *texts)], [Texts("asked", words(0, 50))])

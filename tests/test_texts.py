@@ -1,4 +1,4 @@
-"""Text in proportions: opened, remembered, packed bucket by bucket, refused where it cannot be."""
+"""Text mixtures: opening, reopening from a record, packing by bucket, invalid input."""
 
 import json
 
@@ -15,7 +15,7 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 @pytest.fixture
 def own(tmp_path):
-    """Writes a file with a mixture and two folders of text, one three times as large."""
+    """Return a function that writes a mixture file of two texts, one three times as large."""
     declared = {}
     for name, count in (("big", 300), ("small", 100)):
         folder = tmp_path / name
@@ -38,7 +38,7 @@ def corpus_of(own, mixture):
     return open_corpus(texts, TOKENIZER, 63)
 
 
-def test_a_mixture_of_texts_takes_its_shares_of_every_step(own, machine):
+def test_every_step_has_the_shares_of_the_mixture(own, machine):
     corpus = corpus_of(own, "big=75%,small=25%")
     mixed, needed = corpus.resolve_amounts(200, machine)
     assert needed == {"big": 150, "small": 50}
@@ -51,7 +51,7 @@ def test_a_mixture_of_texts_takes_its_shares_of_every_step(own, machine):
     assert mixed.shares_by("language") == {"big": 0.75, "small": 0.25}
 
 
-def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, capsys):
+def test_texts_without_amount_are_weighted_by_size(own, machine, capsys):
     corpus = corpus_of(own, "big,small")
     mixed, needed = corpus.resolve_amounts(80, machine)
     assert "packing all of big, small" in capsys.readouterr().out
@@ -61,19 +61,19 @@ def test_texts_without_an_amount_go_by_how_much_there_is_of_them(own, machine, c
     assert alike.resolve_amounts(80, machine)[1] == {"big": 40, "small": 40}
 
 
-def test_a_recorded_mixture_opens_as_it_was(own):
+def test_recorded_mixture_reopens_identically(own):
     texts = open_texts(DataConfig(), own("small=25%,big=75%"))
-    recorded = json.loads(json.dumps(texts.describe(), sort_keys=True))  # as records are written
+    recorded = json.loads(json.dumps(texts.describe(), sort_keys=True))  # as in saved records
     again = open_texts(DataConfig(), recorded=recorded)
     assert again.fingerprint == texts.fingerprint and again.tags == texts.tags
-    assert list(again.sources) == list(texts.sources)  # amounts follow this order
+    assert list(again.sources) == list(texts.sources)  # amounts are in this order
     other = open_texts(DataConfig(), own("small=30%,big=70%"))
     assert other.fingerprint != texts.fingerprint
     one, two = (open_corpus(t, TOKENIZER, 63) for t in (texts, other))
     assert [r.folder for r in one.rows.values()] == [r.folder for r in two.rows.values()]
 
 
-def test_a_single_text_is_taken_as_it_comes(machine):
+def test_single_text_is_used_without_mixing(machine):
     data = DataConfig(dataset="embedded", num_shards=1)
     texts = open_texts(data, prepare=ensure_written)
     corpus = open_corpus(texts, TOKENIZER, 63)
@@ -88,18 +88,18 @@ def test_a_single_text_is_taken_as_it_comes(machine):
 @pytest.mark.parametrize(
     "mixture, data, message",
     [
-        ("big=10,small", DataConfig(), "'big'.*text is taken by tokens"),
-        ("big,small,big", DataConfig(), "big comes twice"),
-        ("embedded=50%,big=50%", DataConfig(dataset="embedded"), "--mixture names its texts"),
+        ("big=10,small", DataConfig(), "'big'.*for text, use tokens"),
+        ("big,small,big", DataConfig(), "big appears twice"),
+        ("embedded=50%,big=50%", DataConfig(dataset="embedded"), "--mixture selects the text"),
         ("nowhere", DataConfig(), "--dataset=nowhere"),
     ],
 )
-def test_a_mixture_of_texts_that_is_amiss_is_refused(own, mixture, data, message):
+def test_invalid_text_mixture_is_rejected(own, mixture, data, message):
     with pytest.raises(ValueError, match=message):
         open_texts(data, own(mixture))
 
 
-def test_conversations_are_no_text(tmp_path):
+def test_task_in_text_mixture_is_rejected(tmp_path):
     path = tmp_path / "own.json"
     path.write_text('{"mixture": "chat", "buckets": {"chat": {"task": "gsm8k"}}}')
     with pytest.raises(ValueError, match="chat is declared as a task"):

@@ -1,4 +1,4 @@
-"""tok_train and tok_eval end to end; a vocabulary that cannot be fetched stops nothing."""
+"""tok_train and tok_eval end to end, with and without downloadable rival vocabularies."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from scripts.tok_eval import RIVALS, TokEval
 from scripts.tok_train import TokTrain
 
 SMALL = TokTrain(vocab_size=512, max_chars=200_000, data=FirstUseConfig(dataset="embedded"))
-# What a section holds, name for name and in order: the first report card of this kind
+# Keys of the section in order, as in the original nanochat report
 TRAINING_KEYS = (
     "train_time num_special_tokens token_bytes_min token_bytes_max token_bytes_mean token_bytes_std"
 ).split()
@@ -27,13 +27,13 @@ KINDS = "news korean code math science fwe-train fwe-val".split()
 
 @pytest.fixture
 def listener():
-    """A server on loopback that takes connections and never says a word."""
+    """Port of a loopback server that accepts connections but never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
-def no_way_out(monkeypatch, tmp_path: Path, port: int) -> None:
-    """Send what tiktoken downloads to a port of this machine, and give it an empty cache."""
+def redirect_downloads(monkeypatch, tmp_path: Path, port: int) -> None:
+    """Redirect tiktoken's downloads to a local port, with an empty cache."""
     for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
     for name in ("NO_PROXY", "no_proxy"):
@@ -43,17 +43,17 @@ def no_way_out(monkeypatch, tmp_path: Path, port: int) -> None:
 
 @pytest.fixture
 def unreachable(monkeypatch, tmp_path):
-    """No vocabulary can be fetched: the connection is refused."""
+    """Downloads fail: the connection is refused."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    no_way_out(monkeypatch, tmp_path, port)
+    redirect_downloads(monkeypatch, tmp_path, port)
 
 
 def record(base: Path, name: str) -> dict:
     return json.loads((base / "report" / f"{name}.json").read_text())
 
 
-def test_tok_train_leaves_a_tokenizer_its_origin_and_a_section(base):
+def test_tok_train_saves_tokenizer_source_and_section(base):
     tok_train.main(SMALL)
     tokenizer = Tokenizer.load()
     assert tokenizer.vocab_size == 512
@@ -74,14 +74,14 @@ def test_tok_train_leaves_a_tokenizer_its_origin_and_a_section(base):
     assert "## Tokenizer training" in (base / "report.md").read_text()
 
 
-def test_P6_the_same_training_gives_the_same_file(base):
+def test_P6_repeated_training_gives_the_same_file(base):
     tok_train.main(SMALL)
     tok_train.main(TokTrain(**{**vars(SMALL), "tokenizer_tag": "again"}))
     files = [base / "tokenizer" / tag / "tokenizer.json" for tag in ("main", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_once_skips_a_finished_training_and_no_other(base, capsys):
+def test_skip_if_done_skips_only_the_same_finished_training(base, capsys):
     def trains(**changes) -> bool:
         tok_train.main(TokTrain(**{**vars(SMALL), "skip_if_done": True, **changes}))
         return "finished already" not in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_once_skips_a_finished_training_and_no_other(base, capsys):
 
 
 def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
-    """A folder of jsonl files, the last of which is for validation."""
+    """Write a folder of jsonl files; the last one is the validation file."""
     folder.mkdir()
     for name, texts in files.items():
         lines = [json.dumps({"text": text}) for text in texts]
@@ -103,14 +103,14 @@ def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
     return FirstUseConfig(dataset=str(folder))
 
 
-def test_long_documents_are_cut_and_reading_stops_at_max_chars(base, tmp_path):
+def test_long_documents_are_truncated_and_max_chars_is_exact(base, tmp_path):
     data = corpus(tmp_path / "text", a=["x" * 50, "y" * 5], b=["z" * 10] * 9, c=["v"])
     reading = tok_train.Reading([(open_source(data), 38)], doc_cap=20)
     assert list(reading) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
     assert (reading.documents, reading.chars, reading.shards) == (4, 38, 2)
 
 
-def test_a_shard_that_is_not_needed_is_never_opened(base, tmp_path, monkeypatch):
+def test_shards_after_max_chars_are_not_opened(base, tmp_path, monkeypatch):
     data = corpus(tmp_path / "text", a=["word " * 40], b=["other " * 40], c=["v"])
     source = open_source(data)
     opened = []
@@ -122,7 +122,7 @@ def test_a_shard_that_is_not_needed_is_never_opened(base, tmp_path, monkeypatch)
     assert opened == ["a.jsonl"]
 
 
-def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
+def test_mixture_shares_apply_to_tokenizer_training(base, tmp_path):
     folders = {name: tmp_path / name for name in ("a", "b", "c")}
     for name, folder in folders.items():
         corpus(folder, text=[name * 10] * 50, val=["v"])
@@ -134,7 +134,7 @@ def test_a_mixture_gives_the_tokenizer_its_shares(base, tmp_path):
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 
 
-def test_the_validation_shard_never_reaches_the_tokenizer(base, tmp_path):
+def test_tokenizer_is_not_trained_on_the_validation_shard(base, tmp_path):
     data = corpus(tmp_path / "text", a=["the cat sat on the mat "] * 50, b=["quokka " * 500])
     tok_train.main(TokTrain(vocab_size=300, data=data))
     tokenizer = Tokenizer.load()
@@ -143,7 +143,7 @@ def test_the_validation_shard_never_reaches_the_tokenizer(base, tmp_path):
     assert record(base, "tokenizer-training")["values"]["documents"] == 50
 
 
-def test_tok_eval_fills_its_section_without_any_other_vocabulary(base, unreachable):
+def test_tok_eval_writes_its_section_without_rival_vocabularies(base, unreachable):
     tok_train.main(SMALL)
     tok_eval.main(TokEval())
     found = record(base, "tokenizer-evaluation")
@@ -152,7 +152,7 @@ def test_tok_eval_fills_its_section_without_any_other_vocabulary(base, unreachab
     assert found["provenance"]["inputs"]["tokenizer"] == Tokenizer.load().fingerprint
     assert found["tables"] == []
     for rival in RIVALS:
-        assert found["values"][f"Comparison with {rival}"].startswith("left out")
+        assert found["values"][f"Comparison with {rival}"].startswith("skipped: ")
     tokenizer = Tokenizer.load()
     for kind in KINDS:
         assert found["values"][f"bytes per token, {kind}"] >= 1
@@ -160,17 +160,15 @@ def test_tok_eval_fills_its_section_without_any_other_vocabulary(base, unreachab
     assert found["values"]["bytes per token, news"] == pytest.approx(
         len(news.encode()) / len(tokenizer.encode(news))
     )
-    assert "Comparison with GPT-2: left out" in (base / "report.md").read_text()
+    assert "Comparison with GPT-2: skipped" in (base / "report.md").read_text()
 
 
-def test_B17_a_vocabulary_that_never_comes_is_given_up_in_time(
-    base, listener, monkeypatch, tmp_path
-):
-    no_way_out(monkeypatch, tmp_path, listener)
+def test_B17_hanging_vocabulary_download_times_out(base, listener, monkeypatch, tmp_path):
+    redirect_downloads(monkeypatch, tmp_path, listener)
     monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
     began = time.monotonic()
     found = tok_eval.rival_counts(["a text"])
-    assert found == dict.fromkeys(RIVALS, "left out: no vocabulary in 1 seconds (TimeoutError)")
+    assert found == dict.fromkeys(RIVALS, "skipped: no vocabulary within 1 s (TimeoutError)")
     assert time.monotonic() - began < 30  # most of it is starting two processes
 
 
@@ -178,14 +176,14 @@ def die(*_):
     os._exit(1)
 
 
-def test_B17_a_process_that_dies_is_no_reason_to_stop(monkeypatch):
+def test_B17_crashed_rival_process_does_not_stop_the_script(monkeypatch):
     monkeypatch.setattr(tok_eval, "count_rival", die)
     monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
-    said = "left out: no vocabulary in 1 seconds (TimeoutError)"
-    assert set(tok_eval.rival_counts([]).values()) == {said}
+    reason = "skipped: no vocabulary within 1 s (TimeoutError)"
+    assert set(tok_eval.rival_counts([]).values()) == {reason}
 
 
-def test_the_comparison_is_that_of_the_report_card():
+def test_comparison_table_equals_the_original_report():
     texts = {"news": "n" * 1819, "korean": "k" * 893}
     table = tok_eval.compare("GPT-4", texts, [387, 364], {"news": 371, "korean": 723})
     assert table == {
@@ -206,8 +204,8 @@ def test_the_comparison_is_that_of_the_report_card():
     }
 
 
-def test_the_vocabularies_are_those_of_gpt2_and_gpt4():
-    names = (  # tiktoken's names for two files of gpt2 and one of cl100k_base
+def test_rival_counts_match_gpt2_and_gpt4():
+    names = (  # tiktoken's cache file names: two for gpt2, one for cl100k_base
         "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
         "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
         "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
@@ -215,11 +213,11 @@ def test_the_vocabularies_are_those_of_gpt2_and_gpt4():
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or "/nowhere")
     if not all((cache / name).exists() for name in names):
         pytest.skip("TIKTOKEN_CACHE_DIR holds no vocabularies")
-    # " SolidGoldMagikarp" is one token of GPT-2, and famously none of GPT-4
+    # " SolidGoldMagikarp" is famously one token in GPT-2, but not in GPT-4
     assert tok_eval.rival_counts([" SolidGoldMagikarp"]) == {"GPT-2": [1], "GPT-4": [5]}
 
 
-def test_tokens_that_spell_another_text_are_an_error(base):
+def test_failed_round_trip_raises(base):
     tok_train.main(SMALL)
     tokenizer = Tokenizer.load()
     tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
@@ -228,12 +226,12 @@ def test_tokens_that_spell_another_text_are_an_error(base):
         tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
 
 
-def test_tok_eval_names_the_command_that_makes_what_is_missing(base):
+def test_tok_eval_without_a_tokenizer_names_the_command(base):
     with pytest.raises(MissingInput, match="python -m scripts.tok_train"):
         tok_eval.main(TokEval())
 
 
-def test_sample_texts_have_the_lengths_that_make_ratios_comparable():
+def test_sample_text_lengths_match_the_original_report():
     texts = {kind: path.read_text() for kind, path in tok_eval.SAMPLES.items()}
     sizes = {"news": 1819, "korean": 893, "code": 1259, "math": 1834, "science": 1112}
     assert {kind: len(text.encode()) for kind, text in texts.items()} == {
@@ -242,7 +240,7 @@ def test_sample_texts_have_the_lengths_that_make_ratios_comparable():
     compile(texts["code"], "sample", "exec")
 
 
-def test_flags_are_those_of_the_first_scripts_with_either_dash():
+def test_original_flags_work_with_dashes_and_underscores():
     cfg = parse(TokTrain(), args=["--max-chars=1000", "--doc_cap", "10", "--vocab_size=300"])
     assert (cfg.max_chars, cfg.doc_cap, cfg.vocab_size) == (1000, 10, 300)
     assert (TokTrain().max_chars, TokTrain().doc_cap, TokTrain().vocab_size) == (

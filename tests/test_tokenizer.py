@@ -1,4 +1,4 @@
-"""The tokenizer: its file, its special tokens, its bytes per token."""
+"""The tokenizer: file format, special tokens, bytes per token."""
 
 import json
 import random
@@ -16,7 +16,7 @@ SMALLEST = 256 + len(SPECIAL_TOKENS)
 
 
 def sample_texts() -> list[str]:
-    """Words over letters of one to four bytes, so that merges cut through characters too."""
+    """Words of characters of one to four bytes, so that some merges split characters."""
     rng = random.Random(0)
     alphabets = [
         "etaoin",
@@ -44,16 +44,16 @@ def test_ids_are_bytes_then_merges_then_special_tokens(tokenizer):
     assert tokenizer.decode([591, 104, 105]) == "<|bos|>hi"
 
 
-def test_the_smallest_tokenizer_is_the_bytes_and_the_special_tokens():
+def test_smallest_tokenizer_is_bytes_and_special_tokens():
     tokenizer = Tokenizer.train(["any text"], SMALLEST)
     assert tokenizer.vocab_size == SMALLEST
     assert tokenizer.encode("any") == [97, 110, 121]
 
 
-def test_too_little_text_gives_a_smaller_tokenizer_and_says_so(capsys):
+def test_short_text_yields_smaller_vocabulary_and_message(capsys):
     tokenizer = Tokenizer.train(["abab"], 5000)
     assert tokenizer.vocab_size == SMALLEST + 2
-    assert str(tokenizer.vocab_size) in (said := capsys.readouterr().out) and "5000" in said
+    assert str(tokenizer.vocab_size) in (output := capsys.readouterr().out) and "5000" in output
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,12 +67,12 @@ def test_P5_user_text_never_becomes_a_special_token(tokenizer, pieces):
     assert flat.tolist() == ids
 
 
-def test_P5_not_even_when_the_training_text_is_full_of_their_names():
+def test_P5_special_names_in_training_text_stay_plain_text():
     tokenizer = Tokenizer.train(["<|assistant_start|> " * 100], 320)
     assert all(i < tokenizer.bos_id for i in tokenizer.encode("<|assistant_start|>"))
 
 
-def test_P6_the_same_training_gives_the_same_bytes(tmp_path, tokenizer, monkeypatch):
+def test_P6_training_is_deterministic(tmp_path, tokenizer, monkeypatch):
     texts = sample_texts()
     path = tokenizer.save(tmp_path / "a")
     for num_threads in "13":
@@ -85,13 +85,13 @@ def test_P6_the_same_training_gives_the_same_bytes(tmp_path, tokenizer, monkeypa
     assert list(content) == sorted(content)
 
 
-def test_P6_the_fingerprint_names_the_content(tokenizer):
+def test_P6_fingerprint_depends_on_content(tokenizer):
     assert len(tokenizer.fingerprint) == 16
     assert Tokenizer.train(sample_texts(), 599).fingerprint != tokenizer.fingerprint
     assert Tokenizer.train(sample_texts()[1:], 600).fingerprint != tokenizer.fingerprint
 
 
-def test_a_saved_tokenizer_reads_back_the_same(tmp_path, tokenizer):
+def test_saved_tokenizer_round_trips(tmp_path, tokenizer):
     again = Tokenizer.read(tokenizer.save(tmp_path))
     assert again.fingerprint == tokenizer.fingerprint
     assert again.vocab_size == tokenizer.vocab_size
@@ -100,7 +100,7 @@ def test_a_saved_tokenizer_reads_back_the_same(tmp_path, tokenizer):
     np.testing.assert_array_equal(again.token_bytes(), tokenizer.token_bytes())
 
 
-def test_load_finds_the_tag_or_names_the_command(base, tokenizer):
+def test_load_finds_tag_or_names_the_training_command(base, tokenizer):
     with pytest.raises(MissingInput, match="scripts.tok_train$"):
         Tokenizer.load()
     with pytest.raises(MissingInput, match="tok_train --tokenizer_tag=small"):
@@ -122,7 +122,7 @@ def test_load_finds_the_tag_or_names_the_command(base, tokenizer):
         (lambda content: content.update(pattern="("), r"\("),
     ],
 )
-def test_a_damaged_file_is_a_value_error_that_names_it(tmp_path, tokenizer, change, named):
+def test_damaged_file_raises_with_its_path(tmp_path, tokenizer, change, named):
     path = tokenizer.save(tmp_path)
     content = json.loads(path.read_text())
     change(content)
@@ -132,27 +132,27 @@ def test_a_damaged_file_is_a_value_error_that_names_it(tmp_path, tokenizer, chan
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_json_is_a_value_error_that_names_it(tmp_path):
+def test_file_that_is_not_json_raises_with_its_path(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer.json"):
         Tokenizer.read(tmp_path / "tokenizer.json")
 
 
-def test_wrong_values_are_value_errors_that_name_them(tokenizer):
+def test_invalid_values_raise_with_the_value(tokenizer):
     for attempt, named in [
         (lambda: Tokenizer.train([], SMALLEST - 1), str(SMALLEST - 1)),
         (lambda: Tokenizer.train(["\ud800"], SMALLEST), "surrogates"),
         (lambda: tokenizer.encode("\ud800"), "surrogates"),
         (lambda: tokenizer.encode_flat(["a", "\ud800"]), "text 1"),
-        (lambda: tokenizer.special("<|nobody|>"), "nobody"),
-        (lambda: tokenizer.decode([600]), "600"),
-        (lambda: tokenizer.decode_bytes([-1]), "-1"),
+        (lambda: tokenizer.special("<|unknown|>"), "unknown"),
+        (lambda: tokenizer.decode([600]), "id 600 "),
+        (lambda: tokenizer.decode_bytes([-1]), "id -1 "),
     ]:
         with pytest.raises(ValueError, match=named):
             attempt()
 
 
-def test_flat_arrays_hold_the_texts_one_after_the_other(tokenizer):
+def test_encode_flat_concatenates_texts(tokenizer):
     texts = ["", "eat", "\u4e2d\u4e2d", ""]
     ids, offsets = tokenizer.encode_flat(texts)
     assert ids.dtype == np.uint32 and offsets.dtype == np.int64
@@ -169,7 +169,7 @@ def test_R25_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
     assert lengths[tokenizer.bos_id :].tolist() == [0] * len(SPECIAL_TOKENS)
     rng = random.Random(0)
     for i in range(1000):
-        if i % 2:  # any ids: mostly not UTF-8
+        if i % 2:  # random ids, mostly not UTF-8
             ids = [rng.randrange(tokenizer.bos_id) for _ in range(50)]
             expected = len(tokenizer.decode_bytes(ids))
         else:
@@ -180,20 +180,20 @@ def test_R25_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
         assert lengths[[tokenizer.bos_id, *ids]].sum() == expected
 
 
-def test_B8_bytes_of_a_token_that_is_part_of_a_character_are_counted_raw(tokenizer):
+def test_B8_tokens_of_partial_characters_count_raw_bytes(tokenizer):
     lengths = tokenizer.token_bytes()
     partial = [
         i
         for i in range(256, tokenizer.bos_id)
         if "\ufffd" in tokenizer.decode([i]) and len(tokenizer.decode_bytes([i])) == 2
     ]
-    assert partial, "the sample must give tokens that cut through characters"
-    assert all(lengths[i] == 2 for i in partial)  # their decoded text, re-encoded, would have 3
+    assert partial, "the sample must yield tokens that split characters"
+    assert all(lengths[i] == 2 for i in partial)  # U+FFFD would have 3
     for text in sample_texts():
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
 
 
-def test_P3_the_tiktoken_export_agrees(tokenizer):
+def test_P3_tiktoken_export_agrees(tokenizer):
     export = to_tiktoken(tokenizer)
     assert export.n_vocab == tokenizer.vocab_size
     for name in SPECIAL_TOKENS:

@@ -1,4 +1,4 @@
-"""The loop's promises, on a tiny model and rows that need no disk."""
+"""The training loop, on a tiny model with rows generated in memory."""
 
 import math
 import os
@@ -40,14 +40,14 @@ def rows_of(step, masked=False):
     rng = np.random.default_rng(step)
     ids = rng.integers(0, 32, (ROWS, 1)) + np.arange(T + 1)  # learnable: each token is the next id
     tokens, targets = ids[:, :-1] % 64, ids[:, 1:] % 64
-    if masked:  # uneven: row i counts only its last i + 1 targets
+    if masked:  # uneven: row i keeps only its last i + 1 targets
         for i in range(ROWS):
             targets[i, : T - i - 1] = IGNORE
     return tokens, targets
 
 
 class Measure(Callback):
-    """Calls `evaluate` every fifth step and at the end."""
+    """Evaluates every fifth step and at the end."""
 
     def __init__(self, evaluate):
         self.measure = evaluate
@@ -61,7 +61,7 @@ def falling(step, stopping, last):
 
 
 class Given:
-    """A loader of the rows that a function gives for a step."""
+    """Loader of rows returned by a function of the step."""
 
     identity, batch_tokens, metrics = {}, ROWS * T, {}
 
@@ -112,7 +112,7 @@ def make_run(
     return replace(run, **changes), saved, logged
 
 
-def test_training_learns_a_rule(machine):
+def test_training_learns_the_next_id(machine):
     run, _, logged = make_run(machine, num_steps=60)
     assert run_loop(run, Progress())
     losses = [v["loss"] for _, v in logged if "loss" in v]
@@ -121,7 +121,7 @@ def test_training_learns_a_rule(machine):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_R20_B4_gradients_do_not_depend_on_the_micro_batch(machine, masked):
+def test_R20_B4_gradients_do_not_depend_on_micro_batch_size(machine, masked):
     def gradient(device_rows):
         run, *_ = make_run(machine, device_rows=device_rows, masked=masked)
         seen = {}
@@ -135,7 +135,7 @@ def test_R20_B4_gradients_do_not_depend_on_the_micro_batch(machine, masked):
         assert (gradient(device_rows) - reference).norm() < 1e-5 * reference.norm()
 
 
-def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
+def test_loss_is_the_mean_over_non_ignored_targets(machine):
     run, *_ = make_run(machine, masked=True, device_rows=3)
     tokens, targets = (torch.from_numpy(x) for x in rows_of(0, masked=True))
     want = run.model.loss(tokens, targets).item() / int((targets != IGNORE).sum())
@@ -143,7 +143,7 @@ def test_loss_is_the_mean_over_counted_targets_of_the_whole_step(machine):
 
 
 @pytest.mark.parametrize(("seen", "logged"), [([0, 0], None), ([3, 3], 3), ([0, 1], None)])
-def test_it_is_logged_how_often_the_rows_of_a_step_came_before(machine, seen, logged):
+def test_times_seen_is_logged_if_equal_for_all_rows(machine, seen, logged):
     ids = np.array([[each, 0] for each in seen])
     rows = SimpleNamespace(max_seq_len=T, recipe={}, row_ids=lambda *share: ids)
     rows.batch = lambda *share: rows_of(0)
@@ -152,7 +152,7 @@ def test_it_is_logged_how_often_the_rows_of_a_step_came_before(machine, seen, lo
     assert train_step(run, 0).metrics.get("times_seen") == logged
 
 
-def test_B1_a_step_in_which_nothing_counts_changes_nothing(machine):
+def test_B1_step_with_all_targets_ignored_changes_nothing(machine):
     run, *_ = make_run(machine, rows=lambda s: (rows_of(s)[0], np.full((ROWS, T), IGNORE)))
     before = run.model.embed.weight.detach().clone()
     loss, norm, *_ = train_step(run, 0)
@@ -161,7 +161,7 @@ def test_B1_a_step_in_which_nothing_counts_changes_nothing(machine):
 
 
 def poisoned(machine, bad, **changes):
-    """A run whose loss is NaN in the steps `bad`."""
+    """A run with NaN loss in the steps `bad`."""
     run, saved, logged = make_run(machine, **changes)
     plain_loss, step = run.model.loss, {"now": -1}
 
@@ -173,7 +173,7 @@ def poisoned(machine, bad, **changes):
     return replace(run, loader=Given(rows)), saved, logged
 
 
-def test_R13_a_step_that_is_not_finite_is_skipped_counted_and_named(machine, capsys):
+def test_R13_non_finite_step_is_skipped_and_reported(machine, capsys):
     run, saved, _ = poisoned(machine, {3, 7}, num_steps=12)
     progress = Progress()
     assert run_loop(run, progress)
@@ -183,7 +183,7 @@ def test_R13_a_step_that_is_not_finite_is_skipped_counted_and_named(machine, cap
     assert all(p.isfinite().all() for _, weights in saved for p in weights.values())
 
 
-def test_R13_a_gradient_that_is_not_finite_is_skipped_too(machine):
+def test_R13_non_finite_gradient_is_skipped(machine):
     run, *_ = make_run(machine, num_steps=1)
     run.model.head.weight.register_hook(lambda g: g * math.inf)
     before = [p.detach().clone() for p in run.model.parameters()]
@@ -193,7 +193,7 @@ def test_R13_a_gradient_that_is_not_finite_is_skipped_too(machine):
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
-def test_R13_several_bad_steps_in_a_row_stop_the_run_with_the_last_good_state_saved(machine):
+def test_R13_repeated_bad_steps_abort_with_good_state_saved(machine):
     run, saved, _ = poisoned(machine, {4, 5, 6, 7, 8}, num_steps=12)
     with pytest.raises(NotFinite, match="step 8"):
         run_loop(run, Progress())
@@ -204,7 +204,7 @@ def test_R13_several_bad_steps_in_a_row_stop_the_run_with_the_last_good_state_sa
         assert torch.equal(saved[-1][1][name], p), name
 
 
-def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
+def test_R2_resumed_run_equals_uninterrupted_run_bitwise(machine):
     whole, *_ = make_run(machine, num_steps=240)
     run_loop(whole, Progress())
     first, *_ = make_run(machine, num_steps=240)
@@ -223,7 +223,7 @@ def test_R2_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(machine):
 
 
 class Clock:
-    """A clock of which every step takes a second, and every evaluation and save a hundred."""
+    """Fake clock: a step takes 1 s, an evaluation or save 100 s."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -244,7 +244,7 @@ class Clock:
         return {"rows": self.rows, "evaluate": self.evaluate, "save": self.save, **more}
 
 
-def test_a_budget_of_seconds_counts_steps_alone_and_the_rates_follow_it(machine, monkeypatch):
+def test_time_budget_counts_only_steps_and_drives_schedule(machine, monkeypatch):
     clock = Clock(monkeypatch)
     schedule = ScheduleConfig(warmup_steps=2, warmdown_ratio=0.4, final_lr_frac=0.0)
     changes = clock.changes(max_seconds=20.0, schedule=schedule)
@@ -253,14 +253,14 @@ def test_a_budget_of_seconds_counts_steps_alone_and_the_rates_follow_it(machine,
     assert run_loop(run, progress)
     assert progress.step == 20 and progress.clock_seconds == 20.0
     rates = [v["lr"] for _, v in logged if "lr" in v]
-    # up in two steps (the first knows no pace yet), flat to 60% of the budget, down to its end
+    # two warmup steps (no pace is known at first), flat to 60% of the budget, decay to its end
     want = [min((s + 1) / 2, 1.0, (20 - s) / 8) for s in range(20)]
     np.testing.assert_allclose(rates, want)
     assert [v["last"] for _, v in logged if "last" in v] == [0.0, 0.0, 0.0, 1.0]  # 5, 10, 15, end
     assert [v["seconds_left"] for _, v in logged if "lr" in v][-2:] == [1.0, 0.0]
 
 
-def test_a_run_resumed_on_a_budget_trains_what_is_left_of_it(machine, monkeypatch):
+def test_resumed_run_trains_for_the_remaining_time_budget(machine, monkeypatch):
     clock = Clock(monkeypatch)
     run, *_ = make_run(machine, num_steps=500, **clock.changes(max_seconds=12.0))
     progress = Progress(step=6, clock_seconds=9.0, loss_average=1.0)
@@ -268,18 +268,18 @@ def test_a_run_resumed_on_a_budget_trains_what_is_left_of_it(machine, monkeypatc
     assert progress.step == 9 and progress.clock_seconds == 12.0
 
 
-def test_the_steps_asked_for_end_a_run_within_its_budget(machine, monkeypatch):
+def test_num_steps_can_end_a_run_before_its_time_budget(machine, monkeypatch):
     clock = Clock(monkeypatch)
     run, *_ = make_run(machine, num_steps=7, **clock.changes(max_seconds=100.0))
     progress = Progress()
     assert run_loop(run, progress) and progress.step == 7
 
 
-def test_a_run_ends_with_the_average_of_its_weights(machine):
+def test_run_ends_with_averaged_weights(machine):
     run, saved, _ = make_run(machine, num_steps=6)
     named = dict(run.model.named_parameters())
     averaged = {n: p.detach().clone() for n, p in named.items()}
-    keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # little at first, then its share
+    keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # warms up to ema_decay
     table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = AveragingMuonAdamW(run.model, table, machine, ema_decay=0.4)
 
@@ -295,7 +295,7 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
         torch.testing.assert_close(p.detach(), averaged[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(saved[-1][1][name], p.detach())
     assert set(optimizer.state_dict()) >= {f"{name}.average" for name in named}
-    assert run_loop(run, progress)  # measures again, trains nothing
+    assert run_loop(run, progress)  # only evaluates again
     with pytest.raises(UsageError, match="ended after step 6"):
         run_loop(replace(run, num_steps=9), progress)
 
@@ -303,7 +303,7 @@ def test_a_run_ends_with_the_average_of_its_weights(machine):
 def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     saving = SavingConfig(resume="auto")
     found = []
-    for seed in (0, 1):  # of the new weights; the rows are the same
+    for seed in (0, 1):  # of the new weights
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
         table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
@@ -322,8 +322,8 @@ def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     assert all(torch.equal(p, saved[name]) for name, p in first.items())
 
 
-def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
-    """Gradients are those at the weights put in place; the update moves the weights themselves."""
+def test_quantized_weights_are_restored_before_the_update(machine):
+    """Gradients are computed at quantized weights; the update applies to the original ones."""
     run, *_ = make_run(machine, num_steps=1)
     named = dict(run.model.named_parameters())
     start = {n: p.detach().clone() for n, p in named.items()}
@@ -350,7 +350,7 @@ def test_what_the_forward_pass_sees_is_put_back_before_the_update(machine):
     assert all(torch.equal(p, start[name]) for name, p in moved.items())
 
 
-def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
+def test_B12_checkpoint_is_saved_before_the_final_evaluation(machine):
     order = []
     run, *_ = make_run(
         machine,
@@ -362,7 +362,7 @@ def test_B12_the_checkpoint_exists_before_the_last_evaluation_starts(machine):
     assert order == ["save", "evaluate"]
 
 
-def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
+def test_R7_signal_saves_and_stops_within_two_steps(machine):
     run, saved, logged = make_run(machine, num_steps=1000)
 
     def log(step, values):
@@ -372,11 +372,11 @@ def test_R7_a_signal_saves_and_stops_within_two_steps(machine):
 
     progress = Progress()
     assert not run_loop(replace(run, log=log), progress)
-    assert saved[-1][0] == progress.step == 5  # the step at hand is left, to be done again
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the handler went with the loop
+    assert saved[-1][0] == progress.step == 5  # the current step is dropped
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the loop restores the handler
 
 
-def test_R7_a_signal_ends_the_wait_for_rows_that_are_still_being_packed(machine):
+def test_R7_signal_ends_the_wait_for_rows_being_packed(machine):
     def rows(step):
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -388,7 +388,7 @@ def test_R7_a_signal_ends_the_wait_for_rows_that_are_still_being_packed(machine)
 
 
 @pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])
-def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
+def test_R7_signal_aborts_a_long_evaluation(machine, when, saved_step):
     def evaluate(step, stopping, last):
         if step == when:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -402,7 +402,7 @@ def test_R7_a_signal_ends_a_long_evaluation_too(machine, when, saved_step):
     assert when not in [step for step, values in logged if "val_bpb" in values]
 
 
-def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(machine, capsys):
+def test_R17_final_evaluation_oom_reports_the_saved_model(machine, capsys):
     saved = []
 
     def evaluate(step, stopping, last):
@@ -414,13 +414,13 @@ def test_R17_out_of_memory_in_the_last_evaluation_tells_that_the_model_is_saved(
         evaluate=evaluate,
         save=lambda progress, final: saved.append(progress.step),
     )
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         run_loop(run, Progress())
-    assert left.value.code == UNEVALUATED != PREEMPTED and saved == [3]
+    assert caught.value.code == UNEVALUATED != PREEMPTED and saved == [3]
     assert "--resume=auto" in capsys.readouterr().out
 
 
-def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
+def test_R17_evaluation_oom_retries_with_fewer_rows():
     tried = []
 
     class Greedy(Evaluator):
@@ -437,13 +437,13 @@ def test_R17_an_evaluation_out_of_memory_goes_on_with_fewer_rows():
     assert evaluator.evaluate(5, lambda: False, False) == {"val_bpb": 1.0}
     assert tried == [16, 8, 4, 2]
     evaluator.evaluate(9, lambda: False, True)
-    assert tried[4:] == [2]  # what fits is remembered
+    assert tried[4:] == [2]  # keeps the size that fit
     evaluator.fits = 0
     with pytest.raises(torch.OutOfMemoryError):
         evaluator.evaluate(10, lambda: False, False)
 
 
-def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
+def test_smallest_and_last_validation_values_are_tracked(machine):
     run, _, logged = make_run(machine, num_steps=12)
     progress = Progress()
     run_loop(run, progress)
@@ -451,7 +451,7 @@ def test_the_smallest_and_the_last_validation_value_are_remembered(machine):
     assert [s for s, v in logged if "val_bpb" in v] == [5, 10, 12]
 
 
-def test_clipping_bounds_the_gradient_that_is_applied(machine):
+def test_clipping_bounds_the_applied_gradient(machine):
     run, *_ = make_run(machine, grad_clip=1e-3)
     scales = []
     run.optimizer.step = lambda lr, momentum, decay, scale: scales.append(scale)
@@ -459,7 +459,7 @@ def test_clipping_bounds_the_gradient_that_is_applied(machine):
     assert norm * scales[0] == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_what_is_pinned_for_a_copy_is_contiguous(monkeypatch):
+def test_pinned_arrays_are_contiguous(monkeypatch):
     pinned = []
 
     class Copied:
@@ -475,11 +475,11 @@ def test_what_is_pinned_for_a_copy_is_contiguous(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_B7_a_batch_stays_itself_while_the_cpu_runs_ahead_of_the_copy():
+def test_B7_async_copy_does_not_overwrite_pinned_batch():
     device = torch.device("cuda")
     busy = torch.randn(8192, 8192, device=device)
     for _ in range(20):
-        busy = busy @ busy / 100  # keeps the queue full, so that copies wait in it
+        busy = busy @ busy / 100  # keeps the stream busy, so that copies queue up
     copies = []
     for step in range(50):
         copies.append(to_device(np.full((64, 1024), step), device))

@@ -1,4 +1,4 @@
-"""scripts/train_aqua.sh: the run of the seed report, on small cuts of the real data."""
+"""scripts/train_aqua.sh: the run of the seed report, on small subsets of the real data."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def test_the_model_has_the_parameters_of_the_seed_report():
+def test_aqua_model_has_the_seed_report_parameter_count():
     script = (REPOSITORY / "scripts" / "train_aqua.sh").read_text()
     vocab_size = int(re.findall(r"--vocab_size=(\d+)", script)[0])
     depth = int(re.findall(r"depth=(\d+)", script)[0])
@@ -30,13 +30,13 @@ def test_the_model_has_the_parameters_of_the_seed_report():
 
 
 @pytest.mark.parametrize("script", sorted(REPOSITORY.glob("scripts/*.sh"), key=str))
-def test_the_scripts_that_train_are_executable(script):
+def test_training_scripts_are_executable(script):
     assert os.access(script, os.X_OK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_train_aqua_scores_core_and_all_254_questions(hub, tmp_path, monkeypatch):
+def test_train_aqua_evaluates_core_and_all_254_questions(hub, tmp_path, monkeypatch):
     with hub_served(hub, monkeypatch) as serve:
         serve(small_hub(hub, tmp_path / "hub", whole=("deepmind/aqua_rat",)))
         env = {

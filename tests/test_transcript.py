@@ -1,4 +1,4 @@
-"""What a reader is shown while a model speaks."""
+"""Display of answers during generation."""
 
 import io
 import subprocess
@@ -19,7 +19,7 @@ from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_cli import Chat, ChatCli
 
-TOKENIZER = Tokenizer.train(["what is it"], 265)  # bytes: every other character is split
+TOKENIZER = Tokenizer.train(["what is it"], 265)  # bytes only: all non-ASCII characters are split
 PARTS = [
     {"type": "text", "text": "h\u00f6 "},
     {"type": "python", "text": "6*7"},
@@ -28,7 +28,7 @@ PARTS = [
 ]
 
 
-def test_parts_come_back_as_they_were_rendered():
+def test_transcript_restores_the_rendered_parts():
     question = {"role": "user", "content": "?"}
     ids, _ = render(TOKENIZER, [question, {"role": "assistant", "content": PARTS}])
     start = ids.index(TOKENIZER.special("<|assistant_start|>")) + 1
@@ -40,7 +40,7 @@ def test_parts_come_back_as_they_were_rendered():
 
 
 @given(st.text())
-def test_V8_a_character_is_shown_whole_or_not_at_all(text):
+def test_V8_characters_are_never_shown_partially(text):
     text = text.encode(errors="replace").decode()
     transcript = Transcript(TOKENIZER)
     shown = [piece for token in TOKENIZER.encode(text) for piece in transcript.add(token)]
@@ -48,7 +48,7 @@ def test_V8_a_character_is_shown_whole_or_not_at_all(text):
     assert "".join(part["text"] for part in transcript.parts) == text
 
 
-def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
+def test_incomplete_bytes_end_as_a_replacement_character():
     transcript = Transcript(TOKENIZER)
     assert transcript.add("\u00f6".encode()[0]) == []
     assert transcript.close() == [("text", "\ufffd")]
@@ -73,13 +73,13 @@ def test_S13_control_characters_are_printed_as_escapes():
 
 
 @pytest.mark.parametrize("text", LEGITIMATE)
-def test_S13_legitimate_text_is_printed_as_it_is(text):
+def test_S13_legitimate_text_is_printed_unchanged(text):
     assert printable(text) == text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(("said", "shown"), [(HOSTILE, SHOWN), *((t, t) for t in LEGITIMATE)])
-def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
+def test_S13_chat_escapes_control_characters_in_answers(terminal, said, shown):
     out = io.StringIO()
     answer = SimpleNamespace(finish=None, ids=[])
 
@@ -100,7 +100,7 @@ def test_S13_chat_prints_what_a_model_says_as_text(terminal, said, shown):
     assert out.getvalue() == (shown.replace("\t", "        ") if terminal else shown) + "\n"
 
 
-def test_S13_errors_and_tracebacks_print_names_as_text(tmp_path):
+def test_S13_errors_and_tracebacks_escape_names(tmp_path):
     folder = str(tmp_path / "\x1b[2J\u202e")
     command = [sys.executable, "-m", "scripts.report", f"--report_dir={folder}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
@@ -116,7 +116,7 @@ def test_S13_errors_and_tracebacks_print_names_as_text(tmp_path):
     assert "\x1b" not in done.stderr and "\u202e" not in done.stderr
 
 
-def test_S13_logs_print_values_and_names_as_text(tmp_path, capsys):
+def test_S13_logs_escape_values_and_names(tmp_path, capsys):
     with RunLog(tmp_path) as log:
         log.log(0, {"note": HOSTILE})
     out = capsys.readouterr().out

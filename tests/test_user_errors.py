@@ -1,4 +1,4 @@
-"""What a user does wrong ends with the value and the fix, without a traceback."""
+"""User errors print the wrong value and a fix, without a traceback."""
 
 import errno
 import json
@@ -29,17 +29,17 @@ BAD_FLAGS = [
     ),
     ("tok_train --vocab_size=many", "many", "--help"),
     ("tok_train --max_chars=0", "max_chars must be at least 1, got 0", "at least 1"),
-    ("tok_train --dataset=", "--dataset=: a repository", "a local folder"),
+    ("tok_train --dataset=", "--dataset=: a Hub repository", "a local folder"),
     ("tok_train --tokenizer_tag=../x", "--tokenizer_tag=../x", "use letters"),
     ("tok_train --tokenizer_tag=/x", "--tokenizer_tag=/x", "use letters"),
     (
         "tok_train --dataset=embedded --vocab_size=300 --max_chars=5000 --report_dir={file}",
         "{file}",
-        "name another path",
+        "use another path",
     ),
     ("tok_train --mixture=a=?", "'a=?' in the mixture", "name[:source]"),
     ("tok_train --mixture={file}", "{file} is not valid JSON", "correct or delete it"),
-    ("tok_train --mixture={types}", "a has {'dataset': 5}", "the others are strings"),
+    ("tok_train --mixture={types}", "a has invalid {'dataset': 5}", "with string values"),
     ("tok_eval --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("data --tokenizer_tag=none", "no tokenizer 'none'", "python -m scripts.tok_train"),
     ("base_train --detph=2", "--detph", "did you mean --depth?"),
@@ -67,41 +67,41 @@ BAD_FLAGS = [
     ("export --source=mid", "no checkpoint in", "scripts.mid_train"),
     ("lab.merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
     ("report --hourly_rate=-5", "hourly_rate must be at least 0, got -5.0", "at least 0"),
-    ("report --report_dir={none}", "no stage has left a record", "bash speedrun.sh"),
+    ("report --report_dir={none}", "no records in", "bash speedrun.sh"),
 ]
 
 
-@pytest.mark.parametrize("line, said, fix", BAD_FLAGS, ids=[line for line, _, _ in BAD_FLAGS])
-def test_a_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line, said, fix):
+@pytest.mark.parametrize("line, value, fix", BAD_FLAGS, ids=[line for line, _, _ in BAD_FLAGS])
+def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line, value, fix):
     file, types = tmp_path / "words.json", tmp_path / "types.json"
     file.write_text("just words")
     types.write_text(json.dumps({"mixture": "a", "buckets": {"a": {"dataset": 5}}}))
-    places = {"{file}": file, "{types}": types, "{none}": tmp_path / "none"}
-    for name, path in places.items():
-        line, said = line.replace(name, str(path)), said.replace(name, str(path))
+    paths = {"{file}": file, "{types}": types, "{none}": tmp_path / "none"}
+    for name, path in paths.items():
+        line, value = line.replace(name, str(path)), value.replace(name, str(path))
     text = command.rejects(*line.split())
-    assert said in text and fix in text
+    assert value in text and fix in text
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, problem",
     [
-        ('{"role": "user"}', "line 1: neither a list of messages"),
+        ('{"role": "user"}', "line 1: expected a list of messages"),
         ("words", "line 1: not JSON"),
-        ("", "holds no conversation"),
+        ("", "contains no conversations"),
     ],
 )
-def test_bad_conversations_are_named_without_a_traceback(trained, command, tmp_path, line, said):
+def test_bad_conversation_file_is_named_with_the_problem(trained, command, tmp_path, line, problem):
     own = tmp_path / "own.jsonl"
     own.write_text(line)
     text = command.rejects("mid_train", f"--mixture=jsonl:{own}", "--model_tag=one")
-    assert str(own) in text and said in text
+    assert str(own) in text and problem in text
     text = command.rejects("mid_train", f"--mixture=jsonl:{own}x", "--model_tag=one")
     assert f"{own}x: no such file" in text
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "words", '{"format": 1}'])
-def test_a_damaged_tokenizer_is_named_without_a_traceback(base, command, content):
+def test_damaged_tokenizer_is_named_without_a_traceback(base, command, content):
     path = base / "tokenizer" / "main" / "tokenizer.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -110,7 +110,7 @@ def test_a_damaged_tokenizer_is_named_without_a_traceback(base, command, content
         assert str(path) in text and "python -m scripts.tok_train" in text
 
 
-def test_a_full_disk_is_named_without_a_traceback(command, monkeypatch):
+def test_full_disk_is_reported_without_a_traceback(command, monkeypatch):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -119,17 +119,17 @@ def test_a_full_disk_is_named_without_a_traceback(command, monkeypatch):
     assert "No space left on device" in text and "NANOCHAT_BASE_DIR to a larger disk" in text
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
-def test_an_unusable_base_directory_is_named(command, monkeypatch, tmp_path, place):
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/none"])
+def test_unusable_base_directory_is_named(command, monkeypatch, tmp_path, folder):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / place))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / folder))
     text = command.rejects("tok_train", *TEXT)
-    assert str(tmp_path / place) in text
-    fixes = ("name another path", "NANOCHAT_BASE_DIR", "check the path")
+    assert str(tmp_path / folder) in text
+    fixes = ("use another path", "NANOCHAT_BASE_DIR", "check the path")
     assert any(fix in text for fix in fixes)
 
 
-def test_an_interrupt_ends_without_a_traceback(command, monkeypatch):
+def test_interrupt_exits_without_a_traceback(command, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -146,13 +146,13 @@ def test_an_interrupt_ends_without_a_traceback(command, monkeypatch):
         (lambda *_, **__: {}["x"], KeyError),
     ],
 )
-def test_an_internal_fault_keeps_its_traceback(command, monkeypatch, fault, kind):
+def test_internal_error_keeps_its_traceback(command, monkeypatch, fault, kind):
     monkeypatch.setattr(Tokenizer, "train", fault)
     with pytest.raises(kind):
         command("tok_train", *TEXT)
 
 
-def test_pretraining_ends_with_its_checkpoint_and_the_next_command(base, command):
+def test_pretraining_prints_its_checkpoint_and_the_next_command(base, command):
     text = command.works("tok_train", *TEXT, "--vocab_size=2000", "--tokenizer_tag=own")
     assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
     evaluation = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
@@ -161,12 +161,12 @@ def test_pretraining_ends_with_its_checkpoint_and_the_next_command(base, command
     assert text.rstrip().endswith(
         f"checkpoint: {folder}\nnext: python -m scripts.mid_train --model_tag=d1"
     )
-    # one estimate of the time; where most parameters are embeddings, the screen says so
+    # one time estimate; with mostly embedding parameters, their number is printed
     assert text.count(" of training") == 1 and "M in embeddings and head)" in text
 
 
 @pytest.mark.slow
-def test_every_stage_ends_with_its_checkpoint_and_the_next_command(base, command):
+def test_every_stage_prints_the_next_command(base, command):
     command.works("tok_train", *TEXT, "--vocab_size=512")
     command.works("base_train", *RUN, *"--eval_tokens=64 --sample_every=0".split())
     talk = "--mixture=world_chat=20 --num_iterations=1 --eval_tokens=64 --no-compile".split()

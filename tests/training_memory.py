@@ -1,9 +1,9 @@
 """
-What a training holds on its GPU beside what was stated, for the tests of memory.
+Measure the peak GPU memory of training against the stated memory, for the memory tests.
 
     python -m tests.on_null_gpu tests.training_memory --depth=24 --compile=1 -> one line of JSON
 
-The sizes are those of a real run: rows of 2,048 tokens, 32,768 token ids, 64 rows in a step.
+Sizes of a real run: rows of 2,048 tokens, vocabulary size 32,768, 64 rows per step.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
 
 def run_of(model: GPT, optimizer: MuonAdamW, machine: DistContext, compiled: bool) -> TrainingRun:
-    """A run of three steps over random rows."""
+    """A run of three steps on random rows."""
     rng = np.random.default_rng(0)
     loader = Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda")
     loader.batch_tokens = ROWS * T
@@ -47,7 +47,7 @@ def run_of(model: GPT, optimizer: MuonAdamW, machine: DistContext, compiled: boo
 
 
 def train(run: TrainingRun) -> int:
-    """Train; returns the peak of allocated bytes."""
+    """Train; returns peak allocated bytes."""
     torch.cuda.reset_peak_memory_stats()
     for step in range(run.num_steps):
         train_step(run, step)
@@ -55,7 +55,7 @@ def train(run: TrainingRun) -> int:
 
 
 def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
-    """Bytes stated and reached by a new model of this depth, and what its preparations leave."""
+    """Stated, peak and leaked bytes, among others, for a new model of this depth."""
     machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
     tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))
@@ -89,5 +89,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name, default in (("--depth", 2), ("--compile", 0), ("--preparations", 1)):
         parser.add_argument(name, type=int, default=default)
-    asked = parser.parse_args()
-    print(json.dumps(measure(asked.depth, bool(asked.compile), asked.preparations)))
+    args = parser.parse_args()
+    print(json.dumps(measure(args.depth, bool(args.compile), args.preparations)))

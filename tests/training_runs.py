@@ -1,4 +1,4 @@
-"""Trainings as processes of their own, alone or under torchrun, on a base directory they share."""
+"""Run trainings as subprocesses, alone or under torchrun, on a shared base directory."""
 
 import os
 import socket
@@ -21,36 +21,36 @@ TRAIN = ["-m", "scripts.base_train"]
 
 
 def torchrun(processes: int, *flags: str) -> list[str]:
-    """The words in front of `-m module`: none for one process."""
+    """Arguments in front of `-m module`; none for one process."""
     if processes == 1:
         return []
     alone = ["--standalone", f"--nproc_per_node={processes}"]
     return ["-m", "torch.distributed.run", *alone, *flags]
 
 
-# of torchrun's on several nodes: what the README and dev/launch/slurm.sh say, too
+# for torchrun on several nodes, as in the README and dev/launch/slurm.sh
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def node(port: int, number: int, nodes: str = "2", *flags: str) -> list[str]:
-    """torchrun's words for one of several nodes of one process each, which meet on loopback."""
-    meeting = (
+    """torchrun arguments of one of several single-process nodes, with rendezvous on loopback."""
+    rendezvous = (
         f"is_host={int(number == 0)},join_timeout=120,last_call_timeout=3,keep_alive_interval=1"
     )
     return [
         "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc_per_node=1",
         "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test",
-        f"--rdzv_conf={meeting}", "--local_addr=127.0.0.1", *flags,
+        f"--rdzv_conf={rendezvous}", "--local_addr=127.0.0.1", *flags,
     ]  # fmt: skip
 
 
 def environment(base: Path) -> dict[str, str]:
-    """One thread per process: results then do not depend on how busy the machine is."""
+    """Environment with one thread per process, so that results do not depend on the load."""
     return {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
 
 
 def python(base: Path, *words: str) -> str:
-    """What a process prints that must succeed."""
+    """Run a process that must succeed and return its output."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
@@ -60,7 +60,7 @@ def python(base: Path, *words: str) -> str:
 
 
 def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """A process under way, in a group of its own; its lines, errors too, are to be read."""
+    """Start a process in its own group; stdout and stderr share one pipe."""
     return subprocess.Popen(
         [sys.executable, *words], cwd=REPOSITORY, env={**environment(base), **variables},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -68,18 +68,18 @@ def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def read_until_step(process: subprocess.Popen[str], step: int) -> str:
-    """What a training prints until it has logged `step`."""
+    """The output of a training until it has logged `step`."""
     assert process.stdout is not None
     text = ""
     for line in process.stdout:
         text += line
         if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= step:
             return text
-    raise AssertionError(f"it ended before step {step}:\n{text[-3000:]}")
+    raise AssertionError(f"exited before step {step}:\n{text[-3000:]}")
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """An unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -107,7 +107,7 @@ def same_weights(base: Path, one: str, other: str, step: int = STEPS) -> bool:
 
 
 def prepare(base: Path) -> None:
-    """Rows of the embedded world, and the same run by one process (one) and by two (two)."""
+    """Pack rows of the embedded world and train on one process (tag `one`) and two (`two`)."""
     text = ["--dataset=embedded", "--num_shards=1"]
     python(base, "-m", "scripts.tok_train", *text, "--vocab_size=512")
     python(base, "-m", "scripts.data", *text, "--max_seq_len=32")

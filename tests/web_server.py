@@ -1,4 +1,4 @@
-"""A chat server in a thread of the test, on a free port of loopback, with a tiny model."""
+"""Runs a chat server with a tiny model in a thread, on a free loopback port."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass
 class Site:
-    """A running server. `client` is httpx's, with its address as base."""
+    """A running server. `client`: httpx client with the server's base URL."""
 
     url: str
     server: Server
@@ -66,7 +66,7 @@ class Site:
         return answered.json()["choices"][0]["message"]["content"]
 
     def stream(self, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
-        """The events of a streamed answer, without the last one."""
+        """Events of a streamed response, without the final [DONE]."""
         body.setdefault("messages", HELLO)
         if path == "/v1/completions":
             del body["messages"]
@@ -78,7 +78,7 @@ class Site:
         return [json.loads(line) for line in found]
 
     def is_idle(self) -> bool:
-        """No slot is taken, nothing waits, nothing is remembered of a request."""
+        """Whether no slot is used, the queue is empty and no request state is left."""
         engine, worker = self.engine, self.worker
         return not (
             engine.busy or any(engine.cache.lengths) or worker.owners or worker.load or worker.inbox
@@ -87,18 +87,18 @@ class Site:
     def seconds_until_idle(self, patience: float = 60.0) -> float:
         started = time.perf_counter()
         while not self.is_idle():
-            assert time.perf_counter() - started < patience, "the server is still at work"
+            assert time.perf_counter() - started < patience, "the server is still busy"
             time.sleep(0.002)
         return time.perf_counter() - started
 
     def raw(self) -> socket.socket:
-        """A connection to speak HTTP on by hand."""
+        """A raw socket connected to the server."""
         host, port = self.url.removeprefix("http://").split(":")
         return socket.create_connection((host, int(port)), timeout=60)
 
 
 def post(path: str, body: Any, *more: str) -> bytes:
-    """An HTTP request as bytes."""
+    """A POST request as bytes; `more`: further header lines."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head += [f"Content-Length: {len(data)}", *more]
@@ -106,7 +106,7 @@ def post(path: str, body: Any, *more: str) -> bytes:
 
 
 def write_model(name: str = "sft:tiny", context: int = 256, **changes: Any) -> None:
-    """A tiny untrained model that knows bytes, as a checkpoint."""
+    """Save a tiny untrained byte-level model as a checkpoint."""
     tokenizer = Tokenizer.train(["a b"], 265)
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=context, **changes)
     write_checkpoint(name, cfg, tokenizer)
@@ -127,7 +127,7 @@ def serving(
     port: int = 0,
     **settings: Any,
 ) -> Iterator[Site]:
-    """Serve a checkpoint that was written; `endless`: its answers end only at their limit."""
+    """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
     tool = tools or Tools()
     library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
@@ -151,18 +151,18 @@ def serving(
 
 
 def product(site: Site) -> list[int]:
-    """A call of the tool, 6*7, and its answer, as tokens."""
+    """Token ids of the tool call 6*7 and its result."""
     special, encode = site.tokenizer.special, site.tokenizer.encode
     call = [special("<|python_start|>"), *encode("6*7"), special("<|python_end|>")]
     return [*call, special("<|output_start|>"), *encode("42"), special("<|output_end|>")]
 
 
 def says(patch: pytest.MonkeyPatch, site: Site, tokens: Sequence[int]) -> None:
-    """Let the default model's answers be these tokens; forced ones (a tool's answer) count too."""
+    """Make the default model generate these tokens, including injected ones (tool results)."""
     script = list(tokens)
 
     def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
-        if len(site.engine.active) != len(logits):  # another model's
+        if len(site.engine.active) != len(logits):  # a step of another model
             return plain(logits, settings, uniform)
         return [script[min(len(row.ids), len(script) - 1)] for row in site.engine.active]
 

@@ -1,10 +1,10 @@
 """
-The speed of generation: tokens per second of prefill and of decoding.
+Benchmark generation: prefill and decode throughput in tokens per second.
 
     shape -> untrained model -> random prompts -> tokens/s of prefill and decode, by batch size
 
-transformers generates with the same weights, exported, in turn with us. The time does not depend on
-which tokens are generated, so this needs neither data nor a trained model.
+Our engine and transformers alternate, using the same exported weights. Timing does not depend on
+token values, so this needs neither data nor a trained model.
 """
 
 import statistics
@@ -29,15 +29,15 @@ PEER = "transformers"
 PROMPT_TOKENS = 128
 NEW_TOKENS = 128
 BATCHES = (1, 8, 64)
-USERS = (16, 64, 256)  # requests at once, to 64 slots
+USERS = (16, 64, 256)  # concurrent requests to 64 slots
 TOP_K = 50
 
-# Ids of prompts, tokens of each answer -> seconds of a peer's generation
+# Prompt token ids, tokens per answer -> seconds that a peer takes to generate
 Generate = Callable[[Sequence[Sequence[int]], int], float]
 
 
 class EngineTimes(NamedTuple):
-    """Seconds until all prompts have their first token, and for the tokens after."""
+    """Seconds until all prompts have their first token, and for the remaining tokens."""
 
     first: float
     rest: float
@@ -51,8 +51,8 @@ def bench_engine(
     peer: Callable[[GPT, Tokenizer, DistContext], Generate] | None = None,
 ) -> None:
     """
-    Prefill and decode by batch, ragged prompts, and many users. `peer` returns another library's
-    generation with the same weights.
+    Time prefill and decode by batch size, ragged prompts, and many users. `peer` builds another
+    library's generate function with the same weights.
     """
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     model = for_inference(plain)
@@ -63,16 +63,16 @@ def bench_engine(
     found.note(
         f"Generation: depth {cfg.n_layer}, width {cfg.d_model}, {read / 2**20:,.0f} MiB of weights "
         f"in {str(machine.dtype).removeprefix('torch.')}; prompts of {PROMPT_TOKENS} tokens, "
-        f"answers of {NEW_TOKENS}, top_k {TOP_K}. Our step is compiled where it does not say "
-        "eager, as with --compile_engine=True and by default on a GPU and in long runs of RL and "
-        "evaluation; chat on a CPU is eager, and so is transformers' generate. The ceiling is to "
-        f"read weights and cache once a step at {read_rate / 1e9:.0f} GB/s, which caches of the "
-        "processor may exceed"
+        f"answers of {NEW_TOKENS}, top_k {TOP_K}. Our decode step is compiled unless marked "
+        "eager, as with --compile_engine=True and by default on GPUs and in long RL and "
+        "evaluation runs; chat on a CPU and transformers' generate are eager. Ceiling: reading "
+        f"weights and KV cache once per step at {read_rate / 1e9:.0f} GB/s, which CPU caches "
+        "may exceed"
     )
 
     def engine_of(slots: int, compiled: bool = True) -> Engine:
         engine = Engine(model, tokenizer, slots, PROMPT_TOKENS + NEW_TOKENS, compiled=compiled)
-        engine.ends = set()  # every answer has its full length
+        engine.ends = set()  # every answer has full length
         return engine
 
     def time_peer(generate: Generate, prompts: list[list[int]], new_tokens: int) -> EngineTimes:
@@ -101,7 +101,7 @@ def bench_engine(
         found.line(Line(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other))
         if batch == 1:
             milliseconds = 1e3 * statistics.median(t.first for t in times)
-            found.note(f"Generation: first token after {milliseconds:.1f} ms at batch 1")
+            found.note(f"Generation: time to first token {milliseconds:.1f} ms at batch 1")
         step = statistics.median(t.rest for t in times) / (NEW_TOKENS - 1)
         axis, megabytes = "sequences: a step of generation", engine.cache.nbytes / 2**20
         found.points.append(Point(axis, batch, step, megabytes))
@@ -124,11 +124,11 @@ def bench_engine(
         seconds = [sum(time_answers(engine, prompts, lengths)) for _ in range(repeats)]
         axis = "users asking at once, 64 slots: all answers"
         found.points.append(Point(axis, users, statistics.median(seconds)))
-    print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB at its peak")
+    print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB peak")
 
 
 def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths, all different."""
+    """Random prompts of the given lengths."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(250, (n,), generator=generator).tolist() for n in lengths]
 
@@ -136,7 +136,7 @@ def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
 def time_answers(
     engine: Engine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> EngineTimes:
-    """Answer all prompts together, each with its number of tokens."""
+    """Time the batched generation of answers with the given numbers of tokens."""
     for prompt, length in zip(prompts, lengths, strict=True):
         engine.submit(prompt, Sampling(length, top_k=TOP_K))
     started = time.perf_counter()

@@ -1,9 +1,9 @@
 """
-The speed of few-shot evaluation: items scored per second.
+Benchmark few-shot evaluation: items scored per second.
 
-    shape -> untrained model, items of the built-in suite -> the same ids for us and a peer
+    shape -> untrained model, items of the built-in suite -> same token ids for us and a peer
 
-The time does not depend on what a model knows, so this needs no checkpoint.
+Timing does not depend on the weights, so this needs no checkpoint.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from tasks.world.suite import suite
 
 PATH = "Few-shot evaluation"
 ITEMS = 200
-BATCH = 32  # options per batch of the peer: its best of 16 to 128
+BATCH = 32  # options per batch for the peer; its fastest of 16 to 128
 
-# Questions -> seconds, and the nats of every option
+# Questions -> seconds, loss (nats) of every option
 Score = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
 
 
@@ -34,7 +34,7 @@ def bench_evaluation(
     found: Findings,
     peer: Callable[[GPT, Tokenizer, DistContext, int], Score] | None = None,
 ) -> None:
-    """Score the largest task of each kind of item; `peer` returns another library's scorer."""
+    """Time the largest task of each kind; `peer` builds another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)

@@ -1,10 +1,10 @@
 """
-Peers from the package index: transformers and EleutherAI's harness.
+Peer libraries for benchmarks: transformers and EleutherAI's lm-evaluation-harness.
 
     GPT, Tokenizer -> exported -> their model -> their training step, generation, scoring
 
-They get the same weights, in the plain architecture that transformers has itself, so that what runs
-is their own code. Needs the packages of the group `interop`.
+They use the same weights in a plain architecture that transformers implements natively, so only
+their own code runs. Requires the dependency group `interop`.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ from nanochat.tokenizer import Tokenizer
 
 
 def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
-    """The same weights as transformers' own model."""
+    """Load the weights into a native transformers model."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loader: Any = AutoModelForCausalLM
@@ -37,7 +37,7 @@ def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
 
 
 def generation(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Generate:
-    """For `bench_engine`: transformers' generate, with prompts padded on the left."""
+    """For `bench_engine`: transformers' generate with left-padded prompts."""
     theirs = exported(model, tokenizer, machine.dtype).eval()
     theirs.generation_config.eos_token_id = None
     options = {"do_sample": True, "top_k": TOP_K, "pad_token_id": 0}
@@ -60,7 +60,7 @@ def generation(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Genera
 def training(
     model: GPT, tokenizer: Tokenizer, machine: DistContext, compiled: bool
 ) -> Callable[[torch.Tensor], float]:
-    """A training step of transformers' model with PyTorch's AdamW: ids (B, T + 1) -> seconds."""
+    """A training step of the transformers model with PyTorch AdamW: ids (B, T + 1) -> seconds."""
     theirs = exported(model, tokenizer, torch.float32).train()
     theirs.config.use_cache = False
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
@@ -85,7 +85,7 @@ def training(
 
 
 def scoring(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> Score:
-    """For `bench_evaluation`: the harness's own class for transformers, on the same ids."""
+    """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
     from lm_eval.models.huggingface import HFLM
 
     with tempfile.TemporaryDirectory() as folder:

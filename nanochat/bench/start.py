@@ -1,7 +1,7 @@
 """
-How long it takes to begin: importing the package, and the commands' help.
+Benchmark startup: import times.
 
-    a fresh Python per measurement -> seconds, and whether torch was loaded for nothing
+    a fresh Python per measurement -> imports per second; an error if a light module loads torch
 """
 
 import subprocess
@@ -15,7 +15,7 @@ LIGHT = ("nanochat", "tasks", "nanochat.config", "nanochat.dataset", "nanochat.d
 
 
 def bench_start(repeats: int, found: Findings) -> None:
-    """Time imports; those of `LIGHT` load no torch. Raises RuntimeError where one does."""
+    """Time imports. Raises RuntimeError if a module in `LIGHT` loads torch."""
     for name in (*LIGHT, "torch", "nanochat.engine", "scripts.base_train"):
         code = f"import {name}, sys; print('torch' in sys.modules)"
         seconds = []

@@ -1,11 +1,10 @@
 """
-What the benchmarks measured, as a page: alongside a peer, as a share of a limit, and by size.
+Render benchmark results as a page: compared with peers, with a ceiling, and by size.
 
     Line, Point -> Findings -> render -> dev/bench-cpu.md
 
-All rates count useful work per second, so that more is better and a ratio above 1 is in our favor.
-A line without a peer has none on the package index; a peer that cannot run here is listed as
-missing.
+Throughput is useful work per second: higher is better, and a ratio above 1 means we are faster. A
+line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.
 """
 
 import math
@@ -26,21 +25,21 @@ class Line(NamedTuple):
     """One measurement."""
 
     path: str
-    """Section of the page: training, generation, ..."""
+    """Page section: training, generation, ..."""
     what: str
     unit: str
     ours: Sequence[float]
-    """Work per second, for each repeat."""
+    """Work per second of each repeat."""
     peer: str = ""
-    """Whom we are compared with; empty = nobody."""
+    """Library to compare with; empty = none."""
     theirs: Sequence[float] = ()
-    """As `ours`; empty where there is no peer, or it is missing."""
+    """Like `ours`; empty if there is no peer or it is missing."""
     ceiling: float | None = None
-    """Share of the limit that was measured in the same run."""
+    """Fraction of the limit measured in the same run."""
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the peer's."""
+        """Our median over the peer's; None without a peer."""
         return (
             statistics.median(self.ours) / statistics.median(self.theirs) if self.theirs else None
         )
@@ -50,23 +49,23 @@ class Point(NamedTuple):
     """Cost at one size."""
 
     axis: str
-    """The quantity that grows, and the work."""
+    """What grows, and the work measured."""
     size: float
     seconds: float
     megabytes: float | None = None
-    """Peak of the process; None where it was not measured."""
+    """Peak memory; None if not measured."""
 
 
 @dataclass
 class Findings:
-    """Lines and points of one or several benchmarks, and remarks on the machine."""
+    """Lines, points and notes of one or several benchmarks."""
 
     lines: list[Line] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def line(self, line: Line) -> None:
-        """Add a line, and print it."""
+        """Add a line and print it."""
         self.lines.append(line)
         against = f"   {line.peer}: {spread(line.theirs) or 'missing'}" if line.peer else ""
         against += f"   ratio {line.ratio:.2f}" if line.ratio else ""
@@ -74,17 +73,17 @@ class Findings:
         print(f"{line.what:<44} {spread(line.ours)} {line.unit}{against}{share}", flush=True)
 
     def note(self, text: str) -> None:
-        """Add a remark, and print it."""
+        """Add a note and print it."""
         self.notes.append(text)
         print(text, flush=True)
 
     def write(self, path: Path) -> None:
-        """As JSON, for `read`."""
+        """Write as JSON."""
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> "Findings":
-        """What `write` wrote."""
+        """Read a file written by `write`."""
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def add(self, other: "Findings") -> None:
@@ -96,8 +95,8 @@ class Findings:
 
 def in_turn(repeats: int, *works: Callable[[], T] | None, num_warmup: int = 1) -> list[list[T]]:
     """
-    Call `works` in turn, so that a slow minute affects all alike: `repeats` times after warm-up.
-    Returns the results of each; none for None.
+    Call `works` in turn, `repeats` times after warm-up, so that machine noise affects all alike.
+    Returns the list of results of each; empty for None.
     """
     found: list[list[T]] = [[] for _ in works]
     for _ in range(num_warmup + repeats):
@@ -108,7 +107,7 @@ def in_turn(repeats: int, *works: Callable[[], T] | None, num_warmup: int = 1) -
 
 
 def spread(rates: Sequence[float]) -> str:
-    """The median, the lowest and the highest of rates; empty for none."""
+    """Format "median (low to high)"; empty without rates."""
     if not rates:
         return ""
     median, low, high = map(shown, (statistics.median(rates), min(rates), max(rates)))
@@ -116,7 +115,7 @@ def spread(rates: Sequence[float]) -> str:
 
 
 def shown(value: float) -> str:
-    """A number with three significant digits."""
+    """Format a number with three significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -124,13 +123,13 @@ def shown(value: float) -> str:
 
 
 def render(found: Findings, command: str, machine: str, minutes: float) -> str:
-    """The page in Markdown."""
+    """Render the page in Markdown."""
     blocks = [
         "# Speed",
-        f"`{command}` on {machine}; {minutes:.0f} minutes. Each figure is the median of three "
-        "measurements with the lowest and the highest; peers take turns with us in the same run. "
-        "Ratio: ours over theirs, more is faster. Ceiling: share of the limit of this machine "
-        "measured in the same run.",
+        f"`{command}` on {machine}; {minutes:.0f} minutes. Each figure is the median (lowest to "
+        "highest) of repeated measurements; ours and peers alternate in the same run. Ratio: "
+        "ours over theirs, higher is faster. Ceiling: fraction of this machine's limit, measured "
+        "in the same run.",
         "\n".join(f"- {note}" for note in found.notes),
     ]
     columns = ["", "unit", "ours", "peer", "theirs", "ratio", "ceiling"]
@@ -148,7 +147,7 @@ def render(found: Findings, command: str, machine: str, minutes: float) -> str:
 
 
 def growth_table(points: Sequence[Point]) -> str:
-    """Time and memory by size, with the exponent of the power of the size that fits them best."""
+    """Time and memory by size, each with the exponent of a fitted power law."""
     rows = []
     for axis in dict.fromkeys(point.axis for point in points):
         mine = sorted(point for point in points if point.axis == axis)
@@ -163,7 +162,7 @@ def growth_table(points: Sequence[Point]) -> str:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> str:
-    """The slope of log cost over log size of (size, cost); empty for a single size."""
+    """Slope of log cost over log size, from (size, cost); empty for a single size."""
     if len({size for size, _ in points}) < 2:
         return ""
     x, y = zip(*((math.log(size), math.log(cost)) for size, cost in points), strict=True)
@@ -171,6 +170,6 @@ def exponent(points: Sequence[tuple[float, float]]) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Render a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,11 +1,11 @@
 """
-The speed of our tokenizer alongside that of others, on the same text and machine.
+Benchmark our tokenizer against other libraries on the same text and machine.
 
-    texts -> one process per measurement, libraries in turn -> rate, range and ratio of each
+    texts -> one process per measurement, libraries in turn -> throughput, range and ratio of each
 
-Each library runs in a process of its own (dev/tokenizer_peer.py), the peers in environments that
-`uv` makes for them: the published package rustbpe shares its import name with our crate. A peer
-that cannot be installed is listed as missing.
+Each library runs in its own process (dev/tokenizer_peer.py), peers in environments created by `uv`
+because the PyPI package rustbpe has the same import name as our crate. A peer that cannot be
+installed is listed as missing.
 """
 
 import base64
@@ -36,7 +36,7 @@ PEER_PACKAGES = {
     "gigatoken": "gigatoken==0.10.0",
 }
 PATH = "Tokenizer"
-# Encoding is compared with GPT-4's own three digits: gigatoken knows patterns by name only.
+# Encoding uses GPT-4's own pattern (up to three digits): gigatoken accepts patterns by name only
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
 
 
@@ -48,8 +48,8 @@ def bench_tokenizer(
     found: Findings,
 ) -> None:
     """
-    Training to each of `vocab_sizes` with the last number of `threads`; encoding with the last
-    vocabulary and each number of threads, first pass over the texts; packing; growth.
+    Benchmark training for each of `vocab_sizes` with the last entry of `threads`; encoding with the
+    last vocabulary for each entry of `threads`, first pass; packing; and scaling.
     """
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}
@@ -64,7 +64,7 @@ def bench_tokenizer(
             label = f"encoded, {vocab_sizes[-1]:,} ids, {num} threads"
             bench.compare(label, encoding | {"threads": num}, ["gigatoken", "tiktoken"])
 
-        # Time and memory of our own library against vocabulary, threads and text
+        # Time and memory of our library by vocabulary, threads and text size
         training["vocab_size"] = vocab_sizes[0]
         for size in (vocab_sizes[0] * n for n in (1, 2, 4)):
             job = training | {"vocab_size": size}
@@ -81,7 +81,7 @@ def bench_tokenizer(
 
 
 class Bench:
-    """A folder with the texts and the vocabulary, and the command of each library's Python."""
+    """A folder with texts and vocabulary, and a Python command per library."""
 
     def __init__(
         self, folder: Path, texts: list[str], tokenizer: Tokenizer, repeats: int, found: Findings
@@ -94,22 +94,22 @@ class Bench:
         write_ranks(tokenizer, folder / "ranks.tiktoken")
 
     def write_texts(self, texts: list[str]) -> None:
-        """Replace the texts that are measured."""
+        """Set the texts to measure on."""
         (self.folder / "texts.json").write_text(json.dumps(texts))
 
     def measure(self, library: str, job: dict[str, Any]) -> dict[str, Any]:
-        """One measurement: what dev/tokenizer_peer.py prints. Raises RuntimeError when it fails."""
+        """Run dev/tokenizer_peer.py once; return its JSON. Raises RuntimeError if it fails."""
         command = self.pythons[library]
         assert command is not None, f"{library} is missing"
         paths = {"texts": "texts.json", "ranks": "ranks.tiktoken"}
         (self.folder / "job.json").write_text(json.dumps(job | paths | {"library": library}))
         ended = run([*command, str(PEER), "job.json"], self.folder)
         if ended.returncode:
-            raise RuntimeError(f"measuring {library} failed:\n{ended.stderr}")
+            raise RuntimeError(f"benchmark of {library} failed:\n{ended.stderr}")
         return json.loads(ended.stdout)
 
     def compare(self, label: str, job: dict[str, Any], peers: Sequence[str]) -> None:
-        """Measure ours and the installed peers in turn: a line for each peer."""
+        """Measure our library and the installed peers in turn; add a line per peer."""
         present = ["ours", *(peer for peer in peers if self.pythons[peer])]
         works = (partial(self.measure, library, job) for library in present)
         results = dict(zip(present, in_turn(self.repeats, *works, num_warmup=0), strict=True))
@@ -127,7 +127,7 @@ class Bench:
             self.found.line(Line(PATH, label, "MB/s", rates["ours"], peer + agreement, theirs))
 
     def grow(self, axis: str, size: float, job: dict[str, Any], memory: bool = True) -> None:
-        """Add a point: the median time, and memory, of ours."""
+        """Add a point: median time and memory of our library."""
         measured = [self.measure("ours", job) for _ in range(self.repeats)]
         seconds, megabytes = (
             statistics.median(result[name] for result in measured)
@@ -137,7 +137,7 @@ class Bench:
 
 
 def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float:
-    """MB of text a second that are packed, once they are encoded."""
+    """Packing throughput in MB of text per second, without encoding."""
     batches = [texts[i : i + 1024] for i in range(0, len(texts), 1024)]
     encoded = [tokenizer.encode_flat(batch) for batch in batches]
     started = time.perf_counter()
@@ -147,14 +147,14 @@ def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float
 
 
 def write_ranks(tokenizer: Tokenizer, path: Path) -> None:
-    """Write the vocabulary that all libraries encode with, in tiktoken's file format."""
+    """Write the vocabulary for all libraries in tiktoken's file format."""
     tokens = [tokenizer.decode_bytes([i]) for i in range(tokenizer.bos_id)]
     lines = [f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)]
     path.write_text("".join(lines))
 
 
 def peer_python(library: str, folder: Path) -> list[str] | None:
-    """The command of a Python with the library and without our crate; None, printed, without."""
+    """Command for a Python with the library but without our crate; None if unavailable."""
     uv, reason = shutil.which("uv"), "uv is not installed"
     if uv is not None:
         command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
@@ -162,13 +162,13 @@ def peer_python(library: str, folder: Path) -> list[str] | None:
         probe = run([*command, "-c", f"import {library}"], folder)
         if not probe.returncode:
             return command
-        reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = (probe.stderr.strip().splitlines() or ["unknown error"])[-1]
     print(f"{library} is missing: {reason}", flush=True)
     return None
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run in `folder`, away from our environment."""
+    """Run a command in `folder`, outside our virtual environment."""
     ours = ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,10 +1,10 @@
 """
-The speed of a training step, and how far it is from what the device can do.
+Benchmark a training step and compare it with a measured ceiling.
 
-    shape, random rows -> steps -> seconds of forward, backward and update; share of the ceiling
+    shape, random rows -> steps -> seconds of forward, backward and update; fraction of the ceiling
 
-The ceiling is measured in the same run: the time that the matmuls of a step take alone. The time
-does not depend on what the tokens are, so this needs neither data nor tokenizer.
+The ceiling is the time of the matmuls of a step alone, measured in the same run. Timing does not
+depend on token values, so this needs neither data nor tokenizer.
 """
 
 import gc
@@ -29,7 +29,7 @@ from nanochat.tokenizer import Tokenizer
 
 LARGE_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
-HEAD_TOKENS = 512  # the products of the head are measured on so many tokens
+HEAD_TOKENS = 512  # tokens to time LM head matmuls on
 PATH = "Training"
 
 
@@ -42,7 +42,7 @@ class StepTimes(NamedTuple):
 
 
 class Work:
-    """A model with its optimizer, kernels and random rows: the parts of a training step."""
+    """Model, optimizer, kernels and random packed sequences ("rows") for training steps."""
 
     def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
@@ -56,17 +56,17 @@ class Work:
         self.machine = machine
 
     def forward(self) -> Tensor:
-        """The mean loss of the rows."""
+        """Mean loss per token."""
         return self.model.loss(self.tokens, self.targets) / self.tokens.numel()
 
     def update(self) -> None:
-        """The optimizer step."""
+        """Optimizer step."""
         self.optimizer.reduce_gradients()
         self.optimizer.step(1.0)
 
     def time_steps(self, steps: int) -> list[StepTimes]:
-        """The seconds of each of `steps` training steps, by part."""
-        gc.freeze()  # as the training loop does: nothing here is garbage
+        """Time `steps` training steps."""
+        gc.freeze()  # as in the training loop
         times = []
         for _ in range(steps):
             started = clock(self.machine)
@@ -90,16 +90,16 @@ def bench_training(
     found: Findings,
 ) -> None:
     """
-    Time `repeats` times `steps` optimizer steps of `rows` rows each; rank 0 reports. Medians leave
-    out the update of all hash bigrams at every 16th step.
+    Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports. Medians ignore the
+    full hash-bigram update on every 16th step.
     """
     bandwidth = read_bandwidth(machine)
     work = Work(cfg, rows, machine, kernels)
     model, tokens = work.model, work.tokens
     products = [products_seconds(model, rows, machine)]
-    first = sum(work.time_steps(WARMUP_STEPS)[0])  # it compiles
+    first = sum(work.time_steps(WARMUP_STEPS)[0])  # includes compilation
     times = work.time_steps(steps * repeats)
-    products.append(products_seconds(model, rows, machine))  # again: machines are noisy
+    products.append(products_seconds(model, rows, machine))  # again: timings drift
     if not machine.is_main:
         return
     medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
@@ -115,22 +115,22 @@ def bench_training(
         f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
         f"attention {model.blocks[0].attention.backend}, {mode}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
-        f"{cfg.vocab_size:,} ids; {rows} rows of {cfg.max_seq_len}\n"
-        f"reached     {flops / 1e12:.3f} TFLOP/s"
-        + (f", {flops / peak:.1%} of the data sheet" if peak else "")
-        + f"; reads run at {bandwidth / 1e9:.1f} GB/s"
+        f"vocabulary {cfg.vocab_size:,}; {rows} rows of {cfg.max_seq_len} tokens\n"
+        f"achieved    {flops / 1e12:.3f} TFLOP/s"
+        + (f", {flops / peak:.1%} MFU" if peak else "")
+        + f"; read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"
-    if machine.launch:  # by torchrun: one of a series of more and more processes
+    if machine.launch:  # by torchrun: part of a scaling series
         label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
         threads = torch.get_num_threads()
         label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
     found.line(Line(PATH, label, "tokens/s", rates, ceiling=least / step))
     found.note(
-        f"Training, {label}: {step * 1e3:,.0f} ms a step of {all_tokens:,} tokens: forward and "
+        f"Training, {label}: {step * 1e3:,.0f} ms per step of {all_tokens:,} tokens: forward and "
         f"loss {medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
-        f"{medians.update / step:.0%}. The ceiling: its matrix products alone take "
-        f"{least * 1e3:,.0f} ms. First step {first:.0f} s, {memory:,.0f} MiB at the peak"
+        f"{medians.update / step:.0%}. Ceiling: the matmuls alone take "
+        f"{least * 1e3:,.0f} ms. First step {first:.0f} s, peak memory {memory:,.0f} MiB"
     )
     if machine.launch:
         axis = "processes: seconds per million tokens"
@@ -142,9 +142,9 @@ def bench_training(
 
 def products_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     """
-    How long the matmuls of a training step take alone: of every matrix, forward and both backward;
-    of attention, the half that a causal mask leaves; and Muon's, where each rank has its share of
-    the matrices of a shape.
+    Seconds that the matmuls of a training step take alone: forward and both backward matmuls of
+    every matrix, the causal half of attention, and Muon's matmuls on this rank's shard of the
+    matrices of each shape.
     """
     cfg, M = model.cfg, rows * model.cfg.max_seq_len
 
@@ -173,7 +173,7 @@ def products_seconds(model: GPT, rows: int, machine: DistContext) -> float:
         spent += count * three * M / m
     heads, T, D = rows * cfg.n_head, cfg.max_seq_len, cfg.head_dim
     q, scores = draw(heads, T, D), draw(heads, T, T)
-    # two that give scores or their slopes, and four that give states or their slopes
+    # two matmuls return scores or their gradients, four return states or their gradients
     both = 2 * seconds(lambda: q @ q.mT) + 4 * seconds(lambda: scores @ q)
     return spent + cfg.n_layer * both / 2
 
@@ -187,7 +187,7 @@ def bench_against(
     found: Findings,
     peer: Callable[[GPT, Tokenizer, DistContext, bool], Callable[[Tensor], float]] | None,
 ) -> None:
-    """A step alongside that of `peer`, which returns the seconds for ids (B, T + 1)."""
+    """Compare a step with that of `peer`, which returns a function: ids (B, T + 1) -> seconds."""
     work = Work(cfg, rows, machine, kernels)
     tokenizer = Tokenizer.train(["noise"], 265)
     theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
@@ -203,19 +203,19 @@ def bench_against(
 
 
 def clock(machine: DistContext) -> float:
-    """The time when the device has finished its queued work."""
+    """Current time after synchronizing the device."""
     machine.synchronize()
     return time.perf_counter()
 
 
 def read_bandwidth(machine: DistContext) -> float:
-    """Bytes read per second by a large sum: the best of nine."""
+    """Read bandwidth in bytes per second: best of nine large sums."""
     source = torch.ones(LARGE_BYTES // 4, device=machine.device)
     return LARGE_BYTES / min(time_calls(source.sum, machine, 9))
 
 
 def time_calls(work: Callable[[], Tensor], machine: DistContext, repeats: int) -> list[float]:
-    """The seconds of each call."""
+    """Seconds of each call."""
     times = []
     for _ in range(repeats):
         started = clock(machine)

@@ -1,14 +1,13 @@
 """
-One file that is a model: configuration, tokenizer, and weights on their grids, compressed.
+Golf artifact: a model in one compressed file (configuration, tokenizer and quantized weights).
 
-    model, tokenizer -> head, floats, levels -> container -> compressor -> bytes -> all of it again
+    model, tokenizer -> header, floats, levels -> container -> compressor -> file, and back
 
-    magic, container, compressor, CRC-32 and length of the body | body, compressed:
-    length of the head | head (JSON) | scales and what is kept as floats | levels by tensor
+    magic, container, compressor, CRC-32 and length of the body | compressed body:
+    header length | header (JSON) | scales and unquantized tensors | levels of each tensor
 
-Tensors come in the model's own order, so that names and shapes follow from the configuration. The
-levels lie in a byte each or packed to their bits; which of the two compresses better, and by what,
-is for the writer to try. Reading needs nothing but the file.
+Tensors are stored in state_dict order; names and shapes follow from the configuration. Levels take
+one byte each or are packed to their bit width; the writer tries which compresses better.
 """
 
 import json
@@ -46,22 +45,23 @@ MAGIC = b"nanogolf"
 PREFIX = struct.Struct("<8sBBIQ")  # magic, container, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
 MAX_BODY = 1 << 32  # bytes; a damaged length must not take all memory
-# of lzma: what is stored has no structure of four bytes or of text
+# lc, lp, pb = 0: the data is neither text nor aligned to four bytes
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
 
 
 class Stored(NamedTuple):
-    """One tensor as it is stored: its floats (scales, or all of it), and its levels if it has."""
+    """A tensor in its storage format."""
 
     name: str
     shape: tuple[int, ...]
     form: Format
     floats: bytes
+    """Scales of a quantized tensor, else all values."""
     levels: np.ndarray | None
-    """int8, in the tensor's shape."""
+    """int8 in the tensor's shape; None if not quantized."""
 
     def level_bytes(self, container: Container) -> bytes:
-        """The levels in their container."""
+        """Return the encoded levels; empty if not quantized."""
         if self.levels is None or container == "bytes":
             return b"" if self.levels is None else self.levels.tobytes()
         return pack(self.levels.ravel(), BITS[self.form])
@@ -69,18 +69,18 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a file holds, ready to be built (`build`)."""
+    """Content of an artifact file."""
 
     cfg: GPTConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
-    """By name, float32, on their grids."""
+    """Dequantized float32 weights by name."""
     formats: dict[str, Format]
     origin: dict[str, Any]
-    """What the writer recorded of it."""
+    """Provenance recorded by the writer."""
 
     def build(self, machine: DistContext) -> GPT:
-        """The model on the machine's device."""
+        """Return the model on `machine.device`."""
         with torch.device("meta"):
             model = new_model(self.cfg, machine.dtype)
         model.to_empty(device=machine.device)
@@ -93,7 +93,7 @@ class Artifact:
 
 
 def store(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[Stored]:
-    """Every tensor in its format. Raises ValueError naming one that is beyond its format."""
+    """Convert every tensor to its format. Raises ValueError if a tensor overflows its format."""
     stored = []
     for name, form in cfg.formats(weights).items():
         w, levels = weights[name].detach().to("cpu", torch.float32), None
@@ -107,7 +107,7 @@ def store(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[Stored]:
             with np.errstate(over="ignore"):
                 floats = w.numpy().astype(FLOATS[form])
             if not np.isfinite(floats).all():
-                raise ValueError(f"{name} does not fit {form}")
+                raise ValueError(f"{name} overflows {form}; choose another format")
         stored.append(Stored(name, tuple(w.shape), form, floats.tobytes(), levels))
     return stored
 
@@ -119,7 +119,7 @@ def make_body(
     origin: Mapping[str, Any],
     container: Container,
 ) -> bytes:
-    """All that is compressed."""
+    """Return the uncompressed body."""
     head = {
         "model": asdict(model),
         "formats": [s.form for s in stored],
@@ -133,13 +133,13 @@ def make_body(
 
 
 def seal(body: bytes, container: Container, compressor: Compressor) -> bytes:
-    """The file: prefix and compressed body."""
+    """Return the file content: prefix and compressed body."""
     which = CONTAINERS.index(container), COMPRESSORS.index(compressor)
     return PREFIX.pack(MAGIC, *which, zlib.crc32(body), len(body)) + compress(body, compressor)
 
 
 def compress(data: bytes, compressor: Compressor) -> bytes:
-    """As small as each of them can."""
+    """Compress at the highest level."""
     if compressor == "zlib":
         return zlib.compress(data, 9)
     if compressor == "zstd":
@@ -148,7 +148,7 @@ def compress(data: bytes, compressor: Compressor) -> bytes:
 
 
 def pack(levels: np.ndarray, bits: int) -> bytes:
-    """Levels (n,) int8 in `bits` bits each, without gaps; the last byte is filled up with zeros."""
+    """Pack int8 levels (n,) into `bits` bits each; the last byte is zero-padded."""
     unsigned = (levels.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
     return np.packbits((unsigned[:, None] >> shifts) & 1).tobytes()
@@ -160,36 +160,36 @@ def pack(levels: np.ndarray, bits: int) -> bytes:
 
 def read_artifact(path: Path) -> Artifact:
     """
-    Read a file that `seal` made.
+    Read an artifact file.
 
-    Raises FileNotFoundError, or ValueError naming the file where it is something else or damaged.
+    Raises FileNotFoundError, or ValueError if the file is corrupt or not an artifact.
     """
     data = Path(path).read_bytes()
     try:
         body, container = unseal(data)
         return parse_body(body, container)
     except (ValueError, KeyError, TypeError, IndexError, MemoryError, struct.error) as error:
-        raise ValueError(f"{path} is no artifact, or a damaged one: {error}") from error
+        raise ValueError(f"{path} is not a valid artifact: {error}; export it again") from error
 
 
 def unseal(data: bytes) -> tuple[bytes, Container]:
-    """The body of a file, and how its levels lie. Raises ValueError for one that is damaged."""
+    """Return the decompressed body and its container. Raises ValueError for a corrupt file."""
     if len(data) < PREFIX.size or data[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"it does not begin with {MAGIC.decode()}")
+        raise ValueError(f"it does not start with {MAGIC.decode()}")
     _, container, compressor, checksum, size = PREFIX.unpack_from(data)
     if container >= len(CONTAINERS) or compressor >= len(COMPRESSORS) or size > MAX_BODY:
-        raise ValueError("its first bytes make no sense")
+        raise ValueError("invalid file header")
     try:
         body = decompress(data[PREFIX.size :], COMPRESSORS[compressor], size)
     except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
-        raise ValueError(f"it cannot be decompressed ({error})") from error
+        raise ValueError(f"decompression failed ({error})") from error
     if len(body) != size or zlib.crc32(body) != checksum:
-        raise ValueError("its content does not match its checksum")
+        raise ValueError("checksum mismatch")
     return body, CONTAINERS[container]
 
 
 def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
-    """`size` bytes, at most."""
+    """Decompress at most `size` bytes."""
     if compressor == "zlib":
         return zlib.decompressobj().decompress(data, size)
     if compressor == "zstd":
@@ -198,19 +198,19 @@ def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
 
 
 def parse_body(body: bytes, container: Container) -> Artifact:
-    """What a body says."""
+    """Parse a decompressed body."""
     (length,) = struct.unpack_from("<I", body)
     head = json.loads(body[4 : 4 + length])
     cfg = read_config(head["model"])
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in new_model(cfg).state_dict().items()}
     formats: dict[str, Format] = dict(zip(shapes, head["formats"], strict=True))
-    place = 4 + length
+    offset = 4 + length
 
     def take(size: int) -> bytes:
-        nonlocal place
-        place += size
-        return body[place - size : place]
+        nonlocal offset
+        offset += size
+        return body[offset - size : offset]
 
     floats = {n: as_floats(take, shapes[n], form) for n, form in formats.items()}
     weights = {}
@@ -219,13 +219,13 @@ def parse_body(body: bytes, container: Container) -> Artifact:
         if form in BITS:
             level = as_levels(take, shapes[name], form, container)
             weights[name] = dequantize_rows(floats[name], level)
-    if place != len(body):
-        raise ValueError(f"{len(body) - place} bytes more than its tensors take")
+    if offset != len(body):
+        raise ValueError(f"{len(body) - offset} unexpected bytes after the last tensor")
     return Artifact(cfg, Tokenizer(head["tokenizer"]), weights, formats, head["origin"])
 
 
 def as_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
-    """The next scales (M,) float16 of a tensor of levels, or all of another tensor."""
+    """Read the next scales (M,) float16 of a quantized tensor, or all values of another."""
     dtype, shape = FLOATS["fp16" if form in BITS else form], shape[:1] if form in BITS else shape
     values = np.frombuffer(take(dtype.itemsize * int(np.prod(shape))), dtype)
     return torch.from_numpy(values.reshape(shape).copy())
@@ -234,19 +234,19 @@ def as_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format
 def as_levels(
     take: Callable[[int], bytes], shape: tuple[int, ...], form: Format, container: Container
 ) -> Tensor:
-    """The next levels, int8 in the tensor's shape. Raises ValueError for one beyond the grid."""
+    """Read the next levels, int8 in the tensor's shape. Raises ValueError if out of range."""
     n, bits = int(np.prod(shape)), BITS[form]
     if container == "bytes":
         values = np.frombuffer(take(n), np.int8)
     else:
         values = unpack(take(-(-n * bits // 8)), bits, n)
     if n and np.abs(values.astype(np.int16)).max() > largest_level(form):
-        raise ValueError(f"a level beyond {form}")
+        raise ValueError(f"level out of range for {form}")
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def unpack(data: bytes, bits: int, n: int) -> np.ndarray:
-    """The `n` levels that `pack` packed."""
+    """Inverse of `pack`; returns `n` levels."""
     ones = np.unpackbits(np.frombuffer(data, np.uint8), count=n * bits).reshape(n, bits)
     unsigned = ones @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int16))
     return (unsigned - (1 << (bits - 1))).astype(np.int8)

@@ -1,7 +1,7 @@
 """
-Bits per byte of whole documents, each behind a BOS, in windows that may overlap.
+Bits per byte of whole documents, each starting with BOS, in windows that may overlap.
 
-    documents -> windows of the model's context -> nats and bytes, summed over ranks -> Bpb
+    documents -> windows of max_seq_len tokens -> nats and bytes, summed over ranks -> Bpb
 """
 
 import itertools
@@ -18,11 +18,11 @@ from nanochat.tokenizer import Tokenizer
 
 def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     """
-    Cut one document, ids (n + 1,) with BOS in front, into (tokens, targets) of T each, padded.
+    Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
 
-    The first window scores all its targets, each later one its last `stride` (the last window
-    its remainder); the others are IGNORE. Every token is scored exactly once, with T - stride
-    to T - 1 tokens before it where the document has them. stride = T starts anew in each window.
+    The first window scores all its targets, each later one only its last `stride` (the last
+    window the remainder); other targets are IGNORE. Every token is scored exactly once, after
+    the first window with T - stride + 1 to T tokens of context. stride = T: no overlap.
     """
     num_targets = len(ids) - 1
     scored = 0
@@ -38,7 +38,7 @@ def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
 
 
 def window_batches(pieces: Iterator[Batch], T: int, rows: int) -> Iterator[Batch]:
-    """Windows of T as batches of exactly `rows`, one shape for the compiler."""
+    """Batch windows of length T; exactly `rows` each, to avoid recompilation."""
     while batch := list(itertools.islice(pieces, rows)):
         blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
         batch += [blank] * (rows - len(batch))
@@ -55,16 +55,15 @@ def document_bpb(
     machine: DistContext,
 ) -> Bpb:
     """
-    Score documents one by one, each behind a BOS, in `windows` of the model's context that advance
-    by `stride`; `rows` windows per forward pass. `bytes` are those of the texts' UTF-8, whatever
-    the tokenizer.
+    Score documents separately, in `windows` of max_seq_len tokens that advance by `stride`; `rows`
+    windows per forward pass. `bytes` counts the UTF-8 bytes of the texts, for any tokenizer.
 
-    Every rank passes all texts. Raises ValueError for a stride outside 1..context, AssertionError
-    unless every token was scored exactly once.
+    Every rank must pass all texts. Raises ValueError for a stride outside 1..max_seq_len,
+    AssertionError unless every token was scored exactly once.
     """
     T = model.cfg.max_seq_len
     if not 1 <= stride <= T:
-        raise ValueError(f"stride must lie in 1..{T}, got {stride}")
+        raise ValueError(f"stride must be in 1..{T}, got {stride}")
     num_tokens = num_bytes = 0
 
     def encoded() -> Iterator[np.ndarray]:
@@ -81,7 +80,7 @@ def document_bpb(
     batches = window_batches(mine, T, rows)
     [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), machine)
     assert (found.tokens, found.bytes) == (num_tokens, num_bytes), (
-        f"scored {found.tokens} tokens of {found.bytes} bytes, "
-        f"the texts have {num_tokens} of {num_bytes}"
+        f"scored {found.tokens} tokens ({found.bytes} bytes), "
+        f"but the texts have {num_tokens} ({num_bytes})"
     )
     return found

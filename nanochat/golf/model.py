@@ -1,9 +1,9 @@
 """
-The options of the architecture that only parameter golf uses, as subclasses of GPT.
+Architecture options of parameter golf, as subclasses of GPT.
 
-    values of a checkpoint -> read_config -> GolfConfig -> new_model -> GolfGPT
+    checkpoint values -> read_config -> GolfConfig -> new_model -> GolfGPT
 
-Both functions take every model: plain, recursive, golf, or both.
+Both functions handle every model: plain, recursive, golf, or recursive golf.
 """
 
 import math
@@ -20,31 +20,31 @@ from nanochat.attention import Rope, rotate
 from nanochat.gpt import GPT, Attention, GPTConfig, config_from, fill, norm
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
-TIED_STD = 0.005  # of an embedding that is also the LM head
+TIED_STD = 0.005  # of an embedding tied to the LM head
 
 
 @dataclass(frozen=True)
 class GolfConfig(GPTConfig):
-    """A GPT's shape with the options of parameter golf. Raises ValueError as GPTConfig does."""
+    """GPTConfig with the options of parameter golf. Raises ValueError for invalid values."""
 
     tie_embeddings: bool = False
-    """One matrix embeds tokens and scores them: there is no separate LM head."""
+    """Share one matrix between the token embedding and the LM head."""
     rope_dims: int | None = None
     """Rotary dimensions per head (partial RoPE); None = all."""
     xsa_last_n: int = 0
-    """Layers, counted from the last, with exclusive self attention (`exclude_self`)."""
+    """Number of last layers with exclusive self-attention (`exclude_self`)."""
     qk_gain_init: float | None = None
-    """Initial value of a learned gain per query head; it replaces the fixed qk_gain."""
+    """Initial value of a learned gain per query head; None = the fixed qk_gain."""
     init: Literal["uniform", "orthogonal"] = "uniform"
-    """How block matrices are drawn; both with entries of standard deviation fan_in^-0.5."""
+    """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
-    """What writes into the residual stream: zero, or drawn and divided by sqrt(2 n_layer)."""
+    """Initialization of output projections: zero, or as `init` divided by sqrt(2 n_layer)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rotated = self.head_dim if self.rope_dims is None else self.rope_dims
-        if not (2 <= rotated <= self.head_dim and rotated % 2 == 0):
-            raise ValueError(f"rope_dims is even, 2 to head_dim {self.head_dim}, got {rotated}")
+        dims = self.head_dim if self.rope_dims is None else self.rope_dims
+        if not (2 <= dims <= self.head_dim and dims % 2 == 0):
+            raise ValueError(f"rope_dims must be even, 2 to head_dim {self.head_dim}, got {dims}")
         if not 0 <= self.xsa_last_n <= self.n_layer:
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
@@ -53,14 +53,14 @@ class GolfConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class RecursiveGolfConfig(RecursiveConfig, GolfConfig):
-    """Both."""
+    """A recursive shape with golf options."""
 
 
 def exclude_self(y: Tensor, v: Tensor) -> Tensor:
     """
-    y (B, T, H, D) without its part along v (B, T, G, D), the token's own value of a head's group.
+    Remove from y (B, T, H, D) the component along v (B, T, G, D), the value of the same token.
 
-    Source: exclusive self attention, arXiv:2603.09078.
+    Source: exclusive self-attention, arXiv:2603.09078.
     """
     grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, G, H/G, D)
     n = F.normalize(v.float(), dim=-1).to(v.dtype)[:, :, :, None]
@@ -68,13 +68,13 @@ def exclude_self(y: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` the first R channels of x (B, T, heads, D), R being twice the number of angles."""
+    """`rotate` the first R = 2 * num_angles channels of x (B, T, heads, D)."""
     R = 2 * cos.size(-1)
     return torch.cat((rotate(x[..., :R], cos, sin), x[..., R:]), dim=-1)
 
 
 class GolfAttention(Attention):
-    """Attention with the options of GolfConfig."""
+    """Attention with golf options."""
 
     def __init__(self, cfg: GolfConfig, layer: int):
         super().__init__(cfg, layer)
@@ -93,7 +93,7 @@ class GolfAttention(Attention):
 
 
 class GolfGPT(GPT):
-    """A GPT with the options of GolfConfig."""
+    """GPT with golf options."""
 
     cfg: GolfConfig
     attention_class = GolfAttention
@@ -117,7 +117,7 @@ class GolfGPT(GPT):
                 nn.init.constant_(block.get_parameter("attention.gain"), self.cfg.qk_gain_init)
 
     def init_embeddings(self, generator: torch.Generator | None) -> None:
-        """As in GPT; a tied embedding is as small as a head that scores all tokens alike."""
+        """As in GPT, but a tied embedding starts small, for nearly uniform predictions."""
         if self.head is not None:
             return super().init_embeddings(generator)
         fill(self.embed.weight, nn.init.normal_, std=TIED_STD, generator=generator)
@@ -125,7 +125,7 @@ class GolfGPT(GPT):
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         if self.cfg.init == "uniform" or scale == 0:
             return super().draw(weight, scale, generator)
-        M, N = weight.shape  # entries of an orthonormal matrix: max(M, N)^-0.5
+        M, N = weight.shape  # orthonormal entries have std max(M, N)^-0.5
         gain = scale * max(1.0, M / N) ** 0.5
         fill(weight, nn.init.orthogonal_, gain=gain, generator=generator)
 
@@ -137,7 +137,7 @@ class GolfGPT(GPT):
 
 
 class RecursiveGolfGPT(RecursiveGPT, GolfGPT):
-    """Both."""
+    """A recursive GPT with golf options."""
 
     cfg: RecursiveGolfConfig  # type: ignore[assignment]
 
@@ -153,8 +153,8 @@ OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTC
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """
-    The configuration that `asdict` made a dict of, also in an earlier commit: a GolfConfig where
-    an option of golf differs from its default.
+    Rebuild a configuration from its `asdict` values, also of earlier commits; a GolfConfig only if
+    a golf option differs from its default.
     """
     chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}
     if OPTIONS.keys() & chosen.keys():
@@ -163,10 +163,10 @@ def read_config(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """A model of a configuration, its weights not drawn yet."""
+    """Return a model with uninitialized weights."""
     return MODELS[type(cfg)](cfg, dtype)
 
 
 def callbacks(*_: Any) -> list:
-    """Those that every training of the model needs: none."""
+    """Callbacks required to train a golf model: none."""
     return []

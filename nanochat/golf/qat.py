@@ -1,11 +1,11 @@
 """
-What golf adds to training: late quantization, and an average of the weights.
+Training additions of parameter golf: late quantization-aware training and an EMA of the weights.
 
-    share of the run done -> LateQuantization.forward_context -> weights on their grid, then back
-    weights after each step -> AveragingMuonAdamW -> their average at the end of the run
+    fraction of the run -> LateQuantization.forward_context -> quantized weights, then restored
+    weights after each step -> AveragingMuonAdamW -> their EMA at the end of the run
 
-In late quantization the forward pass sees the weights as the artifact stores them; gradients move
-the weights themselves (a straight-through estimator, arXiv:1308.3432).
+Late quantization runs the forward pass on the weights as the artifact stores them; gradients update
+the original weights (straight-through estimator, arXiv:1308.3432).
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,11 @@ from nanochat.train import Callback
 
 class LateQuantization(Callback):
     """
-    Quantization-aware training from `start`, a share of the run, on.
+    Quantization-aware training after a fraction `start` of the run.
 
-    Entered around the gradients of a step, it puts `as_stored` in place of every weight, and the
-    weights back afterwards: what the forward pass sees is on the grid, its gradients move the
-    weights off it. It changes values, not the program, so nothing is compiled anew and nothing can
-    be folded away. The work is once per step, not once per micro-batch.
+    `forward_context` wraps the forward and backward passes of a step: it replaces every weight with
+    its `as_stored` values and restores it afterward. Only values change, not the graph: nothing is
+    recompiled, and the compiler cannot constant-fold it. Runs once per step, not per micro-batch.
     """
 
     def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):
@@ -52,7 +51,7 @@ class LateQuantization(Callback):
 
 
 class AveragingMuonAdamW(MuonAdamW):
-    """A MuonAdamW that keeps an exponential moving average of the weights, of decay `ema_decay`."""
+    """MuonAdamW with an exponential moving average of the weights."""
 
     def __init__(self, *args: Any, ema_decay: float):
         super().__init__(*args)
@@ -62,9 +61,9 @@ class AveragingMuonAdamW(MuonAdamW):
 
     def update(self, group: ParamGroup, weight: Tensor, *settings: float) -> None:
         super().update(group, weight, *settings)
-        step = self.steps_taken  # less at first, to forget the start
-        kept = min(self.ema_decay, (1 + step) / (10 + step))
-        group.state["average"].lerp_(weight, 1 - kept)
+        step = self.steps_taken  # lower decay at first, to forget the initial weights
+        decay = min(self.ema_decay, (1 + step) / (10 + step))
+        group.state["average"].lerp_(weight, 1 - decay)
 
     @torch.no_grad()
     def take_average(self) -> bool:

@@ -1,11 +1,10 @@
 """
-Weights on a grid: a few levels and one scale per row of a matrix, by the name of the tensor.
+Symmetric weight quantization with one scale per matrix row; formats are chosen by tensor name.
 
-    weight (M, N) -> scale (M,) float16, level (M, N) int8 -> level * scale, the same shape
+    weight (M, N) -> scale (M,) float16, level (M, N) int8 -> level * scale, same shape
 
-The exporter stores scales and levels; late quantization-aware training lets the forward pass see
-exactly what those give back, while the optimizer goes on moving the weights themselves (a
-straight-through estimator, arXiv:1308.3432).
+The exporter stores scales and levels. Late quantization-aware training runs the forward pass on
+exactly the dequantized values, while the optimizer updates the original weights.
 """
 
 import fnmatch
@@ -20,47 +19,47 @@ from torch import Tensor
 Format = Literal["int8", "int6", "int5", "fp16", "fp32"]
 Clip = Literal["max", "quantile", "mse", "std"]
 BITS = {"int8": 8, "int6": 6, "int5": 5}
-QUANTILE = 0.9999984  # of a row's magnitudes, parameter golf's baseline
-MSE_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # shares of the largest magnitude that "mse" tries
+QUANTILE = 0.9999984  # of the magnitudes in a row; as in the parameter golf baseline
+MSE_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # fractions of the row maximum that "mse" tries
 
 
 @dataclass(frozen=True)
 class QuantConfig:
     quantize: str = "*=int8"
-    """Format of each matrix, the first pattern that fits its name counts, as in
-    embed.*=int8,*.mlp.*=int5,*=int6. There are int8, int6, int5, fp16, fp32; a * fits anything.
-    What is no matrix is kept as fp32."""
+    """Quantization format of each matrix, as <pattern>=<format> rules; the first match applies. For
+    example embed.*=int8,*.mlp.*=int5,*=int6. Formats: int8, int6, int5, fp16, fp32. Other tensors
+    stay fp32."""
     row_clip: Clip = "max"
-    """Magnitude that the grid of a row reaches. max: its largest weight; quantile: that of all but
-    1.6 in a million; mse: of five shares of the largest, what errs least; std: row_clip_std."""
+    """Clipping range of each row. max: largest magnitude; quantile: 0.9999984 quantile; mse: the
+    fraction of the maximum (0.8 to 1) with the least squared error; std: see row_clip_std."""
     row_clip_std: float = 4.0
-    """Standard deviations that --row_clip=std keeps: more compress better and round coarser."""
+    """Range of --row_clip=std in standard deviations; larger = smaller files, coarser rounding."""
 
     def __post_init__(self) -> None:
         if self.row_clip not in get_args(Clip):
-            raise ValueError(f"row_clip is one of {', '.join(get_args(Clip))}, not {self.row_clip}")
+            raise ValueError(f"row_clip {self.row_clip} is not one of {', '.join(get_args(Clip))}")
         if not 0 < self.row_clip_std < math.inf:
             raise ValueError(f"row_clip_std must be positive, got {self.row_clip_std}")
         self.patterns()
 
     def patterns(self) -> list[tuple[str, Format]]:
-        """The rules in order. Raises ValueError naming the one that is none."""
+        """Parse the rules of `quantize`, in order. Raises ValueError for an invalid rule."""
         rules: list[tuple[str, Format]] = []
         for rule in self.quantize.split(","):
             pattern, _, name = rule.strip().partition("=")
             found: dict[str, Format] = {f: f for f in get_args(Format)}
             if not pattern or name not in found:
                 raise ValueError(
-                    f"quantize: {rule!r} is no rule; write <pattern>=<format>, as in *.mlp.*=int6, "
-                    f"the format one of {', '.join(found)}"
+                    f"quantize: invalid rule {rule!r}; use <pattern>=<format>, e.g. *.mlp.*=int6, "
+                    f"with one of the formats {', '.join(found)}"
                 )
             rules.append((pattern, found[name]))
         return rules
 
     def formats(self, tensors: Mapping[str, Tensor]) -> dict[str, Format]:
         """
-        The format of every tensor. Raises ValueError naming the matrices that no rule fits, or a
-        rule that fits no matrix: a misspelt pattern would store everything as something else.
+        Return the format of each tensor. Raises ValueError if a matrix matches no rule, or a rule
+        no matrix: a misspelled pattern would silently select another format.
         """
         rules = self.patterns()
         matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
@@ -68,22 +67,22 @@ class QuantConfig:
         for pattern, form in reversed(rules):
             fits = [name for name in matrices if fnmatch.fnmatchcase(name, pattern)]
             if not fits:
-                raise ValueError(f"quantize: {pattern!r} fits none of {', '.join(matrices)}")
+                raise ValueError(f"quantize: {pattern!r} matches none of {', '.join(matrices)}")
             found |= dict.fromkeys(fits, form)
         patterns = [pattern for pattern, _ in rules]
         for name in matrices:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                raise ValueError(f"quantize: no rule fits {name}; end with *=int8, say")
+                raise ValueError(f"quantize: no rule matches {name}; append e.g. *=int8")
         return found
 
 
 def largest_level(form: Format) -> int:
-    """Levels go from minus this to this: 127, 31 or 15. The grid is symmetric around 0."""
+    """Return the largest level: 127, 31 or 15; the smallest is its negative."""
     return 2 ** (BITS[form] - 1) - 1
 
 
 def reach(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
-    """The magnitude that each row's grid reaches: (M, N) float32 -> (M, 1)."""
+    """Return the clipping range of each row: (M, N) float32 -> (M, 1)."""
     largest = w.abs().amax(dim=1, keepdim=True)
     if cfg.row_clip == "std":
         return torch.minimum(largest, cfg.row_clip_std * w.square().mean(1, keepdim=True).sqrt())
@@ -97,36 +96,36 @@ def reach(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
 
 
 def grid_of(reached: Tensor, form: Format) -> Tensor:
-    """Scales (M, 1) of a grid that reaches so far: as float16 has them, back in float32."""
-    top = torch.full_like(reached, largest_level(form))  # by a number, CUDA would multiply
+    """Return scales (M, 1) for a clipping range, rounded to float16, as float32."""
+    top = torch.full_like(reached, largest_level(form))  # CUDA multiplies by a scalar's reciprocal
     scale = (reached / top).to(torch.float16).float()
     smallest = torch.finfo(torch.float16).smallest_normal
     return torch.where((scale == 0) & (reached > 0), smallest, scale)
 
 
 def levels(w: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """The nearest level of every weight, float32 whole numbers; 0 where the scale is 0."""
+    """Return the nearest level of each weight, integers in float32; 0 if the scale is 0."""
     top = largest_level(form)
     return (w / torch.where(scale == 0, 1.0, scale)).round().clamp(-top, top)
 
 
 def on_grid(w: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """w (M, N) moved to the grid of `scale` (M, 1)."""
+    """Round w (M, N) to multiples of `scale` (M, 1), clipped."""
     return levels(w, scale, form) * scale
 
 
 def quantize_rows(w: Tensor, form: Format, cfg: QuantConfig) -> tuple[Tensor, Tensor]:
     """
-    w (M, N) -> scale (M,) float16, levels (M, N) int8, which `dequantize_rows` multiplies.
+    Quantize w (M, N) to scale (M,) float16 and levels (M, N) int8.
 
-    Raises ValueError for a format without levels, and for weights beyond the scales of float16.
+    Raises ValueError if the format is not an integer one or a scale overflows float16.
     """
     if form not in BITS:
-        raise ValueError(f"{form} has no levels; {', '.join(BITS)} have")
+        raise ValueError(f"{form} is not an integer format; use one of {', '.join(BITS)}")
     w = w.float()
     scale = grid_of(reach(w, form, cfg), form)
     if not bool(scale.isfinite().all()):
-        raise ValueError("a row has weights beyond what a float16 scale can reach")
+        raise ValueError("a row has weights too large for a float16 scale")
     return scale[:, 0].to(torch.float16), levels(w, scale, form).to(torch.int8)
 
 
@@ -136,7 +135,7 @@ def dequantize_rows(scale: Tensor, level: Tensor) -> Tensor:
 
 
 def as_stored(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
-    """What an artifact gives back for a weight, bit for bit, in the weight's dtype."""
+    """Return w exactly as an artifact reproduces it, in the dtype of w."""
     if form == "fp32":
         return w
     if form == "fp16":

@@ -1,10 +1,10 @@
 """
-What an artifact costs: every container with every compressor, the code, each tensor; and the limit.
+Size of an artifact: tries all containers and compressors, checks file and code against the limit.
 
-    stored tensors -> the smallest file there is, its sizes -> a table, or UsageError
+    stored tensors -> smallest file, sizes -> table, or UsageError
 
-The code that is charged is what it takes to read a file and score it: `artifact.py`, `documents.py`
-and all of ours that they import. Packages are not: torch, numpy, pyarrow, tiktoken, rustbpe.
+The code that counts is what reading and scoring a file requires: `artifact.py`, `documents.py` and
+the nanochat modules they import. Packages are free: torch, numpy, pyarrow, tiktoken, rustbpe.
 """
 
 import ast
@@ -26,12 +26,12 @@ from nanochat.golf.artifact import (
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-EVALUATORS = ("golf.artifact", "golf.documents")  # what reads a file, what scores its model
-COSTLIEST = 5  # tensors that a refusal names
+EVALUATORS = ("golf.artifact", "golf.documents")  # read a file, score its model
+COSTLIEST = 5  # number of tensors listed in the error
 
 
 class TensorSize(NamedTuple):
-    """The bytes of one tensor: float32, stored, and stored when compressed alone."""
+    """Bytes of one tensor: as float32, stored, and stored and compressed on its own."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,23 +42,23 @@ class TensorSize(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The smallest file, and what it was chosen from."""
+    """The smallest file and the alternatives."""
 
     data: bytes
     container: Container
     compressor: Compressor
     tried: dict[tuple[Container, Compressor], int]
-    """Bytes of the file with each."""
+    """File size in bytes of each combination."""
     tensors: list[TensorSize]
     code: dict[str, int]
-    """Bytes of each module that is charged: those that it takes to score the file."""
+    """Bytes of each module required to score the file."""
 
     @property
     def code_bytes(self) -> int:
         return sum(self.code.values())
 
     def total_bytes(self, count_code: bool) -> int:
-        """What is compared with the limit."""
+        """Bytes compared with the limit."""
         return len(self.data) + (self.code_bytes if count_code else 0)
 
 
@@ -70,7 +70,7 @@ def smallest(
     container: Container | None = None,
     compressor: Compressor | None = None,
 ) -> Written:
-    """Try every container with every compressor, or those asked for, and keep the smallest file."""
+    """Return the smallest file over all containers and compressors, or the given ones."""
     files: dict[tuple[Container, Compressor], bytes] = {}
     for packing in (container,) if container else CONTAINERS:
         body = make_body(stored, model, tokenizer, origin, packing)
@@ -87,19 +87,19 @@ def smallest(
 
 
 def code_bytes() -> dict[str, int]:
-    """The modules that are charged, with their bytes."""
+    """Return the bytes of each module that counts."""
     names = {name for module in EVALUATORS for name in code_of(module)}
     return {name: len(source_of(name).encode()) for name in sorted(names)}
 
 
 def source_of(module: str) -> str:
-    """The text of one of our modules, named as in "hf.export"."""
+    """Return the source of a nanochat module, e.g. "hf.export"."""
     path = REPOSITORY.joinpath("nanochat", *module.split(".")).with_suffix(".py")
     return path.read_text(encoding="utf-8")
 
 
 def code_of(module: str) -> list[str]:
-    """A module and all of ours that it imports, directly or not."""
+    """Return a module and all nanochat modules it imports, directly or not."""
     found, waiting = [], [module]
     while waiting:
         name = waiting.pop()
@@ -112,7 +112,7 @@ def code_of(module: str) -> list[str]:
 
 
 def describe(written: Written, limit: int, count_code: bool) -> str:
-    """The table: every tensor, every choice, every module, and the sums."""
+    """Return a table of tensors, file sizes by combination, modules and totals."""
     row = "{:<34} {:>12} {:>6} {:>12} {:>11} {:>11}".format
     lines = [row("tensor", "shape", "format", "raw", "payload", "alone")]
     for t in written.tensors:
@@ -120,7 +120,7 @@ def describe(written: Written, limit: int, count_code: bool) -> str:
         lines.append(row(t.name, "x".join(map(str, t.shape)), t.form, *sizes))
     lines += ["", "container and compressor"]
     for (packing, by), size in sorted(written.tried.items(), key=lambda item: item[1]):
-        chosen = "  <- written" if (packing, by) == (written.container, written.compressor) else ""
+        chosen = "  <- chosen" if (packing, by) == (written.container, written.compressor) else ""
         lines.append(f"  {packing + ' ' + by:<14} {size:>12,}{chosen}")
     listed = ", ".join(f"{name} {size:,}" for name, size in written.code.items())
     charged = "" if count_code else " (not counted)"
@@ -128,24 +128,24 @@ def describe(written: Written, limit: int, count_code: bool) -> str:
     return "\n".join(lines) + (
         f"\n\ncode: {listed}\n\n"
         f"raw        {raw:>12,}  float32\n"
-        f"payload    {payload:>12,}  on their grids\n"
-        f"compressed {len(written.data):>12,}  with configuration and tokenizer: the file\n"
+        f"payload    {payload:>12,}  quantized\n"
+        f"compressed {len(written.data):>12,}  file, with configuration and tokenizer\n"
         f"code       {written.code_bytes:>12,}  {len(written.code)} modules{charged}\n"
         f"total      {written.total_bytes(count_code):>12,}  of {limit:,}"
     )
 
 
 def require_within(written: Written, limit: int, count_code: bool) -> None:
-    """Raises UsageError naming the tensors that cost most where the artifact is above the limit."""
+    """Raise UsageError, listing the largest tensors, if the artifact exceeds the limit."""
     total = written.total_bytes(count_code)
     if total <= limit:
         return
     costly = sorted(written.tensors, key=lambda t: -t.compressed)[:COSTLIEST]
     named = ", ".join(f"{t.name} {t.compressed:,} ({t.form})" for t in costly)
-    code = f", {written.code_bytes:,} of them code" if count_code else ""
+    code = f" ({written.code_bytes:,} of them code)" if count_code else ""
     raise UsageError(
-        f"{total:,} bytes{code} are {total - limit:,} above the limit of {limit:,}; most cost "
-        + named,
-        "fewer bits for those (--quantize), a smaller model, or more weight decay, which makes "
-        "weights compress better",
+        f"{total:,} bytes{code} exceed the limit of {limit:,} by {total - limit:,}; "
+        f"largest tensors: {named}",
+        "use fewer bits for them (--quantize), a smaller model, or more weight decay, which makes "
+        "weights more compressible",
     )

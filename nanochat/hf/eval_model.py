@@ -1,10 +1,10 @@
 """
-Causal language models of Hugging Face, for the few-shot scorer.
+Wraps Hugging Face causal language models for few-shot evaluation.
 
-    name or folder -> find -> Found: revision -> load -> EvalModel
+    hub name or folder -> find -> Found (context, revision) -> load -> EvalModel
 
-Any architecture that transformers loads is scored by the code that scores ours. Knows no suite.
-The only file that needs the packages of the group `interop`.
+Every architecture that transformers loads is scored by the same code as ours. Requires the packages
+of the `interop` group.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from nanochat.common import fingerprint, sha256_file
 from nanochat.distributed import DistContext
 from nanochat.eval_core import EvalModel
 
-LOGIT_BYTES = 2**30  # of the logits of one forward pass: these models give them for every token
+LOGIT_BYTES = 2**30  # logits of one forward pass; these models return them for every token
 
 
 class HFEncoder:
-    """A tokenizer of transformers. Raises ValueError where none of its tokens can open a text."""
+    """A transformers tokenizer. Raises ValueError if it has no token to start a text with."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -32,8 +32,8 @@ class HFEncoder:
         known = [number for number in ids if number is not None]
         if not known:
             raise ValueError(
-                f"the tokenizer of {tokenizer.name_or_path} has neither bos_token nor eos_token, "
-                "so there is nothing to open a text with; name one in its tokenizer_config.json"
+                f"the tokenizer of {tokenizer.name_or_path} has neither bos_token nor eos_token; "
+                "set one in its tokenizer_config.json"
             )
         self.bos_id: int = known[0]
 
@@ -43,8 +43,8 @@ class HFEncoder:
 
 class HFLanguageModel:
     """
-    The two halves that the scorer asks for. The states are the logits already: what lies between
-    the last layer and the logits (caps, scales, norms) is each architecture's own.
+    A transformers model with the `hidden` and `logits` methods of GPT. `hidden` returns the logits,
+    because the steps after the last layer (caps, scales, norms) differ by architecture.
     """
 
     def __init__(self, model: Any):
@@ -52,27 +52,27 @@ class HFLanguageModel:
 
     def hidden(self, tokens: Tensor, cache: CacheView | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, V)."""
-        assert cache is None, "options are read from their beginning"
+        assert cache is None, "HFLanguageModel does not support a KV cache"
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, V), as they are."""
+        """Return `hidden` (N, V) unchanged."""
         return hidden
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model that is there, not loaded yet."""
+    """A model that exists on disk or on the hub, not loaded yet."""
 
     path: str
     trust_remote_code: bool
     context: int
-    """The most tokens it reads at once."""
+    """Context length in tokens."""
     revision: str
-    """Its commit on the hub, or a fingerprint of the files of its folder."""
+    """Commit on the hub, or a fingerprint of the files in the folder."""
 
     def load(self, machine: DistContext) -> EvalModel:
-        """Load it in the machine's compute dtype."""
+        """Load the model on the machine's device in its compute dtype."""
         options = {"trust_remote_code": self.trust_remote_code}
         encoder = HFEncoder(AutoTokenizer.from_pretrained(self.path, **options))
         loader: Any = AutoModelForCausalLM
@@ -86,13 +86,13 @@ class Found:
 
 def find(path: str, trust_remote_code: bool = False) -> Found:
     """
-    Look at a model's configuration. Raises OSError or ValueError naming a model that is not there,
-    that would have to run its own code, or that does not say how many tokens it reads.
+    Read a model's configuration. Raises OSError or ValueError if the model does not exist, requires
+    remote code, or does not declare its context length.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     context = getattr(config, "max_position_embeddings", None)
     if not isinstance(context, int):
-        raise ValueError(f"the configuration of {path} has no max_position_embeddings")
+        raise ValueError(f"max_position_embeddings is missing in the configuration of {path}")
     folder = Path(path)
     if folder.is_dir():
         files = sorted(f for f in folder.iterdir() if f.is_file())

@@ -1,11 +1,11 @@
 """
-Models in Hugging Face's format, both ways: weights, configuration, and the code of our own.
+Export to and import from the Hugging Face format: weights, config, tokenizer and remote code.
 
-    GPT, Tokenizer -> write_hf -> a folder for AutoModelForCausalLM and AutoTokenizer -> read_hf
+    GPT, Tokenizer -> write_hf -> folder for AutoModelForCausalLM and AutoTokenizer -> read_hf
 
-The plain architecture (`GPTConfig.classic`) becomes transformers' own NanoChat classes; any other
-brings the classes of its model as remote code, behind hf/modeling.py. Both keep
-the tokenizer exact: same ids, same rendering of conversations. Needs no package of Hugging Face.
+The classic architecture (`GPTConfig.classic`) maps to transformers' NanoChat classes; all others
+ship their model classes as remote code (hf/modeling.py). The tokenizer is exact: same ids, same
+chat rendering. Requires no Hugging Face package except safetensors.
 """
 
 import re
@@ -27,7 +27,7 @@ from nanochat.loss import SOFTCAP
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
-MODELING = "hf.modeling"  # the module that the remote code begins with
+MODELING = "hf.modeling"  # entry module of the remote code
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -35,8 +35,8 @@ tags:
 - nanochat
 ---
 
-A model trained with nanochat: {params:,} parameters, {layers} layers, {vocab:,} token ids, rows of
-{context:,} tokens.
+A model trained with nanochat: {params:,} parameters, {layers} layers, vocabulary size {vocab:,},
+context length {context:,}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,42 +53,42 @@ output = model.generate(**inputs, max_new_tokens=64)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 
-## Texts and conversations
+## Tokenizer and chat template
 
-- Every text begins with `{bos}`. `tokenizer(text)` puts it in front, and so does the chat template.
-  A conversation rendered with `tokenize=False` has it already, which no tokenizer.json can notice:
-  pass it on with `tokenizer(rendered, add_special_tokens=False)`, or it has two.
+- Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. Tokenize
+  a conversation that was rendered with `tokenize=False` by
+  `tokenizer(rendered, add_special_tokens=False)`; otherwise `{bos}` is added twice.
 - Messages have the roles system, user and assistant, in any order; other roles raise an error.
-  System text is read as the user's, and neighboring messages of one speaker become one turn.
-- With `add_generation_prompt=True`, an answer at the end is left out; `continue_final_message=True`
-  continues it instead. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains.
-- The name of a special token typed in a message becomes that token, unlike in nanochat itself.
-  Recent versions of transformers keep it as text: `apply_chat_template(...,
-  sanitize_control_tokens=True)`. Otherwise take such names out of what strangers write.
-- Padding is `{bos}`, on the left. It is the end of a document too, so pass the attention mask on.
+  System messages are part of the user turn, and consecutive messages of one speaker are merged.
+- `add_generation_prompt=True` drops a final assistant message; `continue_final_message=True`
+  continues it. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains on.
+- Unlike in nanochat, a special token's name typed in a message is parsed as that token. Recent
+  versions of transformers keep it as text with `apply_chat_template(...,
+  sanitize_control_tokens=True)`. With older ones, remove such names from untrusted input.
+- Padding is `{bos}`, on the left. `{bos}` also ends a document, so pass the attention mask.
 
-## What loads it
+## Compatibility
 
 {loads}
 """
 NATIVE_LOADS = """\
-- transformers 5: yes, by its own NanoChat classes, without remote code.
-- vLLM: not tried.
-- llama.cpp: no. The gguf package (0.19.0) lists no architecture of this kind to convert it to.
+- transformers 5: yes, with its own NanoChat classes and no remote code.
+- vLLM: not tested.
+- llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 """
 REMOTE_LOADS = """\
-- transformers 5: yes, with the code in this folder (`trust_remote_code=True`). Beams, static
-  caches, gradient checkpointing, packed rows by `position_ids`, adapters and a resized vocabulary
-  work. There are no attention weights to return (`output_attentions`).
+- transformers 5: yes, with the code in this folder (`trust_remote_code=True`). Beam search, static
+  caches, gradient checkpointing, packed sequences (`position_ids`), adapters and a resized
+  vocabulary are supported. `output_attentions` is not supported.
   {embeds}
-- vLLM: not tried; it has no such architecture, and this code does not use its attention.
-- llama.cpp: no. The gguf package (0.19.0) lists no architecture of this kind to convert it to.
+- vLLM: not tested; it has no such architecture, and this code does not use its attention.
+- llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 - A model trained with `--arch=classic` needs no remote code.
 """
 EMBEDS_NEED_IDS = """\
-The model also looks up each token's id (value embeddings, hash of bigrams), so `inputs_embeds` only
-  replace the vectors of `input_ids`: give both."""
-EMBEDS_ALONE = "`inputs_embeds` can take the place of `input_ids`."
+The model also needs token ids for its value embeddings or hash-bigram embedding, so pass
+  `inputs_embeds` together with `input_ids`."""
+EMBEDS_ALONE = "`inputs_embeds` can replace `input_ids`."
 
 # ------------------------------------------------------------------------------------------------
 # Writing
@@ -102,9 +102,9 @@ def write_hf(
     origin: Mapping[str, Any] | None = None,
 ) -> None:
     """
-    Write a model and its tokenizer; files of an earlier export in the folder are replaced.
+    Write a model and its tokenizer, overwriting an earlier export in the folder.
 
-    origin: whence the model comes, in types that JSON has; `read_hf` gives it back.
+    origin: JSON-serializable metadata on the model's training; returned by `read_hf`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     native = is_native(model.cfg)
@@ -116,10 +116,10 @@ def write_hf(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe = native_config if native else remote_config
     config = {**describe(model.cfg), "dtype": str(dtype).removeprefix("torch.")}
-    ends = [tokenizer.special(END), tokenizer.bos_id]  # of an answer, and of a document
+    ends = [tokenizer.special(END), tokenizer.bos_id]  # end of turn, end of document
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
     history = {"nanochat": dict(origin)} if origin else {}
-    # The class of transformers does not train the embedding of a padding token, and ours is BOS
+    # pad_token_id is None: transformers would not train the embedding of the padding token (BOS)
     write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
@@ -141,12 +141,12 @@ def write_hf(
 
 
 def is_native(cfg: GPTConfig) -> bool:
-    """Whether transformers has this architecture itself."""
+    """Whether transformers has a built-in class for this architecture."""
     return type(cfg) is GPTConfig and cfg == cfg.classic()
 
 
 def native_names(cfg: GPTConfig) -> dict[str, str]:
-    """Our name of every tensor of the plain architecture -> that of transformers."""
+    """Map our tensor names to those of transformers, for the classic architecture."""
     parts = {f"attention.{n}": f"self_attn.{n}_proj" for n in ("q", "k", "v")}
     parts |= {"attention.out": "self_attn.o_proj", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
     names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
@@ -157,7 +157,7 @@ def native_names(cfg: GPTConfig) -> dict[str, str]:
 
 
 def native_config(cfg: GPTConfig) -> dict[str, Any]:
-    """The configuration of transformers' NanoChatForCausalLM."""
+    """Config of transformers' NanoChatForCausalLM."""
     return {
         "architectures": ["NanoChatForCausalLM"],
         "model_type": NATIVE,
@@ -170,7 +170,7 @@ def native_config(cfg: GPTConfig) -> dict[str, Any]:
         "head_dim": cfg.head_dim,
         "max_position_embeddings": cfg.max_seq_len,
         "hidden_act": "relu2",
-        "rms_norm_eps": torch.finfo(torch.float32).eps,  # what torch's rms_norm takes
+        "rms_norm_eps": torch.finfo(torch.float32).eps,  # default of F.rms_norm
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
         "final_logit_softcapping": SOFTCAP,
         "attention_bias": False,
@@ -179,7 +179,7 @@ def native_config(cfg: GPTConfig) -> dict[str, Any]:
 
 
 def remote_config(cfg: GPTConfig) -> dict[str, Any]:
-    """The configuration of the remote code; `gpt` is ours, field by field."""
+    """Config for the remote code; `gpt` has the fields of GPTConfig."""
     return {
         "architectures": ["NanochatForCausalLM"],
         "model_type": REMOTE,
@@ -192,17 +192,17 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Code that travels with the weights
+# Remote code
 
 
 def relative_imports(text: str) -> str:
-    """A module as part of an exported folder, which also holds the modules that it imports."""
+    """Rewrite a module's imports for an exported folder, which is flat."""
     ours = re.compile(r"^from nanochat\.([\w.]+) import", re.MULTILINE)
     return ours.sub(lambda found: f"from .{flat(found[1])} import", text)
 
 
 def flat(module: str) -> str:
-    """The name of a module in an exported folder, where no packages are."""
+    """Module name in an exported folder, which has no packages."""
     return module.replace(".", "_")
 
 
@@ -211,21 +211,21 @@ def flat(module: str) -> str:
 
 
 class Imported(NamedTuple):
-    """What a folder holds."""
+    """Contents of a Hugging Face model folder."""
 
     cfg: GPTConfig
     weights: dict[str, Tensor]
-    """By our names, float32."""
+    """float32, under our names."""
     tokenizer: Tokenizer
     origin: Mapping[str, Any] | None
-    """What `write_hf` was told of it; None for a model that others wrote."""
+    """`origin` of `write_hf`; None for models exported by others."""
 
 
 def read_hf(folder: Path) -> Imported:
     """
-    Read a folder that `write_hf` wrote, or another of transformers' NanoChat classes.
+    Read a folder written by `write_hf`, or any model of transformers' NanoChat classes.
 
-    Raises FileNotFoundError, or ValueError naming the file and what in it is not ours.
+    Raises FileNotFoundError, or ValueError with the file and the unsupported value.
     """
     config = read_object(folder / "config.json")
     kind = config.get("model_type")
@@ -237,25 +237,25 @@ def read_hf(folder: Path) -> Imported:
         names = native_names(cfg)
     else:
         raise ValueError(
-            f"{folder / 'config.json'} is of the type {kind!r}; only {NATIVE} and {REMOTE} can "
-            "become one of our checkpoints. Others can be scored: scripts.base_eval --hf_path"
+            f"{folder / 'config.json'} has model_type {kind!r}; only {NATIVE} and {REMOTE} can be "
+            "imported; evaluate other models with scripts.base_eval --hf_path"
         )
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     if not found:
-        raise FileNotFoundError(f"{folder} holds no weights (*.safetensors)")
+        raise FileNotFoundError(f"no weights (*.safetensors) in {folder}")
     names = names or {name.removeprefix("gpt."): name for name in found}
-    lacking = sorted(set(names.values()) ^ found.keys())
-    if lacking:
-        raise ValueError(f"{folder}: tensors missing or too many: {', '.join(lacking[:5])}")
+    mismatched = sorted(set(names.values()) ^ found.keys())
+    if mismatched:
+        raise ValueError(f"{folder}: missing or unexpected tensors: {', '.join(mismatched[:5])}")
     weights = {ours: found[theirs].float() for ours, theirs in names.items()}
     tokenizer = read_tokenizer(folder / "tokenizer.json")
     return Imported(cfg, weights, tokenizer, config.get("nanochat"))
 
 
 def from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
-    """Our configuration of a NanoChat model. Raises ValueError where it is not the plain one."""
+    """Convert a NanoChat config to ours. Raises ValueError for settings we do not support."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     plain = GPTConfig(
         vocab_size=config["vocab_size"],
@@ -272,7 +272,7 @@ def from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
     for name in same:
         if config.get(name, written[name]) != written[name]:
             raise ValueError(
-                f"{folder / 'config.json'}: {name} is {config[name]}, ours has {written[name]}"
+                f"{folder / 'config.json'}: {name} is {config[name]}, not {written[name]}"
             )
     theta = (config.get("rope_parameters") or {}).get("rope_theta", plain.rope_theta)
     if theta != plain.rope_theta:

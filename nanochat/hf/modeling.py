@@ -1,10 +1,10 @@
 """
-GPT and its subclasses behind the interface of a causal model in transformers.
+Wraps GPT and its subclasses as a causal language model of transformers.
 
     input ids, attention mask, cache -> GPT.prepare -> GPT.final_state -> logits, loss, states
 
-hf/export.py copies this file and the modules that it imports into every exported folder whose
-architecture transformers does not have; `trust_remote_code=True` runs them there.
+If transformers lacks the architecture, hf/export.py copies this file and the modules that it
+imports into the exported folder; `trust_remote_code=True` runs them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from nanochat.loss import cap
 
 
 class NanochatConfig(PretrainedConfig):
-    """`gpt` holds the fields of GPTConfig; the rest repeats what transformers asks for by name."""
+    """`gpt` has the fields of GPTConfig; the other attributes are those transformers expects."""
 
     model_type = "nanochat_remote"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -37,7 +37,7 @@ class NanochatConfig(PretrainedConfig):
             shape = read_config(self.gpt)
             self.vocab_size = shape.vocab_size
             self.hidden_size = shape.d_model
-            # Of the cache: keys and values by layer, then tokens where the one in front counts
+            # Layers of the cache: keys and values, plus one with the token ids for bigrams
             self.num_hidden_layers = len(shape.order) + bool(shape.bigram_rows)
             self.num_attention_heads = shape.n_head
             self.num_key_value_heads = shape.n_kv_head
@@ -49,11 +49,10 @@ class NanochatConfig(PretrainedConfig):
 
 class StoredTokens:
     """
-    What attention.CacheView is to our own cache, over a Cache of transformers or none at all.
+    The counterpart of attention.CacheView for a transformers Cache or for no cache.
 
-    segments: (B, M), 0 for padding and else the number of the document, of all tokens there is
-    room for, at least the past and the new ones. slots: (T,), where among them the new ones lie.
-    positions: (B, T), of the new ones, for the rotary embedding.
+    segments: (B, M), document number of each slot (past, new and free ones), 0 for padding.
+    slots: (T,), slots of the new tokens. positions: (B, T), their rotary positions.
     """
 
     def __init__(
@@ -71,9 +70,10 @@ class StoredTokens:
 
     def preceding(self, tokens: Tensor) -> Tensor:
         """
-        The token in front of each new one (B, T), -1 where a document begins; padding is skipped.
-        A cache stores the tokens as keys of its last layer, so that whoever sorts or shortens the
-        cache does so with them. Raises ValueError for a cache that would not store them exactly.
+        Return the token before each new one, (B, T), -1 at a document start; padding is skipped.
+
+        The cache stores token ids as keys of its last layer, so that reordering or cropping it
+        includes them. Raises ValueError for a cache that does not store them exactly.
         """
         known = tokens
         if self.cache is not None:
@@ -82,31 +82,31 @@ class StoredTokens:
             exact = type(self.cache.layers[self.last_layer]) in (DynamicLayer, StaticLayer)
             if not exact or keys.dtype != tokens.dtype:
                 raise ValueError(
-                    "hash-bigram embeddings need a cache that keeps token ids as they are: a "
-                    "DynamicCache or a StaticCache that is not initialized early, not "
-                    f"{type(self.cache).__name__}"
+                    f"{type(self.cache).__name__} cannot store the token ids that the hash-bigram "
+                    "embedding needs; use a DynamicCache, or a StaticCache without early "
+                    "initialization"
                 )
             known = keys[:, 0, :, 0]  # (B, M)
         slot = torch.arange(known.size(1), device=tokens.device)
-        last = torch.where(self.segments > 0, slot, -1).cummax(dim=1).values  # no padding up to it
+        last = torch.where(self.segments > 0, slot, -1).cummax(dim=1).values  # last real token
         before = F.pad(last, (1, 0), value=-1)[:, self.slots]  # (B, T)
         found, at = before >= 0, before.clamp(min=0)
         same = self.segments.gather(1, at) == self.segments[:, self.slots]
         return known.gather(1, at).masked_fill(~(found & same), -1)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values of a layer, (B, T, G, D) each."""
+        """Store keys and values of the new tokens in a layer, (B, T, G, D) each."""
         assert self.cache is not None
         self.stored = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All that the layer just written holds: keys (B, G, D, M), values (B, G, M, D)."""
+        """Return all keys (B, G, D, M) and values (B, G, M, D) of the layer just written."""
         assert self.stored is not None
         keys, values = self.stored
         return keys.mT, values
 
     def mask(self, window: int | None) -> Tensor | None:
-        """(B, 1, T, M) bool: what each new token sees. None: simply its row's past."""
+        """Attention mask (B, 1, T, M), True = visible. None: plain causal attention."""
         if self.fresh:
             return None
         key = torch.arange(self.segments.size(1), device=self.segments.device)
@@ -115,11 +115,11 @@ class StoredTokens:
         seen = (distance >= 0) & (segments > 0) & (segments == segments[..., self.slots].mT)
         if window is not None:
             seen &= distance <= window
-        return (seen | (distance == 0))[:, None]  # padding sees itself, so that nothing is NaN
+        return (seen | (distance == 0))[:, None]  # padding sees itself: no NaN
 
 
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
-    """A GPT with the calls of transformers."""
+    """GPT with the interface of transformers."""
 
     config_class = NanochatConfig
     base_model_prefix = "gpt"
@@ -132,7 +132,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gpt = new_model(read_config(config.gpt))
         self.gradient_checkpointing = False
-        if self.gpt.device.type != "meta":  # not loaded from a file
+        if self.gpt.device.type != "meta":  # not loaded from a checkpoint
             self.gpt.init_weights()
             for weight in self.parameters():
                 weight._is_hf_initialized = True  # type: ignore
@@ -140,7 +140,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Weights that a file lacks, and new ones of a larger vocabulary."""
+        """Initialize weights missing in a checkpoint, and rows added to the vocabulary."""
         for weight in module.parameters(recurse=False):
             if not getattr(weight, "_is_hf_initialized", False):
                 weight.normal_(std=weight.size(-1) ** -0.5)
@@ -151,16 +151,16 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Any = torch.utils.checkpoint.checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Every layer, non-reentrant. Raises ValueError where something else is asked for."""
+        """Checkpoint every layer, non-reentrant. Raises ValueError for any other setting."""
         plain = torch.utils.checkpoint.checkpoint
         chosen = getattr(gradient_checkpointing_func, "keywords", {})
         if getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func) is not plain:
-            raise ValueError("activations cannot be offloaded here: leave out offload=True")
+            raise ValueError("activation offloading is not supported; omit offload=True")
         if every_n_layers != 1:
-            raise ValueError(f"every_n_layers={every_n_layers}: here every layer is checkpointed")
-        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # same gradients
+            raise ValueError(f"every_n_layers={every_n_layers} is not supported; use 1")
+        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # do not change gradients
         if unknown:
-            raise ValueError(f"gradient_checkpointing_kwargs has no effect here: {sorted(unknown)}")
+            raise ValueError(f"unsupported gradient_checkpointing_kwargs: {sorted(unknown)}")
         self.gradient_checkpointing = enable
 
     # ---- embeddings --------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.gpt.embed = value
 
     def get_output_embeddings(self) -> torch.nn.Module | None:
-        """None where the input embeddings score the tokens too."""
+        """The LM head; None if it is tied to the input embeddings."""
         return self.gpt.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
@@ -184,7 +184,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> Any:
-        """As for any model; the value embeddings are resized with the others."""
+        """Resize the token embeddings, the LM head and the value embeddings."""
         embed = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = embed.weight.size(0)
         resize: Any = self._get_resized_embeddings
@@ -199,7 +199,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As for any model, but a prompt given as vectors keeps its ids where it has them."""
+        """Keep `input_ids` together with `inputs_embeds`, as the model may need both."""
         parent: Any = super()
         given = parent.prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs
@@ -213,7 +213,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any
     ) -> Tensor | None:
-        """Of a static cache: (B, M), of the same shape at every step."""
+        """Pad the mask to the size of a static cache, (B, M): the same shape at every step."""
         if attention_mask is None:
             return None
         return F.pad(attention_mask, (0, room(past_key_values) - attention_mask.size(1)), value=1)
@@ -236,28 +236,28 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         **loss_kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """
-        input_ids (B, T), attention_mask (B, past + T) with 0 for padding -> logits (B, T, V), or of
-        the last `logits_to_keep` tokens. `labels` (B, T), -100 where none counts.
+        input_ids (B, T), attention_mask (B, past + T) with 0 for padding -> logits (B, T, V), or
+        only those of the last `logits_to_keep` tokens. `labels`: (B, T), -100 is ignored.
 
-        position_ids: (B or 1, T), by default counted by the attention mask. Without a mask and a
-        past, a position that does not follow the one before it begins a new document, which does
-        not see those before it.
-        inputs_embeds: (B, T, C) in place of the vectors of input_ids; a model that looks up tokens
-        elsewhere too, in value embeddings or by hash of bigrams, needs both.
-        hidden_states: the embedded tokens, then the state after each layer, as often as a token
-        visits it; the last one normalized, as the head sees it.
+        position_ids: (B or 1, T), by default derived from the attention mask. Without a mask and a
+        past, each position that is not its predecessor plus 1 starts a new packed document;
+        attention does not cross documents.
+        inputs_embeds: (B, T, C), replaces the embeddings of input_ids; a model with value
+        embeddings or a hash-bigram embedding needs both.
+        hidden_states: the input of the first layer, then the output of each layer, once per pass
+        through a looped layer; the last one is normalized.
 
-        Raises ValueError naming an argument that does not fit or that the model does not have.
+        Raises ValueError for unsupported arguments and wrong shapes.
         """
         config = self.config
         known = ("num_items_in_batch", "shift_labels", "ignore_index")
         for name, value in loss_kwargs.items():
             if name not in known and value is not None:
-                raise ValueError(f"NanochatForCausalLM has no argument {name}; leave it out")
+                raise ValueError(f"NanochatForCausalLM has no argument {name}; omit it")
         if config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(
-                "output_attentions=True: attention weights are never formed here, the kernels are "
-                "fused; leave it out"
+                "output_attentions=True is not supported: fused attention does not compute the "
+                "weights; omit it"
             )
         tokens = self.tokens(input_ids, inputs_embeds)
 
@@ -266,7 +266,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.gpt.checkpoint_activations = recompute
         view: Any = self.view(tokens, attention_mask, position_ids, past_key_values, use_cache)
         if recompute and view.cache is not None:
-            raise ValueError("gradient checkpointing cannot use a cache: use_cache=False")
+            raise ValueError("gradient checkpointing does not support a cache; use use_cache=False")
         ctx = self.gpt.prepare(tokens, view, embeds=inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -276,7 +276,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         states = None if ctx.outputs is None else (ctx.x0, *ctx.outputs[:-1], hidden)
 
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        head = self.get_output_embeddings()  # called, not only read: an adapter may wrap it
+        head = self.get_output_embeddings()  # call it: an adapter may wrap it
         logits = self.gpt.logits(hidden[:, kept]) if head is None else head(hidden[:, kept])
         logits = logits if head is None else cap(logits)
         loss = None
@@ -289,22 +289,21 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     def tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """
-        The ids (B, T), zeros where the model does without. Raises ValueError where it does not, and
-        for vectors of another shape.
+        Return the token ids (B, T), zeros if only `inputs_embeds` is given. Raises ValueError if
+        the model needs ids or a shape is wrong.
         """
         if input_ids is None and inputs_embeds is None:
-            raise ValueError("give input_ids, or inputs_embeds")
+            raise ValueError("input_ids and inputs_embeds are both missing; pass one of them")
         if input_ids is None and (self.gpt.bigrams is not None or len(self.gpt.value_embeds)):
             raise ValueError(
-                "inputs_embeds alone are not enough: this model also looks up each token's id in "
-                "its value embeddings or hash-bigram embedding; give input_ids of the same shape "
-                "as well"
+                "inputs_embeds without input_ids: this model needs token ids for its value "
+                "embeddings or hash-bigram embedding; pass input_ids of the same shape as well"
             )
         given: Any = inputs_embeds if input_ids is None else input_ids
         tokens = given.new_zeros(given.shape[:2], dtype=torch.long) if input_ids is None else given
         expected = (*tokens.shape, self.gpt.cfg.d_model)
         if inputs_embeds is not None and inputs_embeds.shape != expected:
-            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not {expected}")
+            raise ValueError(f"inputs_embeds: shape {tuple(inputs_embeds.shape)}, not {expected}")
         return tokens
 
     def view(
@@ -316,15 +315,15 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None,
     ) -> StoredTokens:
         """
-        Where the new tokens (B, T) lie and what they see. Raises ValueError naming an argument of
-        the wrong shape.
+        Build the cache view of the new tokens (B, T). Raises ValueError for a wrong shape, and for
+        packed documents with a cache.
         """
         B, T = tokens.shape
         past: Any = cache.get_seq_length() if cache is not None else 0  # an int or a tensor
         begins = cache is None or (isinstance(past, int) and past == 0)
         if position_ids is not None:
             if position_ids.shape not in ((B, T), (1, T)):
-                raise ValueError(f"position_ids are {tuple(position_ids.shape)}, not {(B, T)}")
+                raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, not {(B, T)}")
             position_ids = position_ids.expand(B, T)
         packed = False
         segments = torch.ones_like(tokens)
@@ -335,8 +334,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training and not packed
         if packed and use_cache:
             raise ValueError(
-                "position_ids begin a new document within a row, which no cache can continue; "
-                "use_cache=False, or an attention_mask for padding"
+                "position_ids pack several documents into one sequence, which a cache does not "
+                "support; use use_cache=False, or pass attention_mask if this is padding"
             )
         if use_cache and cache is None:
             cache = DynamicCache()
@@ -347,8 +346,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             shape = tuple(attention_mask.shape)
             if shape != (B, size) and (len(shape) != 2 or not (cache and room(cache) > shape[1])):
                 raise ValueError(
-                    f"attention_mask is {shape}, expected 1 for each past and new token and 0 for "
-                    f"padding, {(B, size)}"
+                    f"attention_mask has shape {shape}, expected {(B, size)}: past and new tokens, "
+                    "0 for padding"
                 )
             segments = (attention_mask != 0).long().to(tokens.device)
         elif not packed:
@@ -363,5 +362,5 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def room(cache: Cache) -> int:
-    """How many tokens a static cache has room for; 0 for one that grows."""
+    """Capacity of a static cache in tokens; 0 for a cache that grows."""
     return getattr(cache.layers[0], "max_cache_len", 0) if cache.layers else 0

@@ -1,11 +1,10 @@
 """
-Our tokenizer in Hugging Face's format, both ways, the chat template that renders as we do, and the
-same tokenizer for tiktoken.
+Converts our tokenizer to and from Hugging Face's tokenizer.json, with a chat template that matches
+chat_format.render, and to tiktoken.
 
     Tokenizer -> write_tokenizer -> tokenizer.json, chat_template.jinja -> read_tokenizer
 
-The same ids for every text, which the tests hold over real text; a conversation becomes the ids of
-chat_format.render. Needs no package of Hugging Face.
+All three encode every text to the same ids (tested on real text). Requires no Hugging Face package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,8 @@ BOS, END = "<|bos|>", "<|assistant_end|>"
 
 def byte_letters() -> dict[int, str]:
     """
-    The letter that stands for each byte in tokenizer.json: itself where it can be printed, else
-    the next unused one from U+0100 on. Source: the byte-level tokenizer of GPT-2.
+    Map each byte to its letter in tokenizer.json: a printable byte to itself, every other one to
+    the next letter from U+0100 on. Source: GPT-2's byte-level tokenizer.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
@@ -31,7 +30,7 @@ def byte_letters() -> dict[int, str]:
 
 
 def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that merging makes `token` of. Raises ValueError where it makes none."""
+    """Return the two tokens that BPE merges into `token`. Raises ValueError if there are none."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         merged = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
@@ -40,12 +39,12 @@ def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
             break
         parts[i : i + 2] = [merged[i]]
     if len(parts) != 2:
-        raise ValueError(f"no two tokens before it make the token {token!r}")
+        raise ValueError(f"token {token!r} is not a merge of two earlier tokens")
     return parts[0], parts[1]
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
-    """tokenizer.json and what transformers reads beside it."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -63,11 +62,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
 
 
 def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokenizer.json holds: how Hugging Face's tokenizers library does what ours does."""
+    """Return the contents of tokenizer.json (format of Hugging Face's tokenizers library)."""
     letters = byte_letters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # A byte's id is its rank, so the merges are the tokens of two bytes or more, in order
+    # A token's id is its rank, so the merges are the tokens of two bytes or more, in order
     merges = [halves(token, ranks) for token in ranks if len(token) > 1]
     exactly = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [
@@ -107,19 +106,19 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
             **dict.fromkeys(unused),
             **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "type": "BPE",
-            "ignore_merges": True,  # a word that is a token is that token
+            "ignore_merges": True,  # a word in the vocabulary is one token
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[a], spelled[b]] for a, b in merges],
         },
     }
 
 
-# What chat_format does, in Jinja: `render`, and `render_prompt` where a generation prompt is added
-# or the last message continued, which transformers marks by a tag at the end of its text. Trained
-# text is one generation block up to what is not trained: transformers finds a block's tokens by its
-# first and last character (of a last character of several tokens, the first; this happens only to
-# text right before python_output). Names of special tokens are written out, so that transformers
-# can tell those of the template from those that a user typed (sanitize_control_tokens).
+# chat_format in Jinja: `render`, and `render_prompt` if a generation prompt is added or the last
+# message is continued (transformers marks that with a tag at the end of its text). Consecutive
+# trained text is one generation block: transformers locates a block's tokens by its first and last
+# character (if the last character has several tokens, by the first of them; this happens only to
+# text right before python_output). Special token names are spelled out so that transformers can
+# tell the template's from those typed by a user (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
 {%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}
 {%- set state = namespace(speaker="", trained="", filled=false, gap=false, asked=0, tag="") -%}
@@ -201,7 +200,7 @@ CHAT_TEMPLATE = """\
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Our tokenizer of a tokenizer.json. Raises ValueError where it is of another kind."""
+    """Load our tokenizer from a tokenizer.json. Raises ValueError for any other kind."""
     content = read_object(file)
     try:
         model, special = content["model"], content["added_tokens"]
@@ -212,9 +211,9 @@ def read_tokenizer(file: Path) -> Tokenizer:
         names = [t["content"] for t in sorted(special, key=lambda t: t["id"])]
         ids = [*sorted(model["vocab"].values()), *sorted(t["id"] for t in special)]
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{file} is not a byte-level BPE as we write it ({error!r})") from error
+        raise ValueError(f"{file} is not a nanochat byte-level BPE ({error!r})") from error
     if ids != list(range(len(ids))):
-        raise ValueError(f"{file}: ids are not 0 to {len(ids) - 1}, special tokens last")
+        raise ValueError(f"{file}: ids must be 0 to {len(ids) - 1}, special tokens last")
     try:
         return Tokenizer.of(split, tokens, names)
     except ValueError as error:
@@ -222,7 +221,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def to_tiktoken(tokenizer: Tokenizer) -> tiktoken.Encoding:
-    """The same tokenizer for tiktoken, the reference encoder."""
+    """Convert to tiktoken, the reference encoder."""
     return tiktoken.Encoding(
         name=f"nanochat-{tokenizer.fingerprint}",
         pat_str=tokenizer.pattern,
@@ -232,10 +231,10 @@ def to_tiktoken(tokenizer: Tokenizer) -> tiktoken.Encoding:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError or ValueError naming the file."""
+    """Read a JSON object. Raises FileNotFoundError, or ValueError for anything else."""
     if not file.is_file():
-        raise FileNotFoundError(f"there is no {file}: not a folder of a Hugging Face model")
+        raise FileNotFoundError(f"{file} not found; pass a Hugging Face model folder")
     content = read_json(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object")
+        raise ValueError(f"{file} is not a JSON object")
     return content

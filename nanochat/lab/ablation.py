@@ -1,17 +1,17 @@
 """
-Ablation arms ("arms") of a data mixture: the same number of tokens in other proportions.
+Ablation arms ("arms") of a data mixture: the same total tokens in different proportions.
 
     "drop:gsm8k" -> parse_arm -> counts of each bucket in the control -> counts in the arm
 
-Every arm has the total of the control, and so its trained tokens and steps: what one bucket gains,
-the others lose, each in proportion to its count. Pure functions of names, tags and counts.
+Every arm has the same total as the control, and therefore the same number of steps: when one bucket
+grows, the others shrink in proportion to their counts. Pure functions of names, tags and counts.
 
-    copy:NAME           the control again, under another name: its difference is noise
-    only:X              X alone, and the shares of the floor of the other buckets
+    copy:NAME           a copy of the control, to measure noise
+    only:X              X alone, plus the floor shares of the other buckets
     drop:X              the control without X; the others grow
-    swap:A->B           B takes the count of A
-    scale:X*2           twice as much of X; the others shrink
-    ratio:TAG a:b=1:4   buckets whose TAG is a against those whose TAG is b; others stay
+    swap:A->B           move the count of A to B
+    scale:X*2           twice as much X; the others shrink
+    ratio:TAG a:b=1:4   ratio of buckets with TAG a to those with TAG b; others stay
 """
 
 import re
@@ -24,25 +24,25 @@ FORMS = "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1
 RATIO = re.compile(r"(\w+) ([^:=]+):([^:=]+)=([\d.]+):([\d.]+)")
 
 Counts = Mapping[str, float]
-"""Bucket -> rows or tokens."""
+"""Bucket -> number of rows or tokens."""
 
 
 def arm_counts(
     arm: str, control: Mapping[str, int], tags: Mapping[str, Tags], floor: Mapping[str, float]
 ) -> dict[str, int]:
     """
-    The counts of an arm, from those of the control; the sum stays the same.
+    Return the counts of an arm, given those of the control; the total stays the same.
 
-    tags: of each bucket of the mixture. floor: bucket -> its least share of the total in an arm
-    `only`, so that answers keep the form that evaluations read. Raises ValueError as `parse_arm`
-    does, and for an arm that leaves nothing to the other buckets or changes nothing.
+    tags: tags of each bucket. floor: bucket -> minimum share of the total in an `only` arm, which
+    keeps answers in the format that evaluations parse. Raises ValueError like `parse_arm`, and for
+    an arm that changes nothing or that the other buckets cannot compensate.
     """
     change = parse_arm(arm, tags, floor)
     if change is None:
         return dict(control)
     found = dict(zip(control, round_to_total(list(change(control).values())), strict=True))
     if found == dict(control):
-        raise ValueError(f"{arm!r} is the control, {found}: what it changes has a count of 0 there")
+        raise ValueError(f"{arm!r} equals the control, {found}: what it changes has a count of 0")
     return found
 
 
@@ -50,12 +50,12 @@ def parse_arm(
     arm: str, tags: Mapping[str, Tags], floor: Mapping[str, float]
 ) -> Callable[[Counts], dict[str, float]] | None:
     """
-    The function from the counts of the control to those of the arm; None for a copy.
+    Return a function from the counts of the control to those of the arm; None for a copy.
 
-    Raises ValueError for an unknown form, bucket or tag, and for a factor that is not positive.
+    Raises ValueError for an unknown form, bucket or tag, or a factor that is not positive.
     """
     for name in floor:
-        require_bucket(name, tags, f"the floor {name}")
+        require_bucket(name, tags, f"floor {name}")
     kind, _, words = arm.partition(":")
     if kind == "copy" and words:
         return None
@@ -81,86 +81,86 @@ def parse_arm(
             for value, weight in ((first, left), (second, right))
         ]
         return partial(set_ratio, groups=groups)
-    raise ValueError(f"{arm!r} is no arm; there are {FORMS}")
+    raise ValueError(f"unknown ablation arm {arm!r}; use one of: {FORMS}")
 
 
 def keep_only(
     counts: Counts, bucket: str, floor: Mapping[str, float], arm: str
 ) -> dict[str, float]:
-    """All of the total for one bucket, less the shares of the floor."""
+    """Assign the whole total to one bucket, except for the floor shares."""
     total = sum(counts.values())
     wanted = {name: total * floor.get(name, 0.0) for name in counts}
     wanted[bucket] = total - sum(wanted.values())
     if wanted[bucket] <= 0:
-        raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing of {bucket}")
+        raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing for {bucket}; lower it")
     return wanted
 
 
 def scale_bucket(counts: Counts, bucket: str, factor: float, arm: str) -> dict[str, float]:
-    """One bucket times a factor, the others in proportion, so that the sum stays the same."""
+    """Scale one bucket by a factor and the others in proportion; the total stays the same."""
     total, wanted = sum(counts.values()), counts[bucket] * factor
     left, rest = total - wanted, total - counts[bucket]
     if left < 0 or (left and not rest):
-        raise ValueError(f"{arm!r} leaves nothing for the other buckets to make up")
+        raise ValueError(f"{arm!r}: the other buckets cannot compensate; use another arm")
     others = {name: n * left / rest if rest else 0.0 for name, n in counts.items()}
     return {**others, bucket: wanted}
 
 
 def swap_buckets(counts: Counts, old: str, new: str) -> dict[str, float]:
-    """The count of one bucket given to another."""
+    """Move the count of one bucket to another."""
     if old == new:
         return dict(counts)
     return {**counts, old: 0, new: counts[new] + counts[old]}
 
 
 def set_ratio(counts: Counts, groups: list[tuple[list[str], float]]) -> dict[str, float]:
-    """Groups of buckets with a weight each: their common total in the ratio of the weights."""
+    """Split the common total of groups of buckets in proportion to the group weights."""
     total = sum(counts[name] for names, _ in groups for name in names)
     weights = sum(weight for _, weight in groups)
     wanted = dict(counts)
     for names, weight in groups:
         own = sum(counts[name] for name in names)
-        for name in names:  # a group with a count of 0 in the control is divided evenly
+        for name in names:  # an empty group is divided evenly
             share = counts[name] / own if own else 1 / len(names)
             wanted[name] = total * weight / weights * share
     return wanted
 
 
 def require_bucket(name: str, tags: Mapping[str, Tags], arm: str) -> str:
-    """The name of a bucket of the mixture. Raises ValueError for another one."""
+    """Return `name`. Raises ValueError if the mixture has no such bucket."""
     if name not in tags:
         raise ValueError(
-            f"{arm!r} names {name!r}, but the buckets of the mixture are {', '.join(tags)}; list a "
-            "bucket that only an arm takes as =0%"
+            f"{arm!r}: bucket {name!r} is not in the mixture ({', '.join(tags)}); list a bucket "
+            "that only an arm uses as =0%"
         )
     return name
 
 
 def buckets_with(tag: str, value: str, tags: Mapping[str, Tags], arm: str) -> list[str]:
-    """The buckets that have a value of a tag. Raises ValueError where there is none."""
+    """Return the buckets with this value of a tag. Raises ValueError if there are none."""
     if not hasattr(Tags(), tag):
-        raise ValueError(f"{arm!r}: there is no tag {tag}; there are {', '.join(vars(Tags()))}")
+        raise ValueError(f"{arm!r}: unknown tag {tag}; use one of: {', '.join(vars(Tags()))}")
     names = [name for name, each in tags.items() if getattr(each, tag) == value]
     if not names:
-        raise ValueError(f"{arm!r}: no bucket of the mixture has the {tag} {value!r}")
+        raise ValueError(f"{arm!r}: no bucket of the mixture has {tag}={value!r}")
     return names
 
 
 def positive_number(words: str, arm: str) -> float:
-    """A positive number. Raises ValueError for anything else."""
+    """Parse a positive, finite number. Raises ValueError for anything else."""
     try:
         value = float(words)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"{arm!r}: {words!r} is no positive number")
+        raise ValueError(f"{arm!r}: {words!r} is not a positive number")
     return value
 
 
 def read_floor(spec: str) -> dict[str, float]:
-    """Bucket -> share, from words as in a mixture. Raises ValueError for other amounts."""
+    """Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for other amounts."""
     parts = parse_mixture(spec) if spec else []
     floor = {part.label: part.share for part in parts if part.share is not None}
     if len(floor) < len(parts):
-        raise ValueError(f"{spec!r}: a floor is made of shares, as in arc_easy=5%")
+        raise ValueError(f"floor {spec!r} must consist of shares, as in arc_easy=5%")
     return floor

@@ -1,16 +1,16 @@
 """
-Detect a broken fine-tuning run early: a small fixed suite, measured before and during training.
+Detect broken fine-tuning runs early with a small fixed suite, measured before and during training.
 
-    checkpoint -> pretraining_text; text, conversations -> Suite.measure -> figures by name
-    figures of parent and model -> CanaryMonitor: note, warn or broken -> the run stops
+    checkpoint -> pretraining_text; text, conversations -> Suite.measure -> metrics by name
+    metrics of parent and model -> CanaryMonitor: note, warn or broken -> the run stops
 
-Post-training may cost some bits per byte on the pretraining text, but not many; the rise is
-measured as a share of the way to a uniform distribution over tokens. The loss on the training
-conversations must be the logged one, and packed rows must carry loss where answers are: the suite
-renders the conversations itself, so a mistake in template, mask or loading shows at the first step.
-Generated answers are compared with the parent's: their length, whether they end and can be parsed,
-whether they repeat themselves or always choose one letter. After the first step a canary is broken
-only when it triggers at two checks in a row. Thresholds were set on healthy runs and planted
+Post-training may raise bits per byte on the pretraining text slightly; the rise is measured as a
+fraction of the gap to a uniform distribution over tokens. The loss on the training conversations
+must match the logged loss, and packed sequences ("rows") must have targets exactly on the answers:
+the suite renders the conversations itself, so a bug in the chat template, loss mask or data loader
+shows at the first step. Generated answers are compared with the parent's: length, termination,
+parsability, repetition, and preference for one letter. After the first step a canary is broken only
+if it triggers at two consecutive checks. Thresholds were tuned on healthy runs and injected
 failures (dev/LOG.md).
 """
 
@@ -42,33 +42,33 @@ from tasks.base import Task
 from tasks.builtin import ensure_written
 
 # ---- The suite: pretraining text, training conversations, answers to held-out ones ---------------
-# It renders its conversations itself, as the finished model will see them: a training on anything
-# else is found by comparing.
+# It renders its conversations itself, as they look at inference: training on any other format shows
+# in the comparison.
 
 TEXT_TOKENS = 4096  # of pretraining text
-NUM_ANSWERS = 16  # to held-out conversations, all buckets together
+NUM_ANSWERS = 16  # to held-out conversations, over all buckets
 MAX_ANSWER_TOKENS = 128
-NGRAM = 4  # tokens whose repetition is counted
-NUM_LOSSES = 64  # training conversations, all buckets together, whose loss is measured
+NGRAM = 4  # tokens per n-gram when counting repetition
+NUM_LOSSES = 64  # training conversations to measure the loss on, over all buckets
 ROWS_PER_PASS = 8
-NUM_COMPARED = 64  # conversations of each bucket that are compared with packed rows
+NUM_COMPARED = 64  # conversations per bucket to compare with packed rows
 
 
 @dataclass
 class Suite:
-    """A fixed set of texts and conversations; by bucket, as the fields of `mixture` name them."""
+    """A fixed set of texts and conversations; mappings are keyed by bucket."""
 
     tokenizer: Tokenizer
     text: Sequence[Batch]
     chats: Mapping[str, Task]
-    """Held-out conversations to answer."""
+    """Held-out conversations to generate answers for."""
     taught: Mapping[str, Task] = field(default_factory=dict)
-    """Conversations of the training."""
+    """Training conversations."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Share of the training tokens."""
+    """Share of each bucket in the training tokens."""
 
     def measure_parent(self, model: GPT) -> dict[str, float]:
-        """As `measure`, and the bits per byte of the text if every token were as likely."""
+        """Like `measure`, plus the bits per byte of a uniform distribution over tokens."""
         found = self.measure(model)
         if self.text:
             sizes = self.tokenizer.token_bytes()
@@ -80,8 +80,8 @@ class Suite:
 
     def measure(self, model: GPT) -> dict[str, float]:
         """
-        All figures of the suite by name, of the inference copy of `model`: a compiled model would
-        be compiled for each length of the conversations.
+        Return all metrics by name. Uses the inference copy of `model`: a compiled model would be
+        recompiled for each conversation length.
         """
         model, found = for_inference(model), {}
         if self.text:
@@ -90,7 +90,7 @@ class Suite:
 
     @torch.no_grad()
     def text_bpb(self, model: GPT) -> float:
-        """Bits per byte of the pretraining text."""
+        """Bits per byte on the pretraining text."""
         sizes = torch.from_numpy(self.tokenizer.token_bytes().astype(np.int64)).to(model.device)
         nats, num_bytes = 0.0, 0
         for tokens, targets in self.text:
@@ -102,7 +102,7 @@ class Suite:
 
     @torch.no_grad()
     def measure_losses(self, model: GPT) -> dict[str, float]:
-        """Nats per target of the training conversations, buckets weighted as in the mixture."""
+        """Cross-entropy (nats per target) on training conversations, weighted as in the mixture."""
         nats, counted, tokens = Counter(), Counter(), Counter()
         T = model.cfg.max_seq_len
         some = [(name, self.render(name, i, T)) for name, i in select(self.taught, NUM_LOSSES)]
@@ -122,9 +122,9 @@ class Suite:
 
     def compare_rows(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """
-        Packed rows of the run, both (n, T), compared with its conversations: the ratio of the
-        shares of tokens that carry loss (at least 1), and the total variation (0 to 1) of the
-        tokens before answers. Empty without training conversations.
+        Compare packed rows, both (n, T), with the training conversations: ratio of their shares of
+        target tokens (>= 1), and total variation distance (0 to 1) between the distributions of
+        the token before an answer. Empty without training conversations.
         """
         size = counted = 0.0
         leads = defaultdict[int, float](float)
@@ -148,29 +148,29 @@ class Suite:
         }
 
     def render(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
-        """Tokens and targets of a training conversation, IGNORE where no loss is counted."""
+        """Tokens and targets of a training conversation; IGNORE outside the answers."""
         ids, mask = render(self.tokenizer, self.taught[name][i], max_seq_len + 1)
         targets = [token if own else IGNORE for token, own in zip(ids, mask, strict=True)]
         return ids[:-1], targets[1:]
 
     def measure_answers(self, model: GPT) -> dict[str, float]:
-        """The form of greedy answers to held-out prompts; empty without such conversations."""
+        """Format metrics of greedy answers to held-out prompts; empty without such prompts."""
         T = model.cfg.max_seq_len
         longest = min(MAX_ANSWER_TOKENS, T // 2)
-        asked, prompts, expected = [], [], 0
+        questions, prompts, expected = [], [], 0
         for name, i in select(self.chats, NUM_ANSWERS):
             whole, _ = render(self.tokenizer, self.chats[name][i])
             prompt = render_prompt(self.tokenizer, self.chats[name][i])
-            if len(whole) - len(prompt) <= longest / 2:  # a good answer can end in time
-                asked.append((self.chats[name], i))
-                prompts.append(prompt[longest - T :])  # the end of a long prompt
+            if len(whole) - len(prompt) <= longest / 2:  # a good answer fits the limit
+                questions.append((self.chats[name], i))
+                prompts.append(prompt[longest - T :])  # truncate long prompts on the left
                 expected += len(whole) - len(prompt)
-        if not asked:
+        if not questions:
             return {}
-        engine = Engine(model, self.tokenizer, len(asked))
+        engine = Engine(model, self.tokenizer, len(questions))
         answers = [a for (a,) in engine.generate(prompts, Sampling(longest, 0.0, None))]
         texts = [self.tokenizer.decode(answer.ids) for answer in answers]
-        pairs = list(zip(asked, texts, strict=True))
+        pairs = list(zip(questions, texts, strict=True))
         choices = [text.strip() for (task, i), text in pairs if task.letters(i)]
         most = max(Counter(choices).values()) / len(choices) if len(choices) >= 4 else math.nan
         ratio = max(1, sum(len(answer.ids) for answer in answers)) / expected
@@ -184,7 +184,7 @@ class Suite:
 
 
 def select(buckets: Mapping[str, Task], num: int) -> list[tuple[str, int]]:
-    """Bucket and index of `num` conversations: at least two of each bucket, evenly spread."""
+    """Pick about `num` (bucket, index) pairs, evenly spaced, at least two per bucket."""
     found = []
     for name, bucket in buckets.items():
         each = min(len(bucket), max(2, num // len(buckets)))
@@ -193,13 +193,13 @@ def select(buckets: Mapping[str, Task], num: int) -> list[tuple[str, int]]:
 
 
 def pad(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> torch.Tensor:
-    """Rows of different lengths as one tensor, padded at their ends."""
+    """Stack rows of different lengths into one right-padded tensor."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filling] * (longest - len(row))] for row in rows], device=device)
 
 
 def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The tokens, (T) or (n, T), after which a run of counted targets begins; flat."""
+    """Return the token that precedes each answer in `tokens`, (T) or (n, T), flattened."""
     counted = targets != IGNORE
     begins = counted.copy()
     begins[..., 1:] &= ~counted[..., :-1]
@@ -207,7 +207,7 @@ def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def total_variation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Total variation of two distributions, given as weights (Counters): 0 equal, 1 disjoint."""
+    """Total variation distance between two weighted sets: 0 = equal, 1 = disjoint."""
     first, second = math.fsum(one.values()), math.fsum(other.values())
     if not (first and second):
         return float(first != second)
@@ -215,7 +215,7 @@ def total_variation(one: Mapping[int, float], other: Mapping[int, float]) -> flo
 
 
 def repeated_share(answer: Completion) -> float:
-    """Share of an answer's n-grams (n = NGRAM) that occurred in it before."""
+    """Share of an answer's n-grams (n = NGRAM) that repeat an earlier one."""
     runs = [tuple(answer.ids[i : i + NGRAM]) for i in range(len(answer.ids) - NGRAM + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
@@ -224,8 +224,8 @@ def pretraining_text(
     parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> list[Batch]:
     """
-    Validation rows of the text that the base model was trained on, on the main rank, which alone
-    measures. Empty, with a printed note, where the text cannot be opened.
+    Return validation rows of the base model's pretraining text on rank 0, which measures the suite;
+    empty on other ranks, and, with a printed note, if the text cannot be opened.
     """
     if not (parent.state["source"] and machine.is_main):
         return []
@@ -240,29 +240,29 @@ def pretraining_text(
             for rows in corpus.rows.values():
                 found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
     except (OSError, ValueError, UsageError) as error:
-        machine.print0(f"canaries without pretraining text, which cannot be opened: {error}")
+        machine.print0(f"canaries skip the pretraining text, which cannot be opened: {error}")
         return []
     return found
 
 
-# ---- What the monitor makes of its figures -------------------------------------------------------
+# ---- Monitoring: thresholds, levels, findings ----------------------------------------------------
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
-MAX_LENGTH_RATIO = 2.0  # a parent whose answers are further from the expected length cannot answer
-NUM_ROWS = 256  # packed rows that are compared with the conversations
-MAX_PARENT_SHARE = 0.9  # of the bits of a uniform distribution: above, nothing can be forgotten
+MAX_LENGTH_RATIO = 2.0  # above, the parent is considered unable to answer: skip format checks
+NUM_ROWS = 256  # packed rows to compare with the conversations
+MAX_PARENT_SHARE = 0.9  # of the uniform bits per byte; above, there is nothing to forget
 RETIRED_FLAGS = {
     **dict.fromkeys(
-        ("canary_every", "sentinel_every"), "--canaries=off turns off what is measured every 10%"
+        ("canary_every", "sentinel_every"), "checks run every 10%; --canaries=off disables them"
     ),
-    "on_broken": "it is now --canaries=stop or --canaries=warn",
+    "on_broken": "use --canaries=stop or --canaries=warn",
     **dict.fromkeys(("sentinel_tokens", "sentinel_answers"), "the canary suite has a fixed size"),
 }
 
 
 class Canary(NamedTuple):
-    """Values from which a canary notes, warns, and calls the run broken."""
+    """Thresholds of a canary for the levels note, warn and broken."""
 
     note: float
     warn: float
@@ -270,64 +270,64 @@ class Canary(NamedTuple):
     meaning: str
 
     def level(self, value: float) -> Level:
-        """The level of a value that is not NaN."""
+        """Return the level of a value; NaN is not allowed."""
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# All values are increases over the parent, except for ratios (counted, length) and gaps
+# Thresholds on the increase over the parent, except for ratios (counted, length) and gaps
 CANARIES = {
-    "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten, by the bits of its text"),
-    "gap": Canary(0.75, 1.5, 2.5, "the first training loss is not that of its conversations"),
-    # no level "broken": the smoothed loss averages over several steps
-    "apart": Canary(1.0, 1.5, math.inf, "the training loss is not that of its conversations"),
+    "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
+    "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from that of its conversations"),
+    # never "broken": the smoothed loss averages over several steps
+    "apart": Canary(1.0, 1.5, math.inf, "the training loss differs from that of its conversations"),
     "counted": Canary(1.25, 1.4, 1.6, "rows and conversations differ in the share of targets"),
     "lead": Canary(0.2, 0.35, 0.5, "rows and conversations differ in the tokens before answers"),
-    "no_end": Canary(0.15, 0.3, 0.6, "more answers do not end"),
+    "no_end": Canary(0.15, 0.3, 0.6, "more answers hit the token limit"),
     "unreadable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
-    "repeated": Canary(0.15, 0.3, 0.5, "answers repeat themselves more"),
-    "one_letter": Canary(0.3, 0.5, 0.7, "one letter answers more of the questions"),
-    "length": Canary(2.0, 3.0, 6.0, "the length of answers is further from the expected one"),
-    "no_signal": Canary(0.9, 0.97, math.inf, "all answers of a group earn the same reward"),
+    "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
+    "one_letter": Canary(0.3, 0.5, 0.7, "one letter dominates multiple choice"),
+    "length": Canary(2.0, 3.0, 6.0, "answer length is further from the reference"),
+    "no_signal": Canary(0.9, 0.97, math.inf, "too many groups have equal rewards"),
 }
 
 
 @dataclass(frozen=True)
 class CanaryConfig:
     canaries: Literal["stop", "warn", "off"] = "stop"
-    """Check for a broken run at 2, 5 and 10% of it, then every 10%. stop: a broken run ends without
-    a checkpoint (status 78); warn: it prints a warning and continues; off: no checks."""
+    """Check for a broken run at 2, 5 and 10% of training, then every 10%. stop: exit without a
+    checkpoint (status 78); warn: print a warning and continue; off: no checks."""
 
 
 def due(step: int, num_steps: int) -> bool:
-    """Whether the suite is measured after `step` steps of a run."""
+    """Whether the suite is measured after step `step`."""
     shares = [0.02, 0.05, *(i / 10 for i in range(1, 11))]
     return step in {max(1, round(share * num_steps)) for share in shares}
 
 
 class Broken(UsageError):
-    """A run that its canaries stopped."""
+    """The canaries found the run broken and stopped it."""
 
     status = BROKEN
 
 
 class Finding(NamedTuple):
-    """What one canary found at one step."""
+    """Result of one canary at one step."""
 
     step: int
     name: str
     value: float
-    """The increase over the parent, the gap, or the ratio."""
+    """Increase over the parent, gap, or ratio."""
     level: Level
 
     @property
     def severity(self) -> tuple[int, float]:
-        """Sorts findings of one canary from harmless to broken."""
+        """Sort key: from fine to broken, then by value."""
         return LEVELS.index(self.level), self.value
 
 
 @dataclass
 class CanaryMonitor(Callback):
-    """Measures a fixed suite during training. `parent`: its figures before the first step."""
+    """Measures the suite during training. `parent`: its metrics before the first step."""
 
     cfg: CanaryConfig
     suite: Suite
@@ -336,14 +336,14 @@ class CanaryMonitor(Callback):
     num_steps: int
     machine: DistContext
     epoch_steps: float = 0.0
-    """Steps until rows repeat: from then on the training loss may fall by memorization."""
+    """Steps per epoch; after the first epoch the training loss may fall by memorization."""
     rows: Mapping[str, float] = field(default_factory=dict)
-    """What `Suite.compare_rows` found in the packed rows of the run."""
+    """Result of `Suite.compare_rows` on the packed rows of the run."""
     history: list[Finding] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
-    """The latest figures of the suite."""
+    """Latest metrics of the suite."""
     triggered: set[str] = field(default_factory=set)
-    """Canaries above their bound `broken` at the latest check."""
+    """Canaries above their `broken` threshold at the latest check."""
 
     def start(self, run: TrainingRun) -> None:
         self.log = run.log
@@ -366,14 +366,14 @@ class CanaryMonitor(Callback):
         return [self.table()]
 
     def check_first_step(self, loss: float) -> list[Finding]:
-        """Check that the first loss is the parent's and that rows carry loss where they should."""
+        """Check that the first loss matches the parent's and that row targets are right."""
         found = dict(self.rows)
         if "taught_loss" in self.parent:
             found["gap"] = relative_gap(loss, self.parent["taught_loss"])
         return self.classify(1, found)
 
     def check(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
-        """Measure the suite on the main rank and classify its figures; call it on every rank."""
+        """Measure the suite on rank 0 and classify its metrics; must be called on every rank."""
         parent = self.parent
         now = self.measured = self.machine.on_main(
             "measuring canaries", lambda: self.suite.measure(model)
@@ -396,12 +396,12 @@ class CanaryMonitor(Callback):
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
     ) -> list[Finding]:
         """
-        Findings for values by canary; prints those that are not fine. With `before`, the canaries
-        triggered at the previous check, others are at most warned of: a spike may recover.
+        Turn values by canary into findings; print those that are not fine. With `before`, the
+        canaries triggered at the previous check, others get at most "warn": a spike may recover.
         """
         findings = []
         for name, value in found.items():
-            if math.isnan(value):  # nothing could be measured
+            if math.isnan(value):  # not measurable
                 continue
             level = CANARIES[name].level(value)
             if level == "broken" and before is not None and name not in before:
@@ -417,7 +417,7 @@ class CanaryMonitor(Callback):
         return findings
 
     def table(self) -> dict[str, Any]:
-        """The worst finding of every canary, as a record holds it."""
+        """Table of the worst finding of every canary, for the record."""
         rows = []
         for name in dict.fromkeys(finding.name for finding in self.history):
             mine = [finding for finding in self.history if finding.name == name]
@@ -440,10 +440,10 @@ def open_monitor(
     shares: Mapping[str, float] = {},
 ) -> CanaryMonitor | None:
     """
-    Measure `model`, just loaded from `parent`; None where cfg turns canaries off.
+    Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    By bucket, `chats`: held-out conversations to answer; for a training on conversations `taught`:
-    these, and `shares`: of its tokens.
+    All by bucket: `chats` are held-out conversations to answer; in fine-tuning, `taught` are the
+    training conversations and `shares` their shares of the tokens.
     """
     if cfg.canaries == "off":
         return None
@@ -455,7 +455,7 @@ def open_monitor(
 
 
 def monitor_finetuning(cfg: CanaryConfig, tuning: FineTuning) -> list[Callback]:
-    """The callbacks that check a training on conversations: a monitor, or none."""
+    """Return the callbacks that check a fine-tuning run: one monitor, or none."""
     run, mixed, rows = tuning.run, tuning.resolution, tuning.rows
     shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
     learned = [bucket for bucket in tuning.chats.learned if shares[bucket.name]]
@@ -473,15 +473,15 @@ def monitor_finetuning(cfg: CanaryConfig, tuning: FineTuning) -> list[Callback]:
 
 
 def relative_gap(one: float, other: float) -> float:
-    """The difference of two losses, as a multiple of what is usual between small samples."""
+    """Difference of two losses in units of the typical noise between small samples."""
     return (one - other) / max(0.5, 0.35 * other)
 
 
 def stop_if_broken(findings: Sequence[Finding], cfg: CanaryConfig) -> None:
-    """Raise Broken for findings of level broken, unless these are only warned of."""
+    """Raise Broken if a finding has the level broken and cfg.canaries is "stop"."""
     broken = [finding for finding in findings if finding.level == "broken"]
     if broken and cfg.canaries == "stop":
         raise Broken(
             f"the run is broken: {', '.join(CANARIES[f.name].meaning for f in broken)}",
-            "check template, mask, --init_lr_frac and the checkpoint; --canaries=warn continues",
+            "check template, loss mask, --init_lr_frac and checkpoint; --canaries=warn continues",
         )

@@ -3,11 +3,11 @@ Final benchmarks: declared once, rejected by default, and every access logged.
 
     held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
 
-Both files carry digests of their contents, as records do.
+Both files contain digests of their contents.
 
-A benchmark is for development unless it was declared `final`. Choosing by a final one defeats its
-purpose. Held out by file is not held out by origin: a bucket made of the same data set as a final
-benchmark is of its family, and not trained on.
+A benchmark is for development unless declared `final`. Selecting models on a final benchmark
+defeats its purpose. Files can share a source: a training bucket made from the data set of a final
+benchmark belongs to its family and is rejected.
 """
 
 import re
@@ -27,12 +27,12 @@ FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
-    """Name -> data set it is made of, of the benchmarks that are final."""
+    """Final benchmarks: name -> data set it is made from."""
     return declared()["final"]
 
 
 def declared() -> dict[str, dict[str, str]]:
-    """What held_out.json says: `final` and `since`. Raises UsageError where it is damaged."""
+    """Contents of held_out.json: `final` and `since`. Raises UsageError if it is damaged."""
     path = base_dir() / FILE
     if not path.exists():
         return {"final": {}, "since": {}}
@@ -40,14 +40,14 @@ def declared() -> dict[str, dict[str, str]]:
         return read_sealed(path)
     except ValueError as error:
         raise UsageError(
-            f"{error}; it lists what is held out",
-            "restore the file, or delete it and declare again what is final: "
+            f"{error}; it lists the held-out benchmarks",
+            "restore the file, or delete it and declare the final benchmarks again: "
             'python -m scripts.lab.hold_out --final="..."',
         ) from error
 
 
 def declare(final: Mapping[str, str]) -> Path:
-    """Make benchmarks final; name -> the data set each is made of. None is ever made dev again."""
+    """Permanently declare benchmarks final. final: name -> data set it is made from."""
     path, known = base_dir() / FILE, declared()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     new = {name: since for name in final if name not in known["since"]}
@@ -57,7 +57,7 @@ def declare(final: Mapping[str, str]) -> Path:
 
 
 def plain(name: str) -> str:
-    """The name of a benchmark without case, spaces and punctuation."""
+    """Normalize a benchmark name: lower case, no spaces or punctuation."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
@@ -69,25 +69,26 @@ def is_final(name: str) -> bool:
 def admitted(
     named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
 ) -> list[str]:
-    """Tasks that were named, with | between them, else those of `default` that may be scored."""
+    """Tasks in `named`, separated by |; else those of `default` that may be evaluated."""
     if named:
         return named.split("|")
     left_out = [name for name in default if is_final(name) and not final]
     if left_out:
-        say(f"left out, being final: {', '.join(left_out)}; --final looks at them")
+        say(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
     return [name for name in default if name not in left_out]
 
 
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
     """
-    Raise UsageError for a final benchmark unless access is `allowed`, and log the access where it
-    is. who: what reads the benchmark, for the ledger.
+    Raise UsageError for a final benchmark unless access is `allowed`; log every allowed access.
+
+    who: fields that identify the reader in the access log.
     """
     wanted = [name for name in names if is_final(name)]
     if wanted and not allowed:
         raise UsageError(
-            f"{', '.join(wanted)} is final: held out until the end, for nothing to be chosen by it",
-            "leave it out; where there is a flag --final, that looks at it, and is written down",
+            f"{', '.join(wanted)} is final: held out until the end and not used for selection",
+            "leave it out, or pass --final to scripts that have it; every access is logged",
         )
     folder = base_dir()
     for name in wanted:
@@ -97,31 +98,31 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
 
 def accesses(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
-    """Every access to a final benchmark, in order; damaged lines are listed in `damaged`."""
+    """All accesses to final benchmarks, in order; appends damaged lines to `damaged`."""
     return read_sealed_lines(base_dir() / LEDGER, damaged)
 
 
 def require_other_families(parents: Mapping[str, str]) -> None:
     """
-    Raise UsageError for a bucket whose parent is that of a final benchmark.
+    Raise UsageError if a bucket is made from the same data set as a final benchmark.
 
-    parents: bucket -> the data set that it is made of, empty where unknown.
+    parents: bucket -> data set it is made from, empty if unknown.
     """
     families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
         name = families.get(plain(parent)) if parent else None
         if name:
             raise UsageError(
-                f"{bucket} is made of {parent}, as is {name}, which is final: a model that learned "
-                "its source and style is not measured by it",
+                f"{bucket} is made from {parent}, like {name}, which is final: training on its "
+                "source and style would invalidate it",
                 "leave it out",
             )
 
 
 def require_fair(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> None:
     """
-    Raise UsageError for conversations of the family of a final benchmark, or measured by a final
-    benchmark.
+    Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
+    bucket is evaluated by a final benchmark.
     """
     require_other_families({bucket.name: bucket.tags.parent for bucket in learned})
     every = [*measured, *learned]  # canaries ask questions of the training data
@@ -129,7 +130,7 @@ def require_fair(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> N
 
 
 def access_table() -> dict[str, Any]:
-    """The ledger, as a record holds it."""
+    """The access log as a table for the record."""
     rows = [
         [e["when"], e["benchmark"], str(e.get("checkpoint", "")), str(e.get("section", ""))]
         for e in accesses()

@@ -1,13 +1,13 @@
 """
-Merge models of one shape weight by weight, and measure the straight line between the parents.
+Merge the weights of models of the same shape, and measure linear interpolation between the parents.
 
-    tensors of each model, of their common base where there is one -> merged tensors, float32
-    tensors, a scorer -> shares of a greedy soup; bits per byte between two models
-    model, batches of (tokens, targets) -> ByRow: nats and bytes of each row -> Comparison
+    tensors of each model and, if needed, of their common base -> merged tensors, float32
+    tensors, scorer -> weights of a greedy soup; bits per byte along the line between two models
+    model, batches of (tokens, targets) -> ByRow: nats and bytes per row -> Comparison
 
-A task vector is the difference of a model to the base. Matrices of blocks are merged by the method;
-embeddings, head and scalars always linearly. Two models whose straight line rises lie in different
-basins of the loss: their mean lies in none.
+A task vector is the difference between a model and the base. Matrices in blocks are merged by the
+chosen method; embeddings, LM head and scalars linearly. If the loss rises along the line between
+two models, they lie in different basins and their mean in neither.
 
 Sources: model soups, Wortsman et al., arXiv:2203.05482; SLERP, Shoemake, "Animating Rotation with
 Quaternion Curves", 1985; task arithmetic, Ilharco et al., arXiv:2212.04089; TIES, Yadav et al.,
@@ -30,28 +30,28 @@ from nanochat.stats import NOISE, Comparison, compare
 Tensors = Mapping[str, Tensor]
 
 Line = list[list[float]]
-"""Positions between two models and bits per byte."""
+"""[position between two models (0 to 1), bits per byte] pairs."""
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
 NEEDS_BASE = ("task_arithmetic", "ties", "dare", "dare_ties")
-PARALLEL = 0.9995  # cosine above which slerp is linear
-PATH = (0.25, 0.5, 0.75)  # positions between two parents
-MAX_RISE = 0.01  # of the bits per byte: a larger rise is not noise
+PARALLEL = 0.9995  # slerp is linear above this cosine
+PATH = (0.25, 0.5, 0.75)  # interpolation points between two parents
+MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
 
 @dataclass(frozen=True)
 class ByRow:
-    """What a model spends on each of some rows, so that another can be compared on the same."""
+    """Loss of a model on each packed sequence ("row"), for paired comparison."""
 
     nats: np.ndarray  # (n,)
     bytes: np.ndarray  # (n,)
 
     @property
     def value(self) -> float:
-        """Bits per byte of all rows."""
+        """Bits per byte over all rows."""
         return float(self.nats.sum()) / math.log(2) / max(1, int(self.bytes.sum()))
 
     def against(self, other: "ByRow") -> Comparison:
-        """The difference to `other`, in bits per byte, row by row."""
+        """Paired comparison with `other` over rows, in bits per byte."""
         each = math.log(2) * self.bytes.mean()
         return compare((other.nats / each).tolist(), (self.nats / each).tolist())
 
@@ -60,7 +60,7 @@ class ByRow:
 def bits_by_row(
     model: Trainable, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
 ) -> ByRow:
-    """Score batches of this process row by row; rows in which no byte counts are left out."""
+    """Score each row of the batches of this process; skip rows without target bytes."""
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)
     nats, lengths = [], []
     for tokens, targets in batches:
@@ -79,31 +79,31 @@ Score = Callable[[Tensors], ByRow]
 @dataclass(frozen=True)
 class MergeConfig:
     method: Method = "linear"
-    """linear: weighted mean (a soup). slerp: along the arc between two. task_arithmetic: the base
-    plus the mean task vector. ties: the largest entries of task vectors, where most agree on the
-    sign. dare: a random part of them, rescaled; dare_ties: with the signs of ties."""
+    """linear: weighted mean (model soup). slerp: spherical interpolation of two models.
+    task_arithmetic: base plus mean task vector. ties: largest entries of the task vectors, with
+    sign election. dare: random entries, rescaled. dare_ties: dare with sign election."""
     weights: str = ""
-    """Of each model, with commas between them; only their proportions count. Default: all alike."""
+    """Comma-separated weight of each model, normalized to sum to 1. Default: equal."""
     t: float = 0.5
-    """slerp: how far from the first to the second."""
+    """slerp: position between the two models; 0 = first, 1 = second."""
     scale: float = 1.0
-    """With a base: how far to go from it; 1 = as far as the models went."""
+    """With a base: factor on the merged task vector."""
     density: float = 0.5
-    """ties: share of each task vector that is kept, the largest. dare: chance to be kept."""
+    """ties: fraction of largest entries to keep. dare: probability of keeping an entry."""
     merge_seed: int = 0
-    """dare: seed of the entries that are kept."""
+    """dare: random seed for dropping entries."""
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
-            raise ValueError(f"density lies in (0, 1], got {self.density}")
+            raise ValueError(f"density must be in (0, 1], got {self.density}")
         if not 0 <= self.t <= 1:
-            raise ValueError(f"t lies in [0, 1], got {self.t}")
+            raise ValueError(f"t must be in [0, 1], got {self.t}")
 
     def shares(self, count: int) -> list[float]:
-        """The weights of `count` models, which sum to 1. Raises ValueError for another number."""
+        """Weights of `count` models, which sum to 1. Raises ValueError for a wrong number."""
         if self.method == "slerp":
             if self.weights or count != 2:
-                raise ValueError(f"slerp goes from one model to another by --t; here are {count}")
+                raise ValueError(f"slerp merges two models, weighted by --t; got {count}")
             return [1 - self.t, self.t]
         if not self.weights:
             return [1 / count] * count
@@ -112,7 +112,7 @@ class MergeConfig:
         except ValueError:
             found = []
         if len(found) != count or min(found) < 0 or not sum(found):
-            needed = f"{count} models have {count} weights, none below 0 and not all 0"
+            needed = f"{count} models need {count} weights, none negative and not all 0"
             raise ValueError(f"--weights={self.weights}: {needed}")
         return [weight / sum(found) for weight in found]
 
@@ -124,11 +124,11 @@ def merge(
     matrices: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """
-    The merged tensors, float32. `models` and `base` have the same names and shapes; those named in
-    `matrices` are merged by the method, the others linearly.
+    Return the merged tensors, float32. Tensors named in `matrices` are merged by the method, all
+    others linearly.
 
-    Raises ValueError for a number of models that the method does not take, a base that is missing,
-    or tensors that differ in name or shape.
+    Raises ValueError for a wrong number of models, a missing base, or tensors that differ in name
+    or shape.
     """
     every = models if base is None else [*models, base]
     for other in every[1:]:
@@ -137,7 +137,7 @@ def merge(
             if a != b:
                 raise ValueError(f"{name} is {a} in one model and {b} in another")
     if cfg.method in NEEDS_BASE and base is None:
-        raise ValueError(f"{cfg.method} adds task vectors to a base: name it")
+        raise ValueError(f"{cfg.method} adds task vectors to a base model; set --base")
     shares = cfg.shares(len(models))
     generator = torch.Generator().manual_seed(cfg.merge_seed)
     found = {}
@@ -157,7 +157,7 @@ def merge(
 
 
 def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean; a weight of 1 gives its tensor back bit for bit."""
+    """Weighted mean; a weight of 1 returns its tensor bit for bit."""
     if 1 in shares:
         return tensors[list(shares).index(1)].clone()
     total = sum(share * x.double() for share, x in zip(shares, tensors, strict=True))
@@ -165,7 +165,7 @@ def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
-    """Between two tensors, taken as vectors, at constant angular speed; linearly where parallel."""
+    """Spherical interpolation of two tensors as flat vectors; linear if nearly parallel."""
     if t in (0, 1):
         return (b if t else a).clone()
     x, y = a.double().flatten(), b.double().flatten()
@@ -181,7 +181,7 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
 def combine(
     moved: Sequence[Tensor], shares: Sequence[float], cfg: MergeConfig, generator: torch.Generator
 ) -> Tensor:
-    """Task vectors of a matrix as one."""
+    """Combine the task vectors of one matrix."""
     if cfg.method == "ties":
         moved = [largest(x, cfg.density) for x in moved]
     elif cfg.method in ("dare", "dare_ties"):
@@ -190,7 +190,7 @@ def combine(
 
 
 def largest(x: Tensor, density: float) -> Tensor:
-    """`x` with all but the largest `density` of its entries 0; at least one stays."""
+    """Zero all but the fraction `density` of largest entries of `x`; keep at least one."""
     count = max(1, round(density * x.numel()))
     flat = x.flatten()
     keep = flat.abs().topk(count).indices
@@ -198,12 +198,12 @@ def largest(x: Tensor, density: float) -> Tensor:
 
 
 def drop(x: Tensor, density: float, generator: torch.Generator) -> Tensor:
-    """`x` with each entry kept with chance `density` and divided by it."""
+    """Keep each entry of `x` with probability `density` and divide it by `density`."""
     return x * (torch.rand(x.shape, generator=generator) < density) / density
 
 
 def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Per entry, the weighted mean of the values with the sign of the weighted sum."""
+    """Per entry, the weighted mean of the values that share the sign of the weighted sum."""
     total = sum(share * x.double() for share, x in zip(shares, moved, strict=True))
     sign = torch.sign(torch.as_tensor(total))
     values, weights = torch.zeros_like(sign), torch.zeros_like(sign)
@@ -214,18 +214,16 @@ def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return torch.where(weights > 0, values / weights.clamp(min=1e-12), 0.0).float()
 
 
-# ---- what a merge is worth -----------------------------------------------------------------------
+# ---- soups and interpolation ---------------------------------------------------------------------
 
 
 def mean_of(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted mean of models."""
+    """Weighted mean of whole models."""
     return {name: mean([model[name].float() for model in models], shares) for name in models[0]}
 
 
 def greedy(models: Sequence[Tensors], scores: Sequence[ByRow], score: Score) -> list[float]:
-    """
-    Shares of a soup: the models, best first, that improve the mean by more than noise.
-    """
+    """Weights of a greedy soup: add models, best first, that improve the mean beyond noise."""
     first, *others = sorted(range(len(scores)), key=lambda i: scores[i].value)
     chosen, best = [first], scores[first]
     for i in others:
@@ -240,7 +238,7 @@ def greedy(models: Sequence[Tensors], scores: Sequence[ByRow], score: Score) -> 
 def paths(
     names: Sequence[str], models: Sequence[Tensors], scores: Sequence[ByRow], score: Score
 ) -> dict[str, Line]:
-    """From the first model to each other one, on the straight line."""
+    """Score the straight line from the first model to each other model, by name."""
     found = {}
     for name, other, end in zip(names[1:], models[1:], scores[1:], strict=True):
         inner = [[t, score(mean_of([models[0], other], [1 - t, t])).value] for t in PATH]
@@ -249,16 +247,16 @@ def paths(
 
 
 def rise(line: Line) -> float:
-    """How far a line rises above the straight one between its ends; negative where it falls."""
+    """Maximum height above the chord between the ends; negative if the line sags."""
     (_, first), *inner, (_, last) = line
     return max(y - ((1 - t) * first + t * last) for t, y in inner)
 
 
 def warnings(lines: Mapping[str, Line]) -> list[str]:
-    """A sentence for every line that rises."""
+    """One warning for each line that rises beyond noise."""
     return [
-        f"warning: the line from {name} rises {rise(line):.4f} above its ends: the models lie in "
-        "different basins, and their mean in none"
+        f"warning: loss on the line from {name} rises {rise(line):.4f} bpb above its ends: "
+        "the models lie in different basins, their mean in neither"
         for name, line in lines.items()
         if rise(line) > MAX_RISE * line[0][1]
     ]

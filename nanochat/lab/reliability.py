@@ -1,7 +1,7 @@
 """
-The section "Reliability" of the report: seeds, measured noise, and what all runs cost.
+The section "Reliability" of the report: seeds, measured noise, and total cost.
 
-    records, their history, ledgers of sweeps -> sections -> tables
+    records, record history, sweep ledgers -> sections -> tables
 """
 
 from collections import defaultdict
@@ -17,18 +17,18 @@ Table = Mapping[str, Any]
 
 TRAINING = ("Tokenizer training", "Base model training", "Midtraining", "Chat SFT", "Chat RL")
 MADE_BY = {**dict.fromkeys(TRAINING, "Training"), "Generation": "Generation"}
-"""Beginning of a section -> purpose of its device time."""
+"""Prefix of a section name -> category of its device time."""
 
 
 def sections(
     records: Sequence[Record], history: Sequence[Record], hourly_rate: float, damaged: list[str]
 ) -> dict[str, list[Table]]:
     """
-    The section "Reliability": seeds, what measured noise, accesses to final benchmarks, and the
-    cost of all that was run; empty where none of it is known.
+    Return the tables of the section "Reliability": seeds, sections that measure noise, accesses to
+    final benchmarks, and the cost of all runs; no tables if none of these exist.
 
-    history: every record ever written there, those of repeated stages too. hourly_rate: of one
-    device. Damaged files are added to `damaged`.
+    history: every record ever written, including repeated stages. hourly_rate: dollars per device
+    hour. Appends damaged files to `damaged`.
     """
     paths = sorted(sweep_folder().glob(f"*/{LEDGER}"))
     ledgers = [entry for path in paths for entry in read_lines(path)]
@@ -44,17 +44,17 @@ def sections(
 
 
 def seeds(records: Sequence[Record]) -> Table:
-    """The seeds of the sections, and the sections that measure the noise between seeds."""
+    """Table of the seed of each section, and of the sections that measure seed noise."""
     by_seed: dict[str, list[str]] = {}
     for record in records:
         by_seed.setdefault(str(record["provenance"]["seed"]), []).append(record["section"])
-    by_seed["several"] = measured(records) or ["none: the noise between seeds is unknown"]
+    by_seed["several"] = measured(records) or ["none: seed noise is unknown"]
     rows = [[seed, ", ".join(names)] for seed, names in by_seed.items()]
     return {"title": "Seeds", "columns": ["Seed", "Sections"], "rows": rows}
 
 
 def measured(records: Sequence[Record]) -> list[str]:
-    """Sections that tell how much figures vary."""
+    """Sections that measure how much metrics vary."""
     names = ("Evaluation variance", "Sweep", "Merge", "Recursion")
     return [r["section"] for r in records if r["section"].startswith(names)]
 
@@ -65,7 +65,7 @@ def recipe(
     ledgers: Sequence[Mapping[str, Any]],
     hourly_rate: float,
 ) -> Table:
-    """Device time of the final run, and of all runs that led to it: repeats, sweeps, failures."""
+    """Device time of the final run and of all runs, including repeats, sweeps and failures."""
     final, whole = (defaultdict[str, float](float) for _ in range(2))  # seconds by purpose
     for record in records:
         final[purpose_of(record)] += record["cost"]["device_seconds"]
@@ -85,11 +85,11 @@ def recipe(
 
 
 def own_seconds(cost: Mapping[str, Any]) -> float:
-    """Device time of one call, where several calls extend a section."""
+    """Device time of one call; several calls can extend one section."""
     own = cost.get("own_device_seconds")
     return cost["device_seconds"] if own is None else own
 
 
 def purpose_of(record: Record) -> str:
-    """The row of `recipe` that a record belongs to."""
+    """Row of the `recipe` table for a record."""
     return next((k for s, k in MADE_BY.items() if record["section"].startswith(s)), "Evaluation")

@@ -3,8 +3,8 @@ Search for the best value of one setting: a wide grid, a tight grid, then severa
 
     low..high -> wide grid -> bracket of the best -> tight grid -> best few x seeds -> Found
 
-An optimum at the edge of the wide grid is rejected. The best of several looks better than it is;
-the expected excess is reported with it. The trials are a function of values and seeds.
+An optimum at the edge of the wide grid is rejected. The best of several noisy scores overestimates
+the mean; the expected excess is reported.
 """
 
 import math
@@ -16,46 +16,46 @@ from typing import Any
 from nanochat.common import UsageError
 from nanochat.lab.significance import expected_maximum
 
-DIGITS = 4  # significant, of a value that is tried
-SAME = 0.01  # values closer than this share are tried once
+DIGITS = 4  # significant digits of a trial value
+SAME = 0.01  # values within this relative distance are tried once
 
 
 @dataclass(frozen=True)
 class SearchConfig:
     search: str | None = None
-    """Flag whose best value is searched: wide, then tight, then with several seeds."""
+    """Flag to search: wide grid, tight grid, then several seeds. Default: no search."""
     low: float = 0.01
     """Smallest value of the wide grid."""
     high: float = 3.0
     """Largest value of the wide grid."""
     wide: int = 10
-    """Values of the wide grid, evenly on a logarithmic scale."""
+    """Size of the wide grid, evenly spaced on a log scale."""
     tight: int = 5
-    """Values between the neighbors of the best."""
+    """Size of the tight grid around the best value."""
     unit: int | None = None
-    """Round values to multiples of this, as for --total_batch_size."""
+    """Round values to multiples of this, as for --total_batch_size. Default: no rounding."""
     finalists: int = 2
-    """Values that are tried with several new seeds."""
+    """Number of values to rerun with several new seeds."""
 
 
 Try = Callable[[Sequence[float], Sequence[int]], dict[float, list[float]]]
-"""Values and seeds -> by value the score of each seed; NaN for a run that broke."""
+"""Values, seeds -> scores by value, one per seed; NaN for a broken run."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. Scores are by value."""
+    """Result of a search; scores by value."""
 
     cfg: SearchConfig
     lower_is_better: bool
     wide: dict[float, float]
     tight: dict[float, float]
     finals: dict[float, list[float]]
-    """Of every seed; seed 0 chose the finalists and is not among them."""
+    """Scores of all seeds except 0, which chose the finalists."""
 
     @property
     def chosen(self) -> float:
-        """The finalist with the best mean."""
+        """Finalist with the best mean."""
         means = {value: fmean(scores) for value, scores in self.finals.items()}
         return rank(means, self.lower_is_better)[0]
 
@@ -67,12 +67,12 @@ class Found:
 
     @property
     def inflation(self) -> float:
-        """The expected excess of the best seed over the mean."""
+        """Expected excess of the best seed over the mean."""
         scores = self.finals[self.chosen]
         return expected_maximum(len(scores)) * stdev(scores)
 
     def table(self) -> dict[str, Any]:
-        """Every value that was tried, in order."""
+        """Table of all tried values, in order."""
         rows = []
         for value in sorted({**self.wide, **self.tight}):
             final = self.finals.get(value, [])
@@ -89,7 +89,7 @@ class Found:
         return {"title": "Search", "columns": columns, "rows": rows}
 
     def series(self) -> dict[str, list[list[float]]]:
-        """The curves of a figure."""
+        """Curves for a plot."""
         means = {value: fmean(scores) for value, scores in self.finals.items()}
         curves = {"wide": self.wide, "tight": self.tight, "mean of seeds": means}
         return {
@@ -99,7 +99,7 @@ class Found:
 
 
 def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -> Found:
-    """Search. Raises UsageError for an optimum at the edge, ValueError for an impossible grid."""
+    """Run the search. Raises UsageError for an optimum at the edge of the grid."""
 
     def once(values: Sequence[float]) -> dict[float, float]:
         return {value: scores[0] for value, scores in tried(values, [0]).items()}
@@ -110,9 +110,9 @@ def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -
     if i in (0, len(values) - 1):
         side, flag = ("smallest", "--low") if i == 0 else ("largest", "--high")
         raise UsageError(
-            f"the best {cfg.search} of the wide grid is the {side} that was tried, "
-            f"{shown(values[i])}: the optimum may lie beyond",
-            f"extend the grid by {flag} and start again; finished runs are kept",
+            f"the best {cfg.search} of the wide grid is the {side} value tried, "
+            f"{shown(values[i])}: the optimum may be outside the grid",
+            f"extend it with {flag} and rerun; finished runs are reused",
         )
     between = inside(values[i - 1], values[i + 1], cfg.tight, cfg.unit)
     tight = once([x for x in between if not any(math.isclose(x, y, rel_tol=SAME) for y in wide)])
@@ -122,38 +122,38 @@ def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -
 
 def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
     """
-    `n` values from low to high, evenly on a logarithmic scale; multiples of `unit` where given.
+    Return `n` values from low to high, evenly spaced on a log scale, rounded to `unit` if set.
 
-    Raises ValueError for an empty range, or one too narrow for `n` values.
+    Raises ValueError for an empty range or one too narrow for `n` values.
     """
     if not 0 < low < high or n < 3:
-        raise ValueError(f"no grid of {n} values goes from {low:g} to {high:g}: take 3 or more")
+        raise ValueError(f"need n >= 3 and 0 < low < high, got {n} from {low:g} to {high:g}")
     found = [rounded(low * (high / low) ** (i / (n - 1)), unit) for i in range(n)]
     if len(set(found)) < n:
-        raise ValueError(f"{n} values from {low:g} to {high:g} are not all different: {found}")
+        raise ValueError(f"{n} values from {low:g} to {high:g} are not distinct: {found}")
     return found
 
 
 def inside(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
-    """As `spaced`, without the ends; fewer where several round to one value."""
+    """Like `spaced`, without the ends; fewer if values coincide after rounding."""
     values = [low * (high / low) ** (i / (n + 1)) for i in range(1, n + 1)]
     return sorted({rounded(value, unit) for value in values} - {low, high})
 
 
 def rounded(value: float, unit: int | None) -> float:
-    """A value as it is tried."""
+    """Round a value to `unit`, or to DIGITS significant digits."""
     if unit is not None:
         return max(1, round(value / unit)) * unit
     return float(f"{value:.{DIGITS}g}")
 
 
 def shown(value: float) -> str:
-    """A value as a flag takes it."""
+    """Format a value for a flag."""
     return f"{value:.12g}"
 
 
 def rank(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
-    """Values from the best to the worst, without broken runs. Raises ValueError for none."""
+    """Values from best to worst, without broken runs. Raises ValueError if all broke."""
     finite = [value for value in scores if math.isfinite(scores[value])]
     if not finite:
         raise ValueError(f"every run broke: {', '.join(map(shown, scores))}")

@@ -1,12 +1,12 @@
 """
-The differences of ablation arms ("arms") to their control, and whether they exceed the noise.
+Compare ablation arms ("arms") with their control and test whether differences exceed the noise.
 
     scores of every seed of every arm -> Contrast per base, arm and metric -> tables
 
-The variance of training is pooled over the arms of a base, as three seeds alone say little about
-it. The noise bar is Student's t at the available degrees of freedom, which for few seeds is far
-above two standard errors. Where scores are known by item, items are compared in pairs, and their
-variance is added.
+The variance between seeds is pooled over the arms of a base, since three seeds alone estimate it
+poorly. The noise bar uses Student's t at the available degrees of freedom, which for few seeds is
+far above two standard errors. If per-item scores exist, items are paired and their variance is
+added.
 """
 
 import math
@@ -21,46 +21,46 @@ from nanochat.records import estimate
 from nanochat.stats import Verdict
 
 LEVEL = 0.05
-LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # in the name of a metric
+LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # substrings of metric names
 
 
 def over_seeds(values: Sequence[float]) -> Any:
-    """The mean of one figure of several runs, as an `estimate`; of a single run just the figure."""
+    """Mean of a metric over runs, as an `estimate`; for a single run, the plain value."""
     return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
 class Scores(NamedTuple):
-    """A metric of one arm: its value by seed, and the scores of the items by seed, where known."""
+    """One metric of one arm: its value per seed and, if known, the item scores per seed."""
 
     values: Sequence[float]
     items: Sequence[Sequence[float]] = ()
 
     def item_means(self) -> list[float]:
-        """Over the seeds."""
+        """Mean score of each item over seeds."""
         return [sum(scores) / len(scores) for scores in zip(*self.items, strict=True)]
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """An arm against the control of its base."""
+    """Comparison of an arm with the control of its base."""
 
     base: str
     arm: str
     metric: str
     value: float
-    """Mean over the seeds."""
+    """Mean over seeds."""
     num_seeds: int
     difference: float
-    """Of the means, arm minus control."""
+    """Difference of means, arm minus control."""
     bar: float
-    """Differences beyond it are more than noise; NaN where no spread is known."""
+    """Smallest significant difference; NaN if the spread is unknown."""
     p: float
     adjusted_p: float = math.nan
-    """For the number of comparisons (Holm)."""
+    """p value after Holm correction."""
 
     @property
     def verdict(self) -> Verdict | str:
-        """better, worse or within noise; unknown where no spread is known."""
+        """better, worse or within noise; unknown if the spread is unknown."""
         if math.isnan(self.bar):
             return "unknown"
         gain = -self.difference if lower_is_better(self.metric) else self.difference
@@ -70,17 +70,17 @@ class Contrast:
 
     @property
     def stands(self) -> bool:
-        """Whether the verdict survives the number of comparisons."""
+        """Whether the verdict holds after Holm correction."""
         return self.verdict in ("better", "worse") and self.adjusted_p < LEVEL
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric is one of loss."""
+    """Whether lower values of a metric are better, judged by its name."""
     return any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
 def spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Variance within groups, pooled, and its degrees of freedom; (NaN, 0) without repeats."""
+    """Pooled within-group variance and its degrees of freedom; (NaN, 0) without repeats."""
     df = sum(len(values) - 1 for values in groups)
     if not df:
         return math.nan, 0
@@ -92,10 +92,10 @@ def contrasts(
     base: str, metric: str, arms: Mapping[str, Scores], control: str = "control"
 ) -> list[Contrast]:
     """
-    Every arm of a base against its control.
+    Compare every arm of a base with its control.
 
-    The standard error is that of the seeds, s^2 (1/n_arm + 1/n_control) with s^2 pooled, and that
-    of the items, compared in pairs. Degrees of freedom by Welch and Satterthwaite, rounded down.
+    The squared standard error is the sum of seed variance, s^2 (1/n_arm + 1/n_control) with pooled
+    s^2, and paired item variance. Degrees of freedom: Welch-Satterthwaite, rounded down.
     """
     variance, df = spread([scores.values for scores in arms.values()])
     against = arms[control]
@@ -116,7 +116,7 @@ def contrasts(
 
 
 def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The noise bar and the p value of a difference, for (variance, degrees of freedom) parts."""
+    """Noise bar and p value of a difference, given (variance, degrees of freedom) parts."""
     total = math.fsum(variance for variance, _ in parts)
     if math.isnan(total):
         return math.nan, math.nan
@@ -129,14 +129,14 @@ def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[fl
 
 
 def adjusted(found: Sequence[Contrast]) -> list[Contrast]:
-    """The same with p values adjusted for their number."""
+    """Return the contrasts with Holm-corrected p values."""
     known = [c for c in found if not math.isnan(c.p)]
     ps = dict(zip(map(id, known), holm([c.p for c in known]), strict=True))
     return [replace(c, adjusted_p=ps.get(id(c), math.nan)) for c in found]
 
 
 def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
-    """The verdicts of all bases on an arm: an effect is believed where all of them show it."""
+    """Summarize the verdicts on an arm over all bases: an effect should appear on each."""
     verdicts = {c.base: c.verdict for c in found if (c.arm, c.metric) == (arm, metric)}
     kinds = set(verdicts.values())
     if len(verdicts) == 1:
@@ -152,9 +152,9 @@ def table(
     found: Sequence[Contrast], controls: Mapping[tuple[str, str], Scores], million_tokens: float
 ) -> dict[str, Any]:
     """
-    One row for each base, metric and arm, the largest gain first; a control's is its own.
+    Table with one row per base, metric and arm, largest gain first, after the control's row.
 
-    controls: (base, metric) -> its scores. million_tokens: what every run was trained on.
+    controls: (base, metric) -> scores. million_tokens: training tokens of each run, in millions.
     """
     rows = []
     for (base, metric), scores in controls.items():
@@ -174,18 +174,18 @@ def table(
 
 
 # ------------------------------------------------------------------------------------------------
-# Few runs, many comparisons
+# Statistics for few runs and many comparisons
 
 
 def student_p(t: float, df: int) -> float:
     """
-    The two-sided chance that Student's t with `df` degrees of freedom lies at least `t` from 0.
+    Two-sided p value of Student's t with `df` degrees of freedom.
 
-    Exact, by the finite series for whole `df`: Abramowitz and Stegun, 26.7.3 and 26.7.4. Raises
-    ValueError below one degree.
+    Exact finite series for integer `df`: Abramowitz and Stegun, 26.7.3 and 26.7.4. Raises
+    ValueError if df < 1.
     """
     if df < 1:
-        raise ValueError(f"Student's t needs at least one degree of freedom, got {df}")
+        raise ValueError(f"df must be at least 1, got {df}")
     if math.isinf(t):
         return 0.0
     angle = math.atan2(abs(t), math.sqrt(df))
@@ -199,7 +199,7 @@ def student_p(t: float, df: int) -> float:
 
 
 def student_quantile(df: int, p: float = 0.05) -> float:
-    """How far from 0 Student's t lies with chance `p`: 2.78 for 4 degrees, near 1.96 for many."""
+    """Two-sided critical value of Student's t at level `p`: 2.78 for df = 4, 1.96 as df grows."""
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
@@ -209,8 +209,9 @@ def student_quantile(df: int, p: float = 0.05) -> float:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """
-    p values adjusted for their number, so that all that stay below 0.05 are right at once with a
-    chance of 95%. Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979.
+    Holm-corrected p values: controls the family-wise error rate at the tested level.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979.
     """
     order = sorted(range(len(ps)), key=lambda i: ps[i])
     adjusted, most = [0.0] * len(ps), 0.0
@@ -222,11 +223,12 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def expected_maximum(n: int) -> float:
     """
-    By how many standard deviations the best of `n` normal values exceeds their mean, on average:
-    0.56, 0.85, 1.03, 1.16, 1.27 for 2 to 6. What is chosen for being best seems that much too good.
+    Expected maximum of `n` standard normal values: 0.56, 0.85, 1.03, 1.16, 1.27 for n = 2 to 6.
+
+    The best of n runs overestimates their mean by this many standard deviations.
     """
     if n < 1:
-        raise ValueError(f"the best of {n} values is not defined")
+        raise ValueError(f"n must be at least 1, got {n}")
     xs = np.linspace(-9.0, 9.0, 20_001)
     below = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in xs])
     density = n * below ** (n - 1) * np.exp(-(xs**2) / 2) / math.sqrt(2 * math.pi)

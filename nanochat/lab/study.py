@@ -1,11 +1,11 @@
 """
-A study: bases x ablation arms x seeds as jobs, and the comparison of their scores.
+A study: run bases x ablation arms x seeds as jobs and compare their scores.
 
     StudyConfig, arms -> Study.jobs -> Sweep.run_all -> judge -> contrasts, a table, bars
 
-An ablation arm, "arm" for short, is one variant of a training. All runs of a study have the same
-number of tokens. Arms never share seeds: the same rows in the same order would make two arms look
-more alike than two runs are.
+An ablation arm ("arm") is one variant of a training run. All runs of a study train on the same
+number of tokens. Arms never share seeds: identical data order would make two arms look more alike
+than independent runs.
 """
 
 import csv
@@ -35,8 +35,8 @@ from tasks.buckets import known as known_parts
 from tasks.buckets import tags as tags_of_part
 
 CONTROL = "control"
-SEEDS_OF_ARM = 100  # arm number n has seeds from n times this
-SHARE_UNITS = 10**9  # total at which the shares of a mixture are checked as counts
+SEEDS_OF_ARM = 100  # arm n uses seeds from n times this
+SHARE_UNITS = 10**9  # total used to check shares of a mixture as counts
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
 
@@ -44,26 +44,25 @@ SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scr
 @dataclass(frozen=True)
 class StudyConfig:
     stage: Literal["base", "mid", "sft"] = "sft"
-    """Which training is studied."""
+    """Training stage to study."""
     bases: str = "d4"
-    """Models it is studied on, with | between them: tags of checkpoints; of --stage=base depths,
-    as d4|d6."""
+    """Base models, separated by |: checkpoint tags; for --stage=base, depths such as d4|d6."""
     source: Literal["base", "mid"] = "mid"
-    """Which stage's checkpoints SFT starts from."""
+    """Stage of the checkpoints that SFT starts from."""
     num_iterations: int = 100
-    """Steps of every run."""
+    """Training steps per run."""
     total_batch_size: int = 4096
-    """Tokens of every step."""
+    """Tokens per step."""
     flags: str = ""
-    """Further flags of every training."""
+    """Extra flags for every training run."""
     tasks: str = ""
-    """Tasks that every model is scored on, with | between them. Default: none."""
+    """Tasks to evaluate every model on, separated by |. Default: none."""
     eval_flags: str = ""
-    """Further flags of scripts.chat_eval."""
+    """Extra flags for scripts.chat_eval."""
 
 
 class Arm(NamedTuple):
-    """A variant: its name, and the flags of its trainings."""
+    """A variant: its name and its training flags."""
 
     name: str
     flags: tuple[str, ...]
@@ -73,15 +72,15 @@ Place = tuple[str, str, int]  # base, arm, seed
 
 
 def split_arms(spec: str) -> list[str]:
-    """The arms of a data ablation, from words with | between them."""
+    """Split the |-separated arms of a data ablation."""
     arms = [arm.strip() for arm in spec.split("|")]
     if len(set(arms)) < len(arms):
-        raise ValueError(f"--arms={spec!r} names an arm twice")
+        raise ValueError(f"--arms={spec!r} lists an arm twice")
     return arms
 
 
 def of_grid(spec: str) -> list[Arm]:
-    """All combinations of the values of several flags; the first is the control."""
+    """All combinations of flag values, from flag=a,b;flag=c,d; the first is the control."""
     axes = []
     for words in spec.split(";"):
         flag, equals, values = words.strip().partition("=")
@@ -96,7 +95,7 @@ def of_grid(spec: str) -> list[Arm]:
 
 
 class Study:
-    """Makes the jobs of a study. Raises MissingInput where a base does not exist."""
+    """Creates the jobs of a study. Raises MissingInput if a base does not exist."""
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class Study:
         default_mixture: Callable[[str | None], str] = lambda dataset: "",
     ):
         """
-        data: a fingerprint of training and validation data, where flags do not identify it.
-        default_mixture: data set of the base model -> the mixture where `mix` names none.
+        data: fingerprint of training and validation data, if the flags do not identify them.
+        default_mixture: data set of the base model -> mixture used when `mix` has none.
         """
         self.cfg, self.mix, self.default_mixture = cfg, mix, default_mixture
         self.bases = cfg.bases.split("|")
@@ -117,7 +116,7 @@ class Study:
         for base in self.bases:
             if cfg.stage == "base":
                 if not (base.startswith("d") and base[1:].isdigit()):
-                    raise ValueError(f"--bases={cfg.bases}: a depth is written as d4, not {base!r}")
+                    raise ValueError(f"--bases={cfg.bases}: write a depth as d4, not {base!r}")
                 self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
             else:
                 self.parents[base] = find_checkpoint(source, base)
@@ -131,7 +130,7 @@ class Study:
         self, arms: Mapping[str, Sequence[Arm]], seeds: int, arm_seeds: int
     ) -> dict[Place, Job]:
         """
-        All runs, from the arms of each base: the control first, seed by seed, so that an early end
+        All jobs by (base, arm, seed), arm by arm with the control first, so that an early stop
         leaves complete arms.
         """
         found = {}
@@ -144,14 +143,14 @@ class Study:
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
         """
-        One run: training, and the evaluation on tasks. With another batch, an arm takes other steps
-        for the same tokens. Raises ValueError for an arm that sets the number of steps.
+        One run: training, then evaluation on tasks. An arm with another batch size gets the number
+        of steps for the same tokens. Raises ValueError for an arm that sets num_iterations.
         """
         cfg, mix = self.cfg, self.mix
         source = "base" if cfg.stage == "mid" else cfg.source
         own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
         if "num_iterations" in own:
-            raise ValueError(f"{arm.name}: runs of a study are of one length, --num_iterations")
+            raise ValueError(f"{arm.name}: all runs have one length; set --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))
         steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
         start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={source}:{base}"
@@ -174,14 +173,14 @@ class Study:
 
     def mixture(self, base: str) -> dict[str, tuple[Part, Tags]]:
         """
-        Bucket -> its part in the mixture of the control of a base, and its tags.
+        Bucket -> (part, tags) in the control mixture of a base.
 
-        Raises ValueError where a base model has a single text.
+        Raises ValueError for --stage=base without --mixture.
         """
         spec, declared = read_mixture(self.mix.mixture)
         if self.cfg.stage == "base":
             if not spec:
-                raise ValueError("--arms changes the proportions of a mixture: give --mixture")
+                raise ValueError("--arms changes the proportions of a mixture; set --mixture")
             parts = parse_mixture(spec)
             return {part.label: (part, tags_of(declared.get(part.name, {}))) for part in parts}
         spec = spec or self.default_mixture(self.parents[base].state["source"].get("dataset"))
@@ -190,10 +189,10 @@ class Study:
 
     def check_arms(self, arms: Sequence[str], floor: Mapping[str, float]) -> None:
         """
-        Check the words of data ablations before anything is trained.
+        Validate data ablations before any training.
 
-        Raises ValueError for those that `parse_arm` rejects, and, where the mixture is made of
-        shares, for those that `arm_counts` rejects.
+        Raises ValueError if `parse_arm` rejects an arm or, for a mixture of shares, if `arm_counts`
+        does.
         """
         for base in self.bases:
             mixture = self.mixture(base)
@@ -209,9 +208,9 @@ class Study:
         self, base: str, control: Sequence[Done], arms: Sequence[str], floor: Mapping[str, float]
     ) -> list[Arm]:
         """
-        The control of a base and the arms of a data ablation, each with the tokens of every bucket.
+        The control and the data ablation arms of a base, with the tokens of every bucket as flags.
 
-        control: its finished runs. Raises UsageError where their checkpoints were deleted.
+        control: finished control runs. Raises UsageError if their checkpoints were deleted.
         """
         runs = [run for run in control if not run.is_broken]
         if not runs:
@@ -219,18 +218,18 @@ class Study:
         state = newest_state(stage_folder(self.cfg.stage) / runs[0].tag)
         if state is None:
             raise UsageError(
-                f"the checkpoints of {runs[0].job.name} are gone, and with them its mixture",
-                f"delete {runs[0].folder}, and the same command trains it again",
+                f"the checkpoints of {runs[0].job.name} are gone, so its mixture is unknown",
+                f"delete {runs[0].folder} and rerun the same command to train it again",
             )
         is_base = self.cfg.stage == "base"
         resolved = state["mixture"] if is_base else state["mixture"]["resolved"]
-        unit = state["model"]["max_seq_len"] if is_base else 1  # text is taken by whole rows
+        unit = state["model"]["max_seq_len"] if is_base else 1  # text is sampled in whole rows
         counts = {each["name"]: each["tokens"] // unit for each in resolved["buckets"]}
         mixture = self.mixture(base)
         if counts.keys() != mixture.keys():
             raise ValueError(
                 f"{runs[0].job.name} was trained on {', '.join(counts)}, not on "
-                f"{', '.join(mixture)}: give --mixture to the sweep, not in --flags"
+                f"{', '.join(mixture)}; set --mixture on the sweep, not in --flags"
             )
         named = {name: tags for name, (_, tags) in mixture.items()}
         found = [Arm(CONTROL, ())]
@@ -244,14 +243,14 @@ class Study:
     # ---- searches ----------------------------------------------------------------------------
 
     def confirmation(self, run: Done) -> Job:
-        """The same model measured on validation rows that did not choose it."""
+        """Job that re-evaluates a model on validation rows not used to select it."""
         words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
         words = [word.replace("{tag}", run.tag) for word in words]
-        return Job(f"{run.job.name}, measured anew", [[*words, OTHER_HALF]], run.job.starts_from)
+        return Job(f"{run.job.name}, re-evaluated", [[*words, OTHER_HALF]], run.job.starts_from)
 
 
 def write_mixture(parts: Sequence[Part]) -> str:
-    """The notation that `parse_mixture` reads as these parts."""
+    """Format parts as a spec; inverse of `parse_mixture`."""
 
     def words(part: Part) -> str:
         amount = f"={part.rows}" if part.rows is not None else ""
@@ -265,7 +264,7 @@ def write_mixture(parts: Sequence[Part]) -> str:
 
 
 def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
-    """The flag that gives a mixture; one with own buckets is written to a file."""
+    """Flag that sets a mixture; a mixture with declared buckets is written to a file."""
     if not declared:
         return f"--mixture={spec}"
     content = {"mixture": spec, "buckets": declared}
@@ -276,24 +275,24 @@ def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
 
 
 def with_tokens(part: Part, tokens: int) -> Part:
-    """A part of a mixture with this number of tokens from the same conversations."""
+    """Return a part with this number of tokens from the same conversations."""
     if tokens or part.rows is not None:
         return Part(part.name, part.source, part.rows, tokens=tokens)
     return Part(part.name, part.source, share=0.0)
 
 
 def no_control(base: str) -> str:
-    """The message where nothing can be compared with the control of a base."""
-    return f"no run of the control of {base} was whole: nothing to compare with"
+    """Error message for a base without a finished control."""
+    return f"all control runs of {base} broke; there is nothing to compare with"
 
 
 def judge(
     runs: Mapping[Place, Done], million_tokens: float, first: str
 ) -> tuple[list[Contrast], dict[str, Any]]:
-    """Every arm against the control of its base in every metric, `first` before the others."""
-    whole = {place: run for place, run in runs.items() if not run.is_broken}
+    """Compare every arm with the control of its base on every metric, `first` first."""
+    whole = {key: run for key, run in runs.items() if not run.is_broken}
     if not whole:
-        raise ValueError(f"all {len(runs)} runs broke: see the end of their logs for the reason")
+        raise ValueError(f"all {len(runs)} runs broke; see the end of their log.txt")
     found: list[Contrast] = []
     controls: dict[tuple[str, str], Scores] = {}
     for metric in metrics(list(whole.values()), first):
@@ -311,10 +310,10 @@ def judge(
 
 
 def metrics(runs: Sequence[Done], first: str) -> list[str]:
-    """The metrics of every run: `first`, then bits per byte by bucket and scores of tasks."""
+    """Metrics that all runs share: `first`, bits per byte by bucket, and task scores."""
     every = [run.values() for run in runs]
     if not all(first in values for values in every):
-        raise ValueError(f"not every run recorded {first!r}; the first has {', '.join(every[0])}")
+        raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(every[0])}")
     others = [
         name
         for name, value in every[0].items()
@@ -325,12 +324,12 @@ def metrics(runs: Sequence[Done], first: str) -> list[str]:
 
 
 def measured_on_rows(metric: str) -> bool:
-    """Whether a metric is measured on validation rows, not on answers."""
+    """Whether a metric is measured on validation rows rather than answers."""
     return "validation" in metric.lower() or metric.startswith("val_bpb:")
 
 
 def as_csv(found: Mapping[str, Any]) -> str:
-    """A table of a record as CSV."""
+    """Format a record table as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([found["columns"], *found["rows"]])

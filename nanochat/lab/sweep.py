@@ -1,13 +1,13 @@
 """
-Run many trainings with the ordinary scripts, one or several at a time, each of them once.
+Run many training jobs with the standard scripts, one or several at a time, each of them once.
 
     jobs -> Sweep.run_all -> sweeps/runs/<key>/: log.txt, report/, done.json -> scores
 
-A job is the commands of one run, training and evaluations, each a process of its own. Its key is
-the fingerprint of all that decides the outcome: the commands, their inputs, the code. A finished
-job is never repeated, whichever sweep asks for it; an interrupted one resumes from its newest
-checkpoint. A ledger holds the time of every command, failed attempts included, and a cap on device
-time ends a sweep between two jobs.
+A job is the commands of one run (training and evaluations), each run in its own process. Its key is
+the fingerprint of everything that determines the outcome: commands, inputs and code. A finished job
+is never repeated, even by another sweep; an interrupted one resumes from its newest checkpoint. A
+ledger records the time of every command, including failed attempts; a cap on device time ends a
+sweep between two jobs.
 """
 
 import ctypes
@@ -54,21 +54,21 @@ from nanochat.records import (
 
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
-PR_SET_PDEATHSIG = 1  # of Linux: which signal a process gets when its parent ends
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened before anything forks
-GRACE_SECONDS = 120.0  # for an interrupted run to save its state
+PR_SET_PDEATHSIG = 1  # Linux: signal that a process gets when its parent exits
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened before forking
+GRACE_SECONDS = 120.0  # for an interrupted run to save a checkpoint
 TRAINING = frozenset({"tok_train", "base_train", "mid_train", "chat_sft", "chat_rl"})
 
 
 @dataclass(frozen=True)
 class SweepConfig:
     devices: int = 1
-    """Runs at a time. On GPUs each has one of its own; on a CPU they share its cores."""
+    """Number of parallel runs: one GPU each; on CPU they share the cores."""
     cap_hours: float | None = None
-    """Device hours of all runs of this sweep, including earlier calls; a run that would exceed it
-    is not started. Default: no limit."""
+    """Maximum device hours of this sweep, including earlier calls; runs that would exceed it are
+    not started. Default: no limit."""
     same_code: bool = True
-    """Repeat runs whose code has changed since; --no-same_code reuses the newest."""
+    """Repeat runs whose code has changed; --no-same_code reuses the newest."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -79,16 +79,16 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `commands` are module and flags; {tag} in them is the run's own checkpoint tag."""
+    """One run. `commands` are module and flags; {tag} expands to the run's checkpoint tag."""
 
     name: str
-    """As messages show it."""
+    """Display name."""
     commands: Sequence[Sequence[str]]
     starts_from: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of what it reads."""
+    """Fingerprints of its inputs."""
 
     def key(self, code: str) -> str:
-        """Identifies the outcome: equal keys, equal results."""
+        """Fingerprint of commands, inputs and code: equal keys mean equal results."""
         commands = [list(command) for command in self.commands]
         return fingerprint({"commands": commands, "from": dict(self.starts_from), "code": code})
 
@@ -100,27 +100,27 @@ class Done:
     job: Job
     folder: Path
     is_broken: bool = False
-    """Its canaries stopped it: it scored nothing."""
+    """Stopped by its canaries; has no scores."""
 
     @property
     def tag(self) -> str:
-        """Of its checkpoints."""
+        """Tag of its checkpoints."""
         return f"sweep-{self.folder.name}"
 
     def values(self) -> dict[str, Any]:
-        """Every value of its records."""
+        """All values of its records."""
         records = read_records(self.folder / "report")
         return {name: value for record in records for name, value in record["values"].items()}
 
     def metric(self, name: str) -> float:
-        """A value as a number. Raises ValueError listing the known ones."""
+        """Return a recorded value as a number. Raises ValueError if it is missing."""
         values = self.values()
         if name not in values:
-            raise ValueError(f"{self.job.name} recorded no {name!r}, but {', '.join(values)}")
+            raise ValueError(f"{self.job.name} did not record {name!r}; it has {', '.join(values)}")
         return float(plain_value(values[name]))
 
     def items(self, name: str) -> list[float]:
-        """The scores of a metric by item; empty where they are not recorded."""
+        """Per-item scores of a metric; empty if not recorded."""
         for record in read_records(self.folder / "report"):
             entry = record["items"].get(name)
             if entry and "scores" in entry:
@@ -129,7 +129,7 @@ class Done:
 
 
 def code_print() -> str:
-    """The fingerprint of the code of all runs: library and scripts."""
+    """Fingerprint of the Python code that runs use."""
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return fingerprint(
@@ -138,12 +138,12 @@ def code_print() -> str:
 
 
 def sweep_folder() -> Path:
-    """The folder of runs and sweeps."""
+    """Folder of runs and sweeps."""
     return base_dir() / "sweeps"
 
 
 def gathered(runs: Sequence[Done], metric: str) -> Scores:
-    """A metric of the seeds of one ablation arm."""
+    """Collect a metric over the seeds of one ablation arm ("arm")."""
     items = [run.items(metric) for run in runs]
     return Scores([run.metric(metric) for run in runs], items if all(items) else ())
 
@@ -153,7 +153,7 @@ def gathered(runs: Sequence[Done], metric: str) -> Scores:
 
 
 class Sweep:
-    """Runs the jobs of one sweep, whose ledger is in `folder`, one process at a time."""
+    """Runs the jobs of one sweep; a lock prevents a second process from running it."""
 
     def __init__(self, cfg: SweepConfig, name: str):
         self.cfg, self.folder = cfg, sweep_folder() / name
@@ -168,7 +168,7 @@ class Sweep:
         self.counting = threading.Lock()
 
     def __enter__(self) -> "Sweep":
-        """Raises UsageError where another process runs the same sweep."""
+        """Raises UsageError if another process runs the same sweep."""
         self.lock.acquire()
         return self
 
@@ -177,15 +177,15 @@ class Sweep:
 
     def run_all(self, jobs: Sequence[Job]) -> dict[str, Done]:
         """
-        Name -> outcome of every job; those that ended before are not repeated.
+        Run all unfinished jobs; return name -> finished run for every job.
 
-        Raises UsageError when interrupted, when the cap is reached, or where a command fails: with
-        the number of jobs that are left, after the running ones have ended.
+        Raises UsageError after running jobs end if the cap is reached or a command fails, and
+        SystemExit(PREEMPTED) if a stop was requested.
         """
         found = {job.name: self.finished(job) for job in jobs}
         done = {name: run for name, run in found.items() if run}
         todo = [job for job in jobs if job.name not in done]
-        print(f"{len(jobs)} runs: {len(done)} are done, {len(todo)} to go", flush=True)
+        print(f"{len(jobs)} runs: {len(done)} done, {len(todo)} to go", flush=True)
         problems: list[str] = []
         with self.stop, ThreadPoolExecutor(self.cfg.devices) as pool:
             for future in as_completed([pool.submit(self.run, job, problems) for job in todo]):
@@ -198,13 +198,13 @@ class Sweep:
         if problems:
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             raise UsageError(
-                f"{len(jobs) - len(done)} of {len(jobs)} runs are not done: {problems[0]}{more}",
+                f"{len(jobs) - len(done)} of {len(jobs)} runs unfinished: {problems[0]}{more}",
                 "rerun the same command to continue; --cap_hours raises the cap",
             )
         return done
 
     def finished(self, job: Job) -> Done | None:
-        """The outcome of a job that ended before."""
+        """Return the earlier result of a job, or None."""
         own = self.run_folder(job) / DONE
         others: list[Path] = []
         if not self.cfg.same_code:
@@ -217,11 +217,11 @@ class Sweep:
         return None
 
     def run_folder(self, job: Job) -> Path:
-        """The folder of a job's run."""
+        """Run folder of a job."""
         return sweep_folder() / "runs" / job.key(self.code)
 
     def run(self, job: Job, problems: list[str]) -> Done | None:
-        """Run one job in a slot; where it does not end, return None and append to `problems`."""
+        """Run one job in a free slot; on failure, return None and append to `problems`."""
         if self.stop.asked or problems:
             return None
         with self.counting:
@@ -249,7 +249,7 @@ class Sweep:
         return run
 
     def call(self, run: Done, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Run one command in a process group of its own; pass a request to stop on to it."""
+        """Run one command in its own process group; forward a stop request to it."""
         filled = [word.replace("{tag}", run.tag) for word in words]
         command = [sys.executable, "-m", *filled, f"--report_dir={run.folder / 'report'}"]
         started, deadline = time.perf_counter(), math.inf
@@ -287,12 +287,12 @@ class Sweep:
     # ---- device time -------------------------------------------------------------------------
 
     def ledger(self) -> list[dict[str, Any]]:
-        """The entries of all commands so far."""
+        """Ledger entries of all commands so far."""
         path = self.folder / LEDGER
         return list(read_lines(path)) if path.exists() else []
 
     def typical_seconds(self) -> float:
-        """Device time of one run: the median over the finished ones; 0 before any is."""
+        """Median device time of finished runs; 0 if there are none."""
         by_run = defaultdict[str, float](float)
         for entry in self.ledger():
             if (sweep_folder() / "runs" / entry["key"] / DONE).exists():
@@ -300,32 +300,32 @@ class Sweep:
         return median(by_run.values()) if by_run else 0.0
 
     def beyond_cap(self) -> str:
-        """Why no further run fits, if those running need their full time; empty if one does."""
+        """Reason why another run would exceed the cap; empty if it fits."""
         if self.cfg.cap_hours is None:
             return ""
         spent, each = math.fsum(e["seconds"] for e in self.ledger()), self.typical_seconds()
         if spent + (self.num_running + 1) * each <= 3600 * self.cfg.cap_hours:
             return ""
         return (
-            f"{spent / 3600:.2f} device hours are spent, {self.num_running} runs are running and "
-            f"each takes about {each / 3600:.2f}: more than the cap of {self.cfg.cap_hours:g}"
+            f"{spent / 3600:.2f} device hours used, {self.num_running} runs in progress at about "
+            f"{each / 3600:.2f} each; another would exceed the cap of {self.cfg.cap_hours:g}"
         )
 
 
 def end_with_parent() -> None:
-    """In a new process: receive SIGTERM when the sweep is killed, on Linux."""
+    """Called in a child process: on Linux, request SIGTERM when the sweep is killed."""
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environments(devices: int) -> list[dict[str, str]]:
-    """The environment variables of each slot: a GPU of its own, or its share of the cores."""
-    from nanochat.distributed import visible_gpus  # here: reading a sweep needs no torch
+    """Environment variables of each slot: one GPU, or a share of the CPU cores."""
+    from nanochat.distributed import visible_gpus  # imported here: reading a sweep needs no torch
 
     gpus = visible_gpus()
     if gpus:
         if devices > len(gpus):
-            raise ValueError(f"--devices={devices}, but this machine has {len(gpus)}")
+            raise ValueError(f"--devices={devices}, but only {len(gpus)} GPUs are visible")
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:devices]]
     threads = max(1, (os.cpu_count() or 1) // devices)
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"} if devices > 1 else {}
@@ -333,14 +333,14 @@ def environments(devices: int) -> list[dict[str, str]]:
 
 
 def purpose(entry: Mapping[str, Any]) -> str:
-    """The row of `ledger_table` that an entry belongs to."""
+    """Row of `ledger_table` for an entry."""
     if entry["status"] not in (0, BROKEN):
         return "Lost to failures"
     return "Training" if entry["command"].rpartition(".")[2] in TRAINING else "Evaluation"
 
 
 def ledger_table(entries: Sequence[Mapping[str, Any]], hourly_rate: float) -> dict[str, Any]:
-    """Device time and cost of a sweep."""
+    """Table of the device time and cost of a sweep."""
     kinds = {"Training": 0.0, "Evaluation": 0.0, "Lost to failures": 0.0}
     for entry in entries:
         kinds[purpose(entry)] += entry["seconds"]

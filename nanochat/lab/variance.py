@@ -1,10 +1,10 @@
 """
-How much the score of a task varies between runs of the same weights, and the repeats it needs.
+Score variance between sampled evaluation runs of the same weights, and the repeats it calls for.
 
     scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
 
-This is the noise of sampling answers alone: weights and items stay the same. Classes as in the
-tables of Olmo 3 (post-training chapter of the RLHF book): by points of accuracy.
+Only sampling noise: weights and items stay the same. Variance classes, in points of accuracy, are
+those of the Olmo 3 tables (post-training chapter of the RLHF book).
 """
 
 import math
@@ -20,38 +20,36 @@ from pydantic import TypeAdapter
 from nanochat.common import base_dir, write_json
 
 FILE_NAME = "eval_variance.json"
-STABLE, VERY_STABLE = 0.6, 0.3  # points of accuracy: below, a task belongs to that class
+STABLE, VERY_STABLE = 0.6, 0.3  # upper bounds of the classes, in points
 MAX_REPEATS = 16
-SHARE = 0.5  # of the items' standard error that sampling may add by default
+SHARE = 0.5  # target ratio of sampling error to item error
 
 
 class Repeats(NamedTuple):
-    """The mean over repeated runs of the same items, and the two sources of its error."""
+    """Mean over repeated runs of the same items, and its two sources of error."""
 
     value: float
     n: int
     num_repeats: int
     item_se: float
-    """From having these items and no others: repeating does not lessen it."""
+    """Standard error from the choice of items; repeats do not reduce it."""
     repeat_se: float
-    """From sampling the answers anew in every run: 1 / sqrt(num_repeats) of a single run's."""
+    """Standard error from sampling answers; scales as 1 / sqrt(num_repeats)."""
 
     @property
     def se(self) -> float:
-        """Both together."""
+        """Total standard error."""
         return math.hypot(self.item_se, self.repeat_se)
 
 
 def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
     """
-    Split the error of `scores[item][repeat]` by a one-way analysis of variance.
+    Split the error of `scores[item][repeat]` by one-way analysis of variance.
 
-    Raises ValueError below two items or two repeats, and where repeats are missing.
+    Raises ValueError for fewer than two items or two repeats, or for missing repeats.
     """
     if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError(
-            "repeats need at least two items, each scored equally often, twice or more"
-        )
+        raise ValueError("need at least two items with the same number of repeats, two or more")
     table = np.asarray(scores, dtype=np.float64)  # (n, k)
     n, k = table.shape
     within = float(table.var(axis=1, ddof=1).mean())
@@ -62,34 +60,34 @@ def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
 
 @dataclass(frozen=True)
 class Variance:
-    """The noise of a task in R runs of M checkpoints, on the scale of scores (0 to 1)."""
+    """Score noise of a task over R runs of M checkpoints; scores are 0 to 1."""
 
     task: str
     n: int
-    """Items of a run."""
+    """Number of items."""
     num_runs: int
-    """Of each checkpoint."""
+    """Runs per checkpoint."""
     stds: tuple[float, ...]
-    """Standard deviation of a run's score, by checkpoint."""
+    """Standard deviation of the score between runs, by checkpoint."""
     item_se: float
-    """The error from having these items and no others, over the checkpoints."""
+    """Standard error from the choice of items, RMS over checkpoints."""
 
     @property
     def std(self) -> float:
-        """Of a run's score: the mean over the checkpoints."""
+        """Mean of `stds` over checkpoints."""
         return fmean(self.stds)
 
     @property
     def label(self) -> str:
-        """high, stable or very stable."""
+        """Variance class: high, stable or very stable."""
         points = 100 * self.std
         return "very stable" if points < VERY_STABLE else "stable" if points < STABLE else "high"
 
     @property
     def repeats(self) -> int:
         """
-        Answers per item that keep the error of sampling under SHARE of that of the items, for any
-        number of items: both shrink alike.
+        Answers per item that keep the sampling error below SHARE times the item error. Holds for
+        any number of items, since both errors shrink alike.
         """
         if self.std == 0 or self.item_se == 0:
             return MAX_REPEATS if self.std else 1
@@ -98,9 +96,9 @@ class Variance:
 
 def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
     """
-    scores[checkpoint][item][run] -> Variance.
+    Compute the variance from scores[checkpoint][item][run].
 
-    Raises ValueError below two runs or two items, and where checkpoints differ in either.
+    Raises ValueError for fewer than two runs or items, or if checkpoints differ in either.
     """
     shapes = {(len(items), len(items[0]) if items else 0) for items in scores}
     if len(shapes) != 1:
@@ -113,7 +111,7 @@ def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
 
 
 def table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:
-    """The variance table of a report: noisiest first, in points of accuracy."""
+    """Report table in points of accuracy, noisiest task first."""
     columns = ["Class", "Task", "Items", "Runs", "Std", *checkpoints, "Item SE", "Repeats"]
     rows = [
         [
@@ -127,7 +125,7 @@ def table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, An
 
 
 def save(found: Sequence[Variance], path: Path | None = None) -> Path:
-    """Write the file that `default_repeats` reads; tasks measured before stay in it."""
+    """Merge results into the file that `default_repeats` reads; return its path."""
     path = path or base_dir() / FILE_NAME
     known = load(path) | {v.task: v for v in found}
     write_json(path, {name: asdict(v) for name, v in known.items()})
@@ -135,7 +133,7 @@ def save(found: Sequence[Variance], path: Path | None = None) -> Path:
 
 
 def load(path: Path | None = None) -> dict[str, Variance]:
-    """The measurements by task; empty where nothing was measured."""
+    """Saved measurements by task; empty if there are none."""
     path = path or base_dir() / FILE_NAME
     return (
         TypeAdapter(dict[str, Variance]).validate_json(path.read_bytes()) if path.exists() else {}
@@ -143,6 +141,6 @@ def load(path: Path | None = None) -> dict[str, Variance]:
 
 
 def default_repeats(task: str, temperature: float) -> int:
-    """Answers per item by default: the measured number, 1 for greedy or unmeasured tasks."""
+    """Default answers per item: as measured; 1 for greedy decoding or unmeasured tasks."""
     known = load().get(task)
     return known.repeats if known and temperature > 0 else 1

@@ -1,8 +1,8 @@
 """
-Metrics of a recursive model: losses, bits per byte, states and gradients by loop.
+Metrics of a recursive model by loop: loss, bits per byte, state and gradient norms.
 
-    a step's gradients -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
-    validation rows -> bits per byte after every number of loops -> {bpb_loop_1, ..., refinement}
+    gradients of a step -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
+    validation batches -> bpb after each loop -> {bpb_loop_1, ..., refinement_percent}
 """
 
 import itertools
@@ -21,12 +21,12 @@ from nanochat.optim import MuonAdamW, values
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback
 
-# For checkpoint.ARCHITECTURES, with `callbacks`
+# Used by checkpoint.ARCHITECTURES, with `callbacks`
 new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
 
 
 class LoopMetrics(Callback):
-    """Draws the supervised loops of each step, and logs losses and gradient norms by loop."""
+    """Sample the supervised loops; log loss by loop and gradient norms by part."""
 
     def __init__(self, model: RecursiveGPT, optimizer: MuonAdamW, seed: int):
         self.model, self.optimizer, self.seed = model, optimizer, seed
@@ -39,7 +39,7 @@ class LoopMetrics(Callback):
 
 
 class LoopValidation(ValidationLoss):
-    """Bits per byte after each loop of a recursive model."""
+    """Validation bits per byte after each loop of a recursive model."""
 
     model: RecursiveGPT
 
@@ -56,15 +56,15 @@ class LoopValidation(ValidationLoss):
 
 
 def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
-    """What every training of a recursive model needs."""
+    """Callbacks required to train a recursive model."""
     return [LoopMetrics(model, optimizer, seed)]
 
 
 def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
     """
-    Nats per token of each loop read out and the total that was minimised, both of all ranks; norms
-    of the gradients, times `scale`, by part of the model. Every rank calls this, with its gradients
-    reduced.
+    Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
+    and gradient norms by model part, times `scale`. Every rank must call this, after gradients are
+    reduced. Returns {} before the first loss.
     """
     if not model.noted:
         return {}
@@ -79,15 +79,15 @@ def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
 
 @torch.no_grad()
 def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
-    """Norms of the reduced gradients by part of the model, as {grad_norm_core, ...}."""
+    """Norms of the reduced gradients by model part, {"grad_norm_core": ...}."""
     machine = optimizer.machine
     parts = {name: f"grad_norm_{part_of(name, cfg)}" for g in optimizer.groups for name in g.names}
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group in optimizer.groups:
-        assert group.grad is not None, "gradient_norms without reduce_gradients"
+        assert group.grad is not None, "call reduce_gradients first"
         rows = group.grad.flatten(1) if group.stacked else values(group.grad).flatten()[None]
         first = machine.rank * len(rows) if group.sharded and group.stacked else 0
-        mine = group.sharded or machine.is_main  # what all ranks hold counts once
+        mine = group.sharded or machine.is_main  # replicated gradients count once
         sums = rows.square().sum(1).tolist()
         for name, square in zip(group.names[first:], sums, strict=False):
             squares[parts[name]] += square * mine
@@ -96,7 +96,7 @@ def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, floa
 
 
 def part_of(name: str, cfg: RecursiveConfig) -> str:
-    """The part of the model that a parameter belongs to."""
+    """Return the part of a parameter: prelude, core, coda, inject or outside."""
     first, _, rest = name.partition(".")
     if first != "blocks":
         return "inject" if first == "inject" else "outside"
@@ -112,7 +112,7 @@ def bpb_by_loop(
     machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
-    """`bits_per_byte` of the model after each of these numbers of loops, ascending; one pass."""
+    """Return `bits_per_byte` after each of the given (ascending) loops, in one pass."""
 
     def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model.losses_by_loop(tokens, targets, loops)
@@ -122,10 +122,10 @@ def bpb_by_loop(
 
 def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:
     """
-    What bits per byte after 1, 2, ... loops say: themselves, whether each loop is at least as good
-    as the one before (1 or 0), and by how many percent the last is better than the first.
+    Return metrics from the bits per byte after 1, 2, ... loops: the values, whether no loop is
+    worse than the previous one (1 or 0), and the improvement from first to last in percent.
 
-    That percentage says nothing of how good a model is: a bad first loop makes it large.
+    The percentage does not measure model quality: a bad first loop makes it large.
     """
     trained = bpb[: cfg.n_loops]
     return {
@@ -136,22 +136,22 @@ def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]
 
 
 def in_order(bpb: Sequence[float]) -> bool:
-    """Whether no loop is worse than the one before it."""
+    """Whether no loop is worse than the previous one."""
     return all(after <= before for before, after in pairwise(bpb))
 
 
 def refinement(bpb: Sequence[float]) -> float:
-    """By how many percent the last loop is better than the first."""
+    """Improvement of the last loop over the first in percent."""
     return 100 * (bpb[0] - bpb[-1]) / bpb[0]
 
 
 def state_figures(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
-    """Size of the state after each loop, and its cosine to the one before, on the first batch."""
+    """State RMS after each loop and its cosine to the previous state, on the first batch."""
     first = next(iter(batches), None)
-    if first is None:  # a rank without validation rows
+    if first is None:  # rank without validation data
         return {}
-    size, turns = model.trace(torch.from_numpy(first[0]).to(model.device), model.cfg.n_loops)
+    rms, cosines = model.trace(torch.from_numpy(first[0]).to(model.device), model.cfg.n_loops)
     return {
-        **{f"state_rms_{k}": value for k, value in enumerate(size.tolist(), start=1)},
-        **{f"state_cosine_{k}": value for k, value in enumerate(turns.tolist(), start=2)},
+        **{f"state_rms_{k}": value for k, value in enumerate(rms.tolist(), start=1)},
+        **{f"state_cosine_{k}": value for k, value in enumerate(cosines.tolist(), start=2)},
     }

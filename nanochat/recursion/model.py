@@ -1,11 +1,11 @@
 """
-The recursive model: some layers of a GPT form a core that every token passes several times.
+Recursive GPT: some of the layers form a core that is applied several times.
 
     tokens -> prelude -> e;  n_loops x [inject(e, state) -> core -> state];  state -> coda -> logits
 
-In training any loop's state may be read out through coda and head (deep supervision); generation
-and `loss` take the last one's. Sources: Tiny Recursive Model arXiv:2510.04871, whose loop refines
-an answer on grids; depth recurrence of language models arXiv:2502.05171.
+Training can supervise every loop through coda and LM head (deep supervision); generation and the
+value of `loss` use the last loop. Sources: Tiny Recursive Model arXiv:2510.04871, which refines
+answers on grids; depth recurrence in language models arXiv:2502.05171.
 """
 
 import random
@@ -21,58 +21,58 @@ from nanochat.gpt import GPT, ForwardContext, GPTConfig, Linear, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
-MAX_BONUS = 4.0  # a bonus adds at most this many times the weight of a loop
+MAX_BONUS = 4.0  # upper bound of a bonus relative to the weight of its loop
 
 
 @dataclass(frozen=True)
 class RecursiveConfig(GPTConfig):
-    """A GPT's shape, cut into prelude, core and coda. Raises ValueError as GPTConfig does."""
+    """GPTConfig split into prelude, core and coda. Raises ValueError for invalid values."""
 
     n_prelude: int = 1
     n_core: int = 1
     n_coda: int = 1
     n_loops: int = 2
-    """How often a token passes the core."""
+    """Number of times the core is applied."""
     supervise: Supervise = "last"
-    """Loops trained to predict besides the last: none, one drawn for each step, all."""
+    """Loops with a loss. last; sampled: last and one drawn per step; full: all."""
     supervision_base: float = 3.0
-    """Loop k has a weight proportional to this to the power k; the weights sum to one."""
+    """Loop k has a weight proportional to supervision_base^k; the weights sum to one."""
     improvement_bonus: float = 0.0
-    """Weight added to a supervised loop, divided by the loss of the one before it in nats per
-    token, of the same row and without gradients; at most MAX_BONUS times the loop's own weight."""
+    """Each supervised loop gains this weight, divided by the detached loss of the previous one on
+    the same row (nats per token); at most MAX_BONUS times its own weight."""
     bptt_loops: int | None = None
-    """Gradients reach back through the last N loops; None = all."""
+    """Detach the state before the last N loops; None = never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parts = (self.n_prelude, self.n_core, self.n_coda)
         if min(self.n_prelude, self.n_coda) < 0 or self.n_core < 1 or sum(parts) != self.n_layer:
             raise ValueError(
-                f"n_prelude, n_core, n_coda {parts} must sum to {self.n_layer} layers, the core at "
-                "least one"
+                f"n_prelude, n_core, n_coda {parts} must sum to n_layer ({self.n_layer}), with "
+                "n_core >= 1 and none negative"
             )
         if self.n_loops < 1:
             raise ValueError(f"n_loops must be at least 1, got {self.n_loops}")
         if not 1 <= self.supervision_base <= 100:
-            raise ValueError(f"supervision_base must lie in 1..100, got {self.supervision_base}")
+            raise ValueError(f"supervision_base must be in [1, 100], got {self.supervision_base}")
         if not 0 <= self.improvement_bonus < float("inf"):
-            raise ValueError(f"improvement_bonus cannot be negative, got {self.improvement_bonus}")
+            raise ValueError(f"improvement_bonus must be >= 0, got {self.improvement_bonus}")
         if self.bptt_loops is not None and self.bptt_loops < 1:
             raise ValueError(f"bptt_loops must be at least 1, got {self.bptt_loops}")
 
     @property
     def prelude(self) -> range:
-        """Its layers."""
+        """Layer indices of the prelude."""
         return range(self.n_prelude)
 
     @property
     def core(self) -> range:
-        """Its layers."""
+        """Layer indices of the core."""
         return range(self.n_prelude, self.n_prelude + self.n_core)
 
     @property
     def coda(self) -> range:
-        """Its layers."""
+        """Layer indices of the coda."""
         return range(self.n_prelude + self.n_core, self.n_layer)
 
     @property
@@ -80,36 +80,36 @@ class RecursiveConfig(GPTConfig):
         return (*self.prelude, *self.n_loops * tuple(self.core), *self.coda)
 
     def shares(self, loops: Sequence[int]) -> dict[int, float]:
-        """The weight of each supervised loop, counted from 1."""
+        """Weights of the supervised loops, numbered from 1."""
         powers = {k: self.supervision_base ** (k - self.n_loops) for k in loops}
         return {k: power / sum(powers.values()) for k, power in powers.items()}
 
     def sampled_chance(self, loop: int) -> float:
-        """How likely a loop is read out in a training step."""
+        """Probability that a loop is supervised in a training step."""
         if loop == self.n_loops or self.supervise == "full":
             return 1.0
         return 1 / (self.n_loops - 1) if self.supervise == "sampled" else 0.0
 
     def learning_chance(self, loop: int) -> float:
-        """How likely a loop's pass through the core is in the way of some gradient."""
-        cut = self.n_loops - (self.bptt_loops or self.n_loops)  # no gradient crosses its end
+        """Probability that a gradient flows through a loop's core pass."""
+        cut = self.n_loops - (self.bptt_loops or self.n_loops)  # last loop before the detach
         if loop > cut or self.supervise == "full":
             return 1.0
         return sum(map(self.sampled_chance, range(loop, cut + 1)))
 
 
 def recursive_config(plain: GPTConfig, **values: Any) -> RecursiveConfig:
-    """A plain shape as a recursive one; `values` are the fields that are new."""
+    """Return `plain` as a RecursiveConfig; `values` set the additional fields."""
     own = {f.name: getattr(plain, f.name) for f in fields(GPTConfig)}
     return RecursiveConfig(**{**own, **values})
 
 
 class RecursiveGPT(GPT):
     """
-    A GPT whose core is passed `n_loops` times.
+    GPT whose core is applied `n_loops` times.
 
-    The state enters each loop normalized, with what the prelude made: the core sees inputs of one
-    scale. A new model ignores the state; with one loop it is the plain model of the same layers.
+    Each loop combines the normalized state with the prelude output, which keeps the scale of core
+    inputs constant. At initialization the state is ignored, and one loop equals the plain model.
     """
 
     cfg: RecursiveConfig
@@ -126,7 +126,7 @@ class RecursiveGPT(GPT):
             self.inject.weight[:, : self.cfg.d_model].fill_diagonal_(1.0)
 
     def begin_step(self, step: int, seed: int) -> None:
-        """Choose which loops this step reads out; forget what `loss` noted of the step before."""
+        """Choose the supervised loops of this step and reset the sums recorded by `loss`."""
         cfg = self.cfg
         self.supervised = (cfg.n_loops,)
         if cfg.supervise == "full":
@@ -135,7 +135,7 @@ class RecursiveGPT(GPT):
             drawn = random.Random(f"loop-{seed}-{step}").randint(1, cfg.n_loops - 1)
             self.supervised = (drawn, cfg.n_loops)
         self.noted: dict[str, Tensor] = {}
-        """Sums over the micro-batches of a step: nats by loop, the total, counted targets."""
+        """Sums over the micro-batches of a step: nats by loop, total loss, target count."""
 
     # ---- counts ------------------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ class RecursiveGPT(GPT):
 
     def flops_per_token(self) -> float:
         """
-        Training FLOPs per token: every visit and every readout as likely as it is. A pass that no
-        gradient comes back through costs a third.
+        Expected training FLOPs per token over the sampled loops. A core pass without backward
+        costs a third.
         """
         cfg = self.cfg
         loops = range(1, cfg.n_loops + 1)
@@ -158,7 +158,7 @@ class RecursiveGPT(GPT):
     # ---- computation -------------------------------------------------------------------------
 
     def states(self, ctx: ForwardContext, loops: int) -> Iterator[Tensor]:
-        """The state (B, T, C) after each of `loops` loops; training may have had another number."""
+        """Yield the state (B, T, C) after each of `loops` loops; may differ from n_loops."""
         cfg = self.cfg
         e = state = self.run_layers(ctx, ctx.x0, cfg.prelude)
         for k in range(loops):
@@ -169,7 +169,7 @@ class RecursiveGPT(GPT):
             yield state
 
     def read_out(self, ctx: ForwardContext, state: Tensor, loops: int) -> Tensor:
-        """A state after N loops -> the normalized state in front of the head (B, T, C)."""
+        """Apply the coda to a state after `loops` loops; returns normalized (B, T, C)."""
         first = self.cfg.n_prelude + loops * self.cfg.n_core
         return norm(self.run_layers(ctx, state, self.cfg.coda, first))
 
@@ -185,8 +185,8 @@ class RecursiveGPT(GPT):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        As a plain model's: the nats of the last loop. The gradients are those of the sum over all
-        supervised loops; with `weights`, which may be negative (RL), of the last loop alone.
+        Return the summed cross-entropy (nats) of the last loop. Gradients come from the weighted
+        sum over supervised loops; with `weights` (RL, may be negative), from the last loop only.
         """
         if weights is not None:
             return super().loss(tokens, targets, segments, weights)
@@ -201,7 +201,7 @@ class RecursiveGPT(GPT):
             before, extra = nats / counted.clamp(min=1), None
             if cfg.improvement_bonus and k > self.supervised[0]:
                 bonus = cfg.improvement_bonus / before.clamp(min=1e-6) / shares[k]
-                extra = 1 + bonus.clamp(max=MAX_BONUS)  # (B,), in shares
+                extra = 1 + bonus.clamp(max=MAX_BONUS)  # (B,), relative to shares[k]
                 paid = paid + shares[k] * (extra - 1) * nats
             each = None if extra is None else extra[:, None].expand_as(targets)
             summed, found = chunked_cross_entropy(
@@ -215,12 +215,12 @@ class RecursiveGPT(GPT):
         return nats.sum() + (objective - objective.detach())
 
     def note(self, name: str, value: Tensor) -> None:
-        """Add to a sum of the step at hand, without waiting for the device."""
+        """Add to a sum of this step, without a device sync."""
         self.noted[name] = self.noted.get(name, 0) + value
 
     @torch.no_grad()
     def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: Sequence[int]) -> Tensor:
-        """`token_losses` after each of these numbers of loops: (len(loops), B, T) float32."""
+        """Return `token_losses` after each of the given loops: (len(loops), B, T) float32."""
         ctx, found = self.prepare(tokens), []
         for k, state in enumerate(self.states(ctx, max(loops)), start=1):
             if k in loops:
@@ -231,11 +231,11 @@ class RecursiveGPT(GPT):
     @torch.no_grad()
     def trace(self, tokens: Tensor, loops: int) -> tuple[Tensor, Tensor]:
         """
-        What the state does: its root mean square after each loop (loops,), and its mean cosine to
-        the one before (loops - 1,).
+        Return the state RMS after each loop (loops,) and its mean cosine similarity to the previous
+        state (loops - 1,).
         """
         states = [s.float() for s in self.states(self.prepare(tokens), loops)]
-        size = torch.stack([s.square().mean().sqrt() for s in states])
+        rms = torch.stack([s.square().mean().sqrt() for s in states])
         pairs = zip(states, states[1:], strict=False)
-        turns = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]
-        return size, torch.stack(turns) if turns else size[:0]
+        cosines = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]
+        return rms, torch.stack(cosines) if cosines else rms[:0]

@@ -1,9 +1,9 @@
 """
-Presets of the recursive model, and its flags.
+Presets and flags of the recursive model.
 
-    GPTConfig of a depth -> RecursionConfig.apply -> RecursiveConfig
+    GPTConfig for a depth -> RecursionConfig.apply -> RecursiveConfig
 
-By default a quarter of the layers is prelude, a quarter coda, the rest the core.
+By default prelude and coda take a quarter of the layers each, the core the rest.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -24,75 +24,75 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 
 # measured: dev/recursion_arms.py, dev/refinement_toy.py, 3 seeds each, 2026-11 (dev/LOG.md)
 WARNING = (
-    "warning    recursion preset {}: after 3 minutes of a CPU core, aggressive and extreme ended "
-    "0.40 bits per byte above a plain model of equal FLOPs, and no better than the same layers "
-    "passed once. Such presets are known for refinements of 80% and more: that comes from a bonus "
-    "which also drives the first loop up, to five times the loss of guessing; here it cannot"
+    "warning    recursion preset {}: after 3 minutes on one CPU core, aggressive and extreme were "
+    "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the layers "
+    "applied once. The refinements of 80% or more reported for such presets come from a bonus that "
+    "also raises the first loop's loss, to five times chance level; here it cannot"
 )
 
 
 @dataclass(frozen=True)
 class WidthConfig:
-    """Another width than that of the depth; parameter golf has it too."""
+    """Model width, if not derived from depth; also used by parameter golf."""
 
     d_model: int | None = None
-    """Width: channels of the residual stream. Default: 64 per layer."""
+    """Width of the residual stream. Default: 64 per layer."""
     head_dim: int | None = None
-    """Channels of each head. Default: 128 where they divide a width of at least 512, else 64."""
+    """Head dimension. Default: 128 if it divides a width of at least 512, else 64."""
 
     def apply(self, cfg: GPTConfig) -> GPTConfig:
-        """The configuration in this width. Raises ValueError where heads do not divide it."""
+        """Return `cfg` at this width. Raises ValueError if head_dim does not divide it."""
         width = self.d_model or cfg.d_model
         head_dim = self.head_dim or default_head_dim(width)
         heads = width // head_dim
         if width % head_dim:
-            raise ValueError(f"head_dim {head_dim} must divide the width {width}: give --head_dim")
+            raise ValueError(f"head_dim {head_dim} must divide the width {width}; set --head_dim")
         return replace(cfg, d_model=width, head_dim=head_dim, n_head=heads, n_kv_head=heads)
 
 
 @dataclass(frozen=True)
 class RecursionConfig:
     recursion_preset: Preset = "none"
-    """Let tokens pass the middle layers several times: share2 twice; moderate, aggressive, extreme
-    four times, all loops trained to predict with ever steeper weights and a bonus for improving."""
+    """Apply the middle layers several times. share2: twice; moderate, aggressive, extreme: four
+    times with a loss at every loop, increasingly steep weights and an improvement bonus."""
     n_loops: int | None = None
-    """How often tokens pass the core. Default: as the preset has it; without one, given alone, it
-    makes the model recursive."""
+    """Number of times the core is applied; enough to make the model recursive without a preset.
+    Default: the preset's."""
     n_prelude: int | None = None
-    """Layers before the core. Default: a quarter of the depth."""
+    """Layers before the core. Default: a quarter of depth."""
     n_core: int | None = None
-    """Layers of the core. Default: what prelude and coda leave."""
+    """Layers of the core. Default: the remaining layers."""
     n_coda: int | None = None
-    """Layers after the core. Default: a quarter of the depth."""
+    """Layers after the core. Default: a quarter of depth."""
     supervise: Supervise | None = None
-    """Loops trained to predict besides the last: last, none; sampled, one drawn at each step; full,
-    all. Default: the preset's, else last."""
+    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all.
+    Default: the preset's, else last."""
     supervision_base: float | None = None
-    """Loop k has a weight proportional to this to the power k. Default: the preset's, else 3."""
+    """Loop k has a weight proportional to supervision_base^k. Default: the preset's, else 3."""
     improvement_bonus: float | None = None
-    """Weight added to each loop that follows a supervised one, divided by the loss of that; at most
-    four times the loop's own weight. Default: the preset's, else 0."""
+    """Each supervised loop gains this weight, divided by the loss of the previous one; at most four
+    times its own weight. Default: the preset's, else 0."""
     bptt_loops: int | None = None
-    """Gradients reach back through the last N loops. Default: all."""
+    """Detach the state before the last N loops. Default: never."""
 
     def given(self) -> dict[str, Any]:
-        """The preset's values, those of the flags over them; names of RecursiveConfig."""
+        """Return the preset's RecursiveConfig values, overridden by flags."""
         flags = {name: value for name, value in asdict(self).items() if value is not None}
         return {**PRESETS.get(flags.pop("recursion_preset"), {}), **flags}
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
         """
-        The recursive shape of the same layers; `plain` itself where none is asked for.
+        Return the recursive configuration of the same layers, or `plain` if recursion is off.
 
-        Raises ValueError for numbers that do not fit together, or flags without a number of loops.
+        Raises ValueError for inconsistent values, or flags without a number of loops.
         """
         values = self.given()
         if not values:
             return plain
         if "n_loops" not in values:
             raise ValueError(
-                f"{', '.join(values)} belong to a recursive model: give --recursion_preset or "
-                "--n_loops too"
+                f"{', '.join(values)} require a recursive model; add --recursion_preset or "
+                "--n_loops"
             )
         quarter = max(1, plain.n_layer // 4) if plain.n_layer >= 3 else 0
         values = {"n_prelude": quarter, "n_coda": quarter, **values}
@@ -100,6 +100,6 @@ class RecursionConfig:
         return recursive_config(plain, **{"n_core": core, **values})
 
     def warning(self) -> str | None:
-        """What to expect of a preset that others have recommended."""
+        """Return a warning about the quality of the preset, or None."""
         preset = self.recursion_preset
         return None if preset in ("none", "share2") else WARNING.format(preset)

@@ -1,10 +1,9 @@
 """
-Whether recursion pays: recursive runs against plain ones, by what each of them cost.
+Does recursion pay off? Compares recursive runs with plain runs of equal cost.
 
-    Arm of recursive seeds, Arms of plain seeds -> Criteria, a verdict in words
+    Arm of recursive seeds, Arms of plain seeds -> Criteria with explanations
 
-A plain arm is compared as what it is: with as many FLOPs, tokens or parameters, each within 5%.
-Pure functions of numbers.
+A plain arm counts as equal in FLOPs, tokens or parameters if they are within 5%. Pure functions.
 """
 
 import statistics
@@ -14,27 +13,27 @@ from typing import NamedTuple
 from nanochat.recursion.metrics import in_order
 from nanochat.stats import NOISE
 
-ALIKE = 0.05  # of a figure, by which two that are said to be equal may differ
-FEWER = 0.8  # of the parameters, for them to be clearly fewer
+ALIKE = 0.05  # relative tolerance of equal cost
+FEWER = 0.8  # ratio of parameters that counts as clearly fewer
 SANDBAG = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
 
 
 class Arm(NamedTuple):
-    """Runs of one recipe that differ in their seed."""
+    """Ablation arm: runs of one recipe with different seeds."""
 
     name: str
     bpb: list[float]
-    """Of validation text, the last loop's, by seed."""
+    """Validation bits per byte of the last loop, by seed."""
     n_layer: int
     d_model: int
     visits: int
-    """How many layers a token passes."""
+    """Number of layers applied, repeats included."""
     params: int
     used_params: int
-    """Those that multiply a token, each as often as it does."""
+    """Matmul parameters, repeats included."""
     tokens: float
     flops: float
-    """Of the training."""
+    """Training FLOPs."""
 
     @property
     def mean(self) -> float:
@@ -42,12 +41,12 @@ class Arm(NamedTuple):
 
     @property
     def sd(self) -> float | None:
-        """Spread over the seeds; None of a single one."""
+        """Standard deviation over seeds; None for a single seed."""
         return statistics.stdev(self.bpb) if len(self.bpb) > 1 else None
 
 
 class Criterion(NamedTuple):
-    """What a recursive run should satisfy; `met` is None where it could not be judged."""
+    """Requirement for recursive runs; `met` is None if inconclusive."""
 
     name: str
     met: bool | None
@@ -55,30 +54,30 @@ class Criterion(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """Whether it is met, and why, in words."""
-        words = {True: "met", False: "NOT MET", None: "not judged"}
+        """Result and explanation as text."""
+        words = {True: "met", False: "NOT MET", None: "inconclusive"}
         return f"{words[self.met]} ({self.why})"
 
 
 def alike(one: float, other: float) -> bool:
-    """Whether two figures count as equal."""
+    """Whether two values count as equal."""
     return abs(one - other) <= ALIKE * other
 
 
 def apart(arm: Arm, recursive: Arm) -> str:
-    """How much worse an arm is than the recursive one, and what both are equal in."""
+    """Format the bpb difference to the recursive arm and the costs that are equal."""
     costs = ("params", "tokens", "flops")
-    same = [what for what in costs if alike(getattr(arm, what), getattr(recursive, what))]
+    same = [cost for cost in costs if alike(getattr(arm, cost), getattr(recursive, cost))]
     return f"{arm.mean - recursive.mean:+.4f} (equal {', '.join(same) or 'nothing'})"
 
 
 def spread(one: Arm, other: Arm) -> float | None:
-    """The larger spread over the seeds of two arms; None unless both have several."""
+    """Larger standard deviation of two arms; None unless both have several seeds."""
     return None if one.sd is None or other.sd is None else max(one.sd, other.sd)
 
 
 def twin(recursive: Arm, plain: Sequence[Arm]) -> Arm | None:
-    """The plain arm of the same layers, each passed once, and as many tokens."""
+    """Return the plain arm with the same layers, applied once, and equal tokens."""
     once = (recursive.n_layer, recursive.d_model, recursive.n_layer)
     same = (arm for arm in plain if (arm.n_layer, arm.d_model, arm.visits) == once)
     return next((arm for arm in same if alike(arm.tokens, recursive.tokens)), None)
@@ -86,13 +85,13 @@ def twin(recursive: Arm, plain: Sequence[Arm]) -> Arm | None:
 
 def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
     """
-    Better than every plain arm of equal FLOPs; or as good as the best of them with clearly fewer
-    parameters, and better than those that have as few.
+    Criterion: better than every plain arm of equal FLOPs, or as good as the best with clearly fewer
+    parameters and better than arms of similar size.
     """
     name = "Pays at equal FLOPs"
     rivals = [arm for arm in plain if alike(arm.flops, recursive.flops)]
     if not rivals:
-        return Criterion(name, None, "no plain run of equal FLOPs was given")
+        return Criterion(name, None, "no plain run with equal FLOPs was given")
     best = min(rivals, key=lambda arm: arm.mean)
     difference, sd = recursive.mean - best.mean, spread(recursive, best)
     detail = f"{difference:+.4f} bpb against {best.name}"
@@ -111,7 +110,7 @@ def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
 
 
 def better(one: Arm, other: Arm) -> bool:
-    """Whether an arm is better than another by more than two spreads over the seeds."""
+    """Whether an arm is better by more than NOISE standard deviations over seeds."""
     sd = spread(one, other)
     return sd is not None and one.mean - other.mean < -NOISE * sd
 
@@ -120,36 +119,36 @@ def not_held_back(
     recursive: Arm, first_loop: Sequence[float], plain: Sequence[Arm], trained: bool
 ) -> Criterion:
     """
-    The first loop, where it is `trained` to predict, is no worse than the same layers passed once:
-    else the last only looks better.
+    Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
+    otherwise the last loop only looks better.
     """
     name, other = "First loop not held back", twin(recursive, plain)
     if not trained:
-        return Criterion(name, None, "the first loop was not trained to predict")
+        return Criterion(name, None, "the first loop has no training loss")
     if other is None:
-        return Criterion(name, None, "no plain run of the same layers and tokens was given")
+        return Criterion(name, None, "no plain run with the same layers and tokens was given")
     difference = statistics.mean(first_loop) - other.mean
-    detail = f"{difference:+.4f} bpb against {other.name}, allowed {SANDBAG:+.2f}"
+    detail = f"{difference:+.4f} bpb against {other.name}, at most {SANDBAG:+.2f} allowed"
     return Criterion(name, difference <= SANDBAG, detail)
 
 
 def ordered(by_loop: Sequence[Sequence[float]]) -> Criterion:
-    """No loop is worse than the one before; by_loop[k][s] is loop k + 1 of seed s."""
+    """Criterion: no loop is worse than the previous one; by_loop[k][s] is loop k + 1 of seed s."""
     means = [statistics.mean(loop) for loop in by_loop]
     detail = ", ".join(f"{m:.5f}" for m in means)
     return Criterion("Each loop at least as good as the one before", in_order(means), detail)
 
 
 def healthy(norms: Sequence[float], bad_steps: int) -> Criterion:
-    """Every gradient was finite; norms of all steps of all seeds."""
+    """Criterion: every gradient was finite. `norms` covers all steps of all seeds."""
     if not norms:
         return Criterion("Gradients finite", None, "no step was logged")
-    detail = f"largest norm {max(norms):.3g}, {bad_steps} steps left out, {len(norms):,} steps"
+    detail = f"largest norm {max(norms):.3g}, {bad_steps} steps skipped, {len(norms):,} steps"
     return Criterion("Gradients finite", bad_steps == 0, detail)
 
 
 def falling(losses: Sequence[Sequence[float]]) -> Criterion:
-    """The loss of every seed ended lower than it began: its last tenth against its first."""
+    """Criterion: the loss of every seed is lower in the last tenth of steps than in the first."""
     if not all(losses):
         return Criterion("Loss falling", None, "no step was logged")
     tenths = [(curve, max(1, len(curve) // 10)) for curve in losses]

@@ -1,11 +1,11 @@
 """
-Turns a checked request into work for the engines, and counts what happens to it.
+Submits validated requests to the engines; collects metrics.
 
     ChatRequest or TextRequest, Engine -> prompts, Sampling -> Worker.submit -> Reply
-    steps, replies -> Metrics -> GET /metrics, in Prometheus' text format
+    steps, replies -> Metrics -> GET /metrics in the Prometheus text format
 
-Prompts that do not fit are rejected (`context_length_exceeded`), or with `truncation: "auto"` lose
-their oldest turns. Answers end where the context does.
+A prompt that exceeds the context is rejected, or loses its oldest turns (`truncation: "auto"`).
+A completion ends when the context is full.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class RequestHandler:
-    """`defaults` apply where a request is silent; `max_waiting` as in `Worker`."""
+    """`defaults` apply to unset request fields; `max_waiting` as in `Worker`."""
 
     def __init__(self, library: ModelLibrary, defaults: Sampling, max_waiting: int):
         self.library, self.defaults = library, defaults
@@ -31,7 +31,7 @@ class RequestHandler:
         self.worker = Worker(max_waiting, self.metrics.count_step)
 
     async def submit(self, asked: ChatRequest | TextRequest, engine: Engine) -> Reply:
-        """Queue a request. Raises ApiError where prompts or the number of answers do not fit."""
+        """Queue a request. Raises ApiError for an overlong prompt or too many completions."""
         n, seed, context = asked.n or 1, secrets.randbits(48), engine.cache.capacity
         try:
             prompts = await asyncio.to_thread(asked.prompts, engine.tokenizer, context)
@@ -39,7 +39,7 @@ class RequestHandler:
             raise ApiError(400, str(error), param=asked.prompt_field) from error
         limit = engine.slots + self.worker.max_waiting
         if n * len(prompts) > limit:
-            message = f"{n * len(prompts)} answers were requested; the limit is {limit}"
+            message = f"{n * len(prompts)} completions requested; the limit is {limit}"
             raise ApiError(400, message, param="n")
         requests = []
         for prompt, num_added in prompts:
@@ -47,8 +47,8 @@ class RequestHandler:
             if room < 1:
                 raise ApiError(
                     400,
-                    f"the prompt has {len(prompt)} tokens, but the context of this model only "
-                    f"{context}, for prompt and answer together",
+                    f"the prompt has {len(prompt)} tokens; the model's context length is "
+                    f"{context} for prompt and completion together",
                     "context_length_exceeded",
                     asked.prompt_field,
                 )
@@ -67,47 +67,47 @@ class RequestHandler:
         return self.worker.submit(engine, requests)
 
     def close(self, reply: Reply) -> None:
-        """Free what a reply holds, however it ended, and count it."""
+        """Free the slots of a finished or aborted reply and count it."""
         self.worker.close(reply)
         self.metrics.count_reply(reply)
 
 
 class Metrics:
-    """The counters of one server."""
+    """Prometheus metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "nanochat_requests", "HTTP requests", ["path", "status"], registry=registry
         )
-        self.prompt_tokens = Counter("nanochat_prompt_tokens", "Prefilled", registry=registry)
-        self.tokens = Counter("nanochat_completion_tokens", "Generated", registry=registry)
-        self.steps = Counter("nanochat_steps", "Steps of the engines", registry=registry)
-        self.step_seconds = Counter("nanochat_step_seconds", "Their time", registry=registry)
+        self.prompt_tokens = Counter("nanochat_prompt_tokens", "Prompt tokens", registry=registry)
+        self.tokens = Counter("nanochat_completion_tokens", "Generated tokens", registry=registry)
+        self.steps = Counter("nanochat_steps", "Engine steps", registry=registry)
+        self.step_seconds = Counter("nanochat_step_seconds", "Engine step time", registry=registry)
         self.first_token = Histogram(
-            "nanochat_first_token_seconds", "To the first token", buckets=SECONDS, registry=registry
+            "nanochat_first_token_seconds", "First-token time", buckets=SECONDS, registry=registry
         )
-        self.running = Gauge("nanochat_running", "Answers being generated", registry=registry)
-        self.waiting = Gauge("nanochat_waiting", "Answers in the queue", registry=registry)
+        self.running = Gauge("nanochat_running", "Running completions", registry=registry)
+        self.waiting = Gauge("nanochat_waiting", "Queued completions", registry=registry)
 
     def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP response; all unknown paths as one."""
+        """Count an HTTP response; unknown paths share one label."""
         self.requests.labels(path if path in PATHS else "other", status).inc()
 
     def count_step(self, tokens: int, seconds: float) -> None:
-        """Count a step of an engine. Called on the thread of the engines."""
+        """Record one engine step. Called on the generation thread."""
         self.steps.inc()
         self.tokens.inc(tokens)
         self.step_seconds.inc(seconds)
 
     def count_reply(self, reply: Reply) -> None:
-        """Count a reply that ended, one way or another."""
+        """Record a finished or aborted reply."""
         self.prompt_tokens.inc(reply.prompt_tokens)
         if reply.first_seconds is not None:
             self.first_token.observe(reply.first_seconds)
 
     def render(self, running: int, waiting: int) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in the Prometheus text format."""
         self.running.set(running)
         self.waiting.set(waiting)
         return generate_latest(self.registry)

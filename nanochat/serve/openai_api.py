@@ -1,14 +1,14 @@
 """
-The data format of OpenAI's API: requests, answers and errors.
+OpenAI API schema: requests, responses and errors.
 
     body -> read_request -> ChatRequest, TextRequest -> prompts, Sampling
-    deltas -> Writer -> chunks or one whole object
+    deltas -> Writer -> stream chunks or one response object
 
-Fields that change nothing in an answer are ignored. Fields that this server does not support are
-accepted at the values that ask for nothing and rejected by name at any other. Reading stops at the
-first error. Beyond OpenAI's fields: `top_k`, `truncation`, `parts` of a message,
-`continuous_usage_stats`. A conversation that ends with the assistant is continued.
-Source: the API reference of OpenAI, chat completions and (legacy) completions, 2025.
+Fields without effect on the response are ignored. An unsupported field is accepted at its neutral
+values; at any other value the request is rejected with the field's name. Parsing stops at the first
+error. Extensions: `top_k`, `truncation`, `parts` of a message, `continuous_usage_stats`. If the
+last message is from the assistant, the model continues it.
+Source: OpenAI API reference, chat completions and (legacy) completions, 2025.
 """
 
 import json
@@ -26,19 +26,19 @@ from nanochat.tokenizer import Tokenizer
 
 R = TypeVar("R", bound="Generation")
 FinishReason = Literal["stop", "length"]
-TEXT_TOKENS = 16  # length of a text completion, where the request does not say
+TEXT_TOKENS = 16  # OpenAI's default max_tokens of a text completion
 LARGEST_COUNT = 2**31 - 1
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-NO_FUNCTIONS = "not supported, as this model calls no functions"
-# Fields that change nothing in what is answered here
+NO_FUNCTIONS = "not supported; this model has no function calling"
+# Fields without effect on the response
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
 }
-# Values other than null at which an unsupported field asks for nothing
+# Neutral values of unsupported fields, besides null
 NEUTRAL: dict[str, list[Any]] = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
@@ -61,7 +61,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "add_generation_prompt": [True, False],
     "continue_final_message": [True, False],
 }
-# The same of a message; all else that clients send along is a note to themselves
+# The same for messages, with the metadata that clients attach
 IGNORED_IN_MESSAGES = {
     *("name", "id", "timestamp", "created", "created_at", "date", "model", "metadata", "parsed"),
     *("refusal", "annotations", "reasoning", "reasoning_content", "thinking", "cache_control"),
@@ -74,7 +74,7 @@ IGNORED_IN_PARTS = {"index", "id", "annotations", "cache_control", "logprobs"}
 
 
 class ApiError(Exception):
-    """A rejected request, with all that OpenAI's clients expect of an error."""
+    """An error response in OpenAI's format."""
 
     def __init__(
         self,
@@ -93,24 +93,24 @@ class ApiError(Exception):
 def error_body(
     status: int, message: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """The JSON of an error."""
+    """Return the JSON body of an error."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def encodable(text: str) -> str:
-    """The start of a text that may quote a request, with half characters as escapes."""
+    """Escape lone surrogates and truncate; the text may quote a request."""
     return text.encode("utf-8", "backslashreplace").decode()[:1000]
 
 
 def invalid(where: str, message: str) -> ApiError:
-    """The error of a field; `where` is its path, as in messages.0.content."""
+    """Error 400 for a field; `where` is its path, such as messages.0.content."""
     return ApiError(400, f"{where}: {message}", param=where)
 
 
 def check_count(where: str, values: Sized, most: int, what: str) -> None:
-    """Raise ApiError for more than `most` values."""
+    """Raise ApiError if there are more than `most` values."""
     if len(values) > most:
         raise invalid(where, f"at most {most} {what}, got {len(values):,}")
 
@@ -120,18 +120,18 @@ def check_count(where: str, values: Sized, most: int, what: str) -> None:
 
 def read_request(kind: type[R], body: bytes) -> R:
     """
-    Parse the body of a request. Slow for long bodies: call it on another thread.
+    Parse a request body. Slow for large bodies, so call it off the event loop.
 
-    Raises ApiError, status 400, at the first thing that is wrong.
+    Raises ApiError (status 400) at the first error.
     """
     try:
         value = json.loads(body, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {json_type(value)}")
+        raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
     try:
-        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all of them are answered
+        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all n are returned
         return kind.model_validate(without_neutral(value, "", IGNORED, neutral))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -142,7 +142,7 @@ def read_request(kind: type[R], body: bytes) -> R:
 
 
 def reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def unrecognized(where: str) -> ApiError:
@@ -150,7 +150,7 @@ def unrecognized(where: str) -> ApiError:
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls the type of a value."""
+    """Name of a value's JSON type for error messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
@@ -163,8 +163,8 @@ def without_neutral(
     known: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """
-    The fields of an object that ask for something. Raises ApiError for unsupported ones that do,
-    for too many fields, and for fields other than `known`.
+    Drop null, ignored and neutral fields. Raises ApiError for an unsupported field with another
+    value, for too many fields and, if `known` is given, for any other field.
     """
     check_count(where or "body", value, MAX_FIELDS, "fields")
     kept = {}
@@ -176,14 +176,14 @@ def without_neutral(
         elif given not in neutral[name] and not leaves_tools(name, given):
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
-            raise invalid(path, NO_FUNCTIONS if calls else "not supported here; leave it out")
+            raise invalid(path, NO_FUNCTIONS if calls else "not supported; omit this field")
     if known is not None and (unknown := kept.keys() - set(known)):
         raise unrecognized(f"{where}.{min(unknown)}")
     return kept
 
 
 def leaves_tools(name: str, given: Any) -> bool:
-    """Whether a tool_choice only limits which tools may be called."""
+    """Whether a tool_choice only restricts the tools and requires no call."""
     if name != "tool_choice" or not isinstance(given, dict):
         return False
     allowed = given.get("allowed_tools")
@@ -192,8 +192,8 @@ def leaves_tools(name: str, given: Any) -> bool:
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
     """
-    The messages of a request in the form of chat_format.py. Raises ApiError naming the first that
-    is wrong.
+    Parse messages into the format of chat_format.py. Raises ApiError with the path of the first
+    invalid one.
     """
     if not isinstance(value, list) or not value:
         raise invalid("messages", "must be an array of at least one message")
@@ -202,7 +202,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
-    """One message. `parts`, where it has them, say more exactly what its `content` says."""
+    """Parse one message; `parts` take precedence over `content`."""
     if not isinstance(message, dict):
         kind = json_type(message)
         raise invalid(where, f"a message is an object with role and content, not {kind}")
@@ -224,7 +224,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, str]]:
-    """The parts of a content: texts, and of an assistant's also tool calls and their results."""
+    """Parse content parts: text and, for the assistant, also tool calls and their results."""
     check_count(where, parts, MAX_PARTS, "parts")
     kinds = ("text", "python", "python_output") if role == "assistant" else ("text",)
     found = []
@@ -234,7 +234,7 @@ def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, st
             raise invalid(at, f"a part is an object with type and text, not {json_type(part)}")
         kind, only = part.get("type"), ", ".join(kinds)
         if kind not in kinds:
-            raise invalid(at, f"parts of type {kind!r:.80} are not supported here, only {only}")
+            raise invalid(at, f"parts of type {kind!r:.80} are not supported; use {only}")
         kept = without_neutral(part, at, IGNORED_IN_PARTS, {}, ("type", "text"))
         if not isinstance(kept.get("text"), str):
             raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
@@ -243,7 +243,7 @@ def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, st
 
 
 def read_stop(value: Any) -> tuple[str, ...]:
-    """Stop strings: one, or an array of them."""
+    """Parse `stop`: one string or an array of strings."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise invalid("stop", f"must be a string or an array of strings, not {json_type(value)}")
@@ -252,7 +252,7 @@ def read_stop(value: Any) -> tuple[str, ...]:
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or many, each a text or token ids."""
+    """Parse one or more prompts, each a string or an array of token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -270,7 +270,7 @@ def is_id(value: Any) -> bool:
 
 
 class Strict(BaseModel):
-    """Exactly the JSON types that are declared, finite, and no unknown fields."""
+    """Base model: exact JSON types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -288,7 +288,7 @@ class StreamOptions(Strict):
 
 
 class Generation(Strict):
-    """Fields of both kinds of request. None: the server's default."""
+    """Fields of both request types. None: the server's default."""
 
     kind: ClassVar[Literal["chat", "text"]]
     prompt_field: ClassVar[str]
@@ -306,7 +306,7 @@ class Generation(Strict):
     echo: bool = False
 
     def sampling(self, defaults: Sampling, length: int, seed: int) -> Sampling:
-        """The settings, with the server's where the request is silent; `length` new tokens."""
+        """Sampling settings for `length` new tokens; unset fields take `defaults` and `seed`."""
 
         def chosen(value: Any, default: Any) -> Any:
             return default if value is None else value
@@ -316,7 +316,7 @@ class Generation(Strict):
             max_new_tokens=length,
             temperature=chosen(self.temperature, defaults.temperature),
             top_k=top_k if top_k and top_k > 0 else None,
-            top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 is meant: the likeliest
+            top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 means greedy
             seed=chosen(self.seed, seed),
         )
 
@@ -336,19 +336,19 @@ class ChatRequest(Generation):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives to list with each token; None for no log-probabilities."""
+        """Number of alternatives to list per token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def length(self) -> int | None:
-        """The most tokens to generate; None for as many as fit."""
+        """Maximum number of new tokens; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
         """
-        Token ids of each prompt, and how many at its start were added here.
+        Return, for each prompt, its token ids and the number of tokens added at its start.
 
-        Raises ValueError for what cannot be rendered.
+        Raises ValueError if the messages cannot be rendered.
         """
         if self.truncation == "auto":
             return [(render_fitting(tokenizer, self.messages, context * 3 // 4), 1)]
@@ -356,7 +356,7 @@ class ChatRequest(Generation):
 
 
 class TextRequest(Generation):
-    """POST /v1/completions. A prompt of ids is taken as it is, a text never has special tokens."""
+    """POST /v1/completions. Special tokens are allowed as ids, never parsed from text."""
 
     kind, prompt_field = "text", "prompt"
 
@@ -373,24 +373,24 @@ class TextRequest(Generation):
         return TEXT_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
-        """As of ChatRequest: prompts that begin with BOS."""
+        """Like `ChatRequest.prompts`; adds BOS if a prompt does not begin with it."""
         found = []
         for prompt in self.prompt:
             ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-                raise ValueError(f"token ids are 0 to {tokenizer.vocab_size - 1}")
+                raise ValueError(f"token ids must lie in [0, {tokenizer.vocab_size})")
             missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
             found.append(([*missing, *ids], len(missing)))
         return found
 
 
-# ---- answers -----------------------------------------------------------------------------------
+# ---- responses ---------------------------------------------------------------------------------
 
 
 class TokenLogprob(NamedTuple):
     """
-    A token, the logarithm (nats) of its probability, and the likeliest ones with theirs; None and
-    nothing where no token came before.
+    A token id, its log-probability (nats), and the most likely alternatives with theirs; None and
+    an empty list for the first token of a prompt.
     """
 
     token: int
@@ -399,14 +399,14 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenInfo(NamedTuple):
-    """A token of the text: its log-probability, and the character of the text it begins at."""
+    """A token of the text: its log-probability and the offset of its first character."""
 
     logprob: TokenLogprob
     start: int
 
 
 class Delta(NamedTuple):
-    """The new text of one answer; `finish` is set in its last delta."""
+    """New text of one completion; `finish` is set in its last delta."""
 
     index: int
     kind: str = "text"
@@ -416,19 +416,19 @@ class Delta(NamedTuple):
 
 
 class Writer:
-    """Formats deltas as chat completions or as text completions."""
+    """Formats deltas as chat completions or text completions."""
 
     def __init__(self, asked: ChatRequest | TextRequest, model: str, tokenizer: Tokenizer):
         self.kind, self.model, self.tokenizer = asked.kind, model, tokenizer
         self.has_logprobs = asked.num_logprobs is not None
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.parts: dict[int, list[dict[str, str]]] = {}  # of each streamed answer, so far
+        self.parts: dict[int, list[dict[str, str]]] = {}  # streamed so far, by index
 
     def envelope(
         self, choices: list[Any], usage: Mapping[str, int] | None, is_chunk: bool = False
     ) -> dict[str, Any]:
-        """The object around the choices."""
+        """Return the response or chunk object that contains `choices`."""
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         return {
             "id": self.id,
@@ -439,11 +439,11 @@ class Writer:
         } | ({} if usage is None else {"usage": usage})
 
     def opening(self, index: int) -> dict[str, Any]:
-        """The choice in the first chunk of a chat's answer."""
+        """Return the choice for the first chunk of a chat completion."""
         return choice(index, None, None, delta={"role": "assistant", "content": ""})
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A delta as a choice of a chunk; tool calls are no content, but among `parts`."""
+        """Format a delta as a chunk's choice; tool calls are in `parts`, not in `content`."""
         logprobs = self.logprobs(delta.tokens) if self.has_logprobs and delta.tokens else None
         if self.kind == "text":
             return choice(delta.index, logprobs, delta.finish, text=delta.text)
@@ -456,8 +456,8 @@ class Writer:
 
     def new_parts(self, delta: Delta) -> list[dict[str, Any]]:
         """
-        What a delta adds to the parts of its message, by their index, as clients put a list
-        together. Sent from the first tool call on, then with all parts before it.
+        Return the parts that a delta extends, with their index (clients merge by it). Empty until
+        the first tool call, which is sent with all parts before it.
         """
         parts = self.parts.setdefault(delta.index, [])
         called = any(part["type"] != "text" for part in parts)
@@ -471,7 +471,7 @@ class Writer:
         return [{"index": index, **part} for index, part in enumerate(parts)]
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """A finished answer as a choice; consecutive deltas differ in kind."""
+        """Format a finished completion as a choice; adjacent deltas must differ in kind."""
         last = deltas[-1]
         tokens = [token for delta in deltas for token in delta.tokens]
         logprobs = self.logprobs(tokens) if self.has_logprobs else None
@@ -487,7 +487,7 @@ class Writer:
     # ---- log-probabilities -------------------------------------------------------------------
 
     def logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        """Those of some tokens, in the form of this kind of answer."""
+        """The `logprobs` object of a chat or text completion."""
         known = [token.logprob for token in tokens]
         if self.kind == "chat":
             content = [
@@ -509,7 +509,7 @@ class Writer:
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     def name(self, token: int) -> str:
-        """The text of a token; its escaped bytes, as OpenAI shows them, where it is incomplete."""
+        """Text of a token, or its escaped bytes (OpenAI's format) if it is not valid UTF-8."""
         data = self.tokenizer.decode_bytes([token])
         try:
             return data.decode("utf-8")
@@ -517,7 +517,7 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def top(self, one: TokenLogprob) -> dict[str, float | None] | None:
-        """The most likely tokens, and the generated one."""
+        """The most likely tokens and the generated one."""
         if one.logprob is None:
             return None
         pairs = [*one.top, (one.token, one.logprob)]
@@ -531,7 +531,7 @@ def choice(
 
 
 def model_entry(name: str, created: int) -> dict[str, Any]:
-    """A model as /v1/models lists it; `stage` is an addition to OpenAI's fields."""
+    """A model's entry in /v1/models; `stage` is an extension of OpenAI's format."""
     owned = {"id": name, "object": "model", "created": created, "owned_by": "nanochat"}
     return {**owned, "stage": name.partition(":")[0]}
 

@@ -1,9 +1,9 @@
 """
-A reply as HTTP: one JSON object when it is whole, or server-sent events as it comes.
+HTTP responses: one JSON object when the reply is complete, or a stream of server-sent events.
 
-    Reply.news() -> deltas, joined -> Writer -> data: {...}
+    Reply.news() -> deltas -> join -> Writer -> data: {...}
 
-`done` is called when nobody needs the reply any more; a client that disconnects ends it at once.
+`done` is called when the response ends, at once if the client disconnects.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from nanochat.serve.openai_api import (
 )
 from nanochat.serve.scheduler import Reply
 
-HEARTBEAT_SECONDS = 15.0  # proxies close a stream that is silent for too long
-CLIENT_LEFT = 499  # a status nobody sees
+HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
+CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 
 async def respond(
@@ -35,7 +35,7 @@ async def respond(
     request: Request,
     done: Callable[[], None],
 ) -> Response:
-    """The response to a request whose `reply` is being generated."""
+    """Return the response to a request; its `reply` is still being generated."""
     if asked.stream:
         return EventStream(events(reply, writer, asked.stream_options or StreamOptions()), done)
     try:
@@ -50,7 +50,7 @@ async def respond(
 
 
 async def all_deltas(reply: Reply, request: Request) -> list[Delta] | None:
-    """All deltas of a reply; None where the client left before its end."""
+    """Collect all deltas of a reply; None if the client disconnects first."""
 
     async def read() -> list[Delta]:
         deltas = []
@@ -72,7 +72,7 @@ async def all_deltas(reply: Reply, request: Request) -> list[Delta] | None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `done` is called however it ends, even before the first event."""
+    """Server-sent events; always calls `done` at the end, even if no event was sent."""
 
     def __init__(self, content: AsyncIterator[str], done: Callable[[], None]):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -87,7 +87,7 @@ class EventStream(StreamingResponse):
 
 
 async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
-    """The chunks of a reply, then its usage where that was asked for, and the end."""
+    """Yield the chunks of a reply, its usage if requested, and the end marker."""
 
     def chunk(choices: list[Any], has_usage: bool = options.continuous_usage_stats) -> str:
         return event(writer.envelope(choices, reply.usage if has_usage else None, is_chunk=True))
@@ -98,7 +98,7 @@ async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncI
         while reply.unfinished:
             deltas = join(await reply.news(HEARTBEAT_SECONDS))
             chunks = [chunk([writer.chunk(delta)]) for delta in deltas]
-            yield "".join(chunks) or ": nothing new yet\n\n"
+            yield "".join(chunks) or ": keep-alive\n\n"
         if options.include_usage:
             yield chunk([], has_usage=True)
     except ApiError as error:
@@ -107,14 +107,14 @@ async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncI
 
 
 def event(data: Any) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def join(deltas: Sequence[Delta]) -> list[Delta]:
-    """Consecutive deltas of one answer and kind as one."""
+    """Merge consecutive deltas of the same completion and kind."""
     found: list[Delta] = []
-    for delta in sorted(deltas, key=lambda d: d.index):  # keeps the order within an answer
+    for delta in sorted(deltas, key=lambda d: d.index):  # stable: keeps each one's order
         last = found[-1] if found else None
         if last and last.index == delta.index and (last.kind == delta.kind or not delta.text):
             text, tokens = last.text + delta.text, [*last.tokens, *delta.tokens]

@@ -1,12 +1,12 @@
 """
-Continuous batching for many users: requests come from the event loop, one thread generates.
+Continuous batching: requests arrive on the event loop, one thread generates.
 
     GenerationRequest -> Worker.submit -> Reply
-    thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
+    generation thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
 
-Every model has an engine, and one thread steps them all in turn, so that they do not compete for
-the device. Requests wait in the engine's queue, up to a bound. A reply that nobody reads any more
-is closed, which frees its slots before the next step.
+Each model has its own engine; one thread steps all engines in turn so that they do not compete for
+the device. Requests wait in the engine's bounded queue. Closing a reply frees its slots before the
+next step.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 
 LONGEST_RETRY_SECONDS = 60
-LOGITS_TOKENS = 512  # of a prompt whose log-probabilities are recorded: logits of them at a time
+LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
 # ---- Stop strings --------------------------------------------------------------------------------
-# Text that may be the beginning of a stop string is held back until it is clear.
+# Text that may be the start of a stop string is held back until more text decides.
 
 
 class StopFinder:
-    """Passes a text on until one of `stops` begins in it; `found` is True from then on."""
+    """Passes text through up to the first of `stops`; then `found` is True."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = [stop for stop in stops if stop]
@@ -41,7 +41,7 @@ class StopFinder:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The next piece; returns what there is to show of all that came."""
+        """Add a piece of text; returns the text that can be emitted now."""
         text, self.held = self.held + text, ""
         if self.found:
             return ""
@@ -55,13 +55,13 @@ class StopFinder:
         return text[:shown]
 
     def close(self) -> str:
-        """What was held back, when nothing more comes."""
+        """End the text; returns what was held back."""
         held, self.held = self.held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, `stop` itself excluded."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -71,26 +71,26 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt to complete `n` times, each until one of `stop` would begin in the text."""
+    """A prompt with `n` completions, each truncated before the first of the `stop` strings."""
 
     prompt: list[int]
     sampling: Sampling
     n: int = 1
     stop: tuple[str, ...] = ()
     parts: bool = True
-    """Separate tool calls from text; otherwise all of it is text."""
+    """Separate tool calls from text; otherwise everything is text."""
     echo_from: int | None = None
-    """Repeat the prompt from this position on before the completion. None: do not."""
+    """Repeat the prompt from this token on before the completion. None: no echo."""
     only_prompt: bool = False
-    """Discard what is generated."""
+    """Discard the generated tokens."""
     logprobs: int | None = None
-    """Record the log-probability of each token, of an echoed prompt too, and of this many most
-    likely alternatives. None: record nothing."""
+    """Number of alternatives to record with the log-probability of each token, also of an echoed
+    prompt. None: record nothing."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of each token of the prompt but the first, once it is prefilled."""
+    """Log-probabilities of all prompt tokens but the first; set by prefill."""
 
     def record_prompt(self, engine: Engine, hidden: Tensor) -> None:
-        """Record the log-probabilities of an echoed prompt; hidden (T, C)."""
+        """Record the log-probabilities of an echoed prompt; hidden: (T, C)."""
         if self.logprobs is None or self.echo_from is None or self.prompt_logprobs:
             return
         for first in range(0, len(self.prompt) - 1, LOGITS_TOKENS):
@@ -104,8 +104,8 @@ def log_probabilities(
     logits: Tensor, tokens: Sequence[int], top: Sequence[int]
 ) -> list[TokenLogprob]:
     """
-    Of one token per row of logits (B, V) float32, with the `top[row]` likeliest alternatives. Of
-    the model itself: temperature and filters do not count.
+    Log-probability of one token per row of logits (B, V), float32, and of the `top[row]` most
+    likely tokens, before temperature and sampling filters.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
@@ -119,9 +119,9 @@ def log_probabilities(
 
 class Answer:
     """
-    One completion of a prompt, as its tokens become text. Used by the thread of the engines alone.
+    Converts one completion to text deltas. Used only by the generation thread.
 
-    index: its number among all answers of a reply.
+    index: number of the completion within its reply.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class Answer:
         self.request, self.index = request, index
         self.transcript = Transcript(tokenizer)
         self.stops = StopFinder(request.stop)
-        self.num_tokens = 0  # taken from the completion
-        self.logprobs: list[TokenLogprob] = []  # of each of its tokens, where they are recorded
+        self.num_tokens = 0  # completion tokens processed
+        self.logprobs: list[TokenLogprob] = []  # one per token if they are recorded
         self.length = 0  # characters of text, including held-back ones
-        self.sent = 0  # characters of text that were passed on
-        self.pending: deque[TokenInfo] = deque()  # not passed on yet
+        self.sent = 0  # characters of text emitted
+        self.pending: deque[TokenInfo] = deque()  # tokens not emitted yet
         self.echoes = request.echo_from is not None
         self.finish: FinishReason | None = None
 
     def advance(self) -> list[Delta]:
-        """The text of the new tokens of the completion."""
+        """Return the deltas of the tokens added to the completion since the last call."""
         c, request = self.completion, self.request
         deltas = [self.echo_prompt()] if self.echoes else []
         while self.num_tokens < len(c.ids) and not (self.stops.found or request.only_prompt):
@@ -154,7 +154,7 @@ class Answer:
         return deltas + self.end() if self.stops.found or c.finish is not None else deltas
 
     def echo_prompt(self) -> Delta:
-        """The prompt as text, with the log-probabilities of its tokens where they are wanted."""
+        """Return the prompt as text, with its log-probabilities if requested."""
         transcript, text, tokens, self.echoes = Transcript(self.tokenizer), "", [], False
         prompt = list(enumerate(self.request.prompt))
         for i, token in prompt[self.request.echo_from :]:
@@ -168,7 +168,7 @@ class Answer:
         return Delta(self.index, "text", text, tokens)
 
     def show(self, kind: str, text: str) -> list[Delta]:
-        """Pass text on; hold back what may be the beginning of a stop string."""
+        """Emit text, except the end of it that may start a stop string."""
         if self.stops.found:
             return []
         if self.request.parts and kind != "text":
@@ -177,7 +177,7 @@ class Answer:
         return self.pass_on(self.stops.add(text))
 
     def pass_on(self, text: str) -> list[Delta]:
-        """The text as a delta, with the tokens that begin in it; nothing for no text."""
+        """Return text as a delta with the tokens that begin in it; no delta for empty text."""
         if not text:
             return []
         self.sent += len(text)
@@ -187,7 +187,7 @@ class Answer:
         return [Delta(self.index, "text", text, tokens)]
 
     def end(self) -> list[Delta]:
-        """The last deltas."""
+        """Flush the transcript and return the last deltas."""
         deltas = [d for kind, text in self.transcript.close() for d in self.show(kind, text)]
         rest: list[TokenInfo] = []
         if not self.stops.found:
@@ -199,12 +199,12 @@ class Answer:
 
 
 def record_logprobs(answers: Sequence[Answer], logits: Tensor) -> None:
-    """Record the log-probability of the newest token where it is wanted; logits (B, V)."""
+    """Record the log-probability of each newest token if requested; logits: (B, V)."""
     wanted = {
         row: answer
         for row, answer in enumerate(answers)
         if answer.request.logprobs is not None
-        and len(answer.completion.ids) > len(answer.logprobs)  # it has not just ended
+        and len(answer.completion.ids) > len(answer.logprobs)  # no new token if it just ended
     }
     if wanted:
         newest = [answer.completion.ids[-1] for answer in wanted.values()]
@@ -216,10 +216,10 @@ def record_logprobs(answers: Sequence[Answer], logits: Tensor) -> None:
 
 class Reply:
     """
-    The answers to a request: `n` for each prompt, numbered through.
+    The completions of a request, `n` per prompt, numbered consecutively.
 
-    Belongs to a task of the event loop; the thread adds `answers`, and deltas through `put`.
-    `first_seconds` is the time to the first delta, None before.
+    Owned by an event loop task; the generation thread adds `answers` and, through `put`, deltas.
+    `first_seconds` is the time to the first delta, None before that.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest]):
@@ -235,9 +235,9 @@ class Reply:
 
     async def news(self, timeout_seconds: float | None = None) -> list[Delta]:
         """
-        The deltas since the last call, at least one; none after `timeout_seconds` without any.
+        Wait for deltas and return all since the last call; an empty list after the timeout.
 
-        Raises ApiError where there will be no more.
+        Raises ApiError if the reply failed, after its last delta.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -255,7 +255,7 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of all prompts and of all answers so far, tool results included."""
+        """Token counts of all prompts and completions so far, including tool results."""
         prompt, completion = self.prompt_tokens, sum(a.num_tokens for a in self.answers)
         return {
             "prompt_tokens": prompt,
@@ -274,10 +274,10 @@ class Reply:
 
 class Worker:
     """
-    The thread that runs the engines, from `start` to `stop`.
+    The generation thread: runs all engines from `start` to `stop`.
 
-    max_waiting: how many answers may wait for a slot, per engine.
-    on_step: called after each step with the number of its tokens and its seconds.
+    max_waiting: maximum number of queued completions per engine.
+    on_step: called after each step with its number of tokens and its duration in seconds.
     """
 
     def __init__(
@@ -285,41 +285,41 @@ class Worker:
     ):
         self.max_waiting, self.on_step = max_waiting, on_step
         self.wake = threading.Condition()
-        self.inbox: deque[Callable[[], None]] = deque()  # what the thread does before a step
-        self.open: set[Reply] = set()  # that a task may be waiting for
-        self.load: Counter[Engine] = Counter()  # answers that are queued or running
-        self.seconds = 1.0  # moving average of the time of an answer, to estimate Retry-After
-        self.deadline: float | None = None  # set while the server is being stopped
+        self.inbox: deque[Callable[[], None]] = deque()  # calls to make before the next step
+        self.open: set[Reply] = set()  # replies that a task may be waiting for
+        self.load: Counter[Engine] = Counter()  # queued and running completions
+        self.seconds = 1.0  # moving average of completion time, for Retry-After
+        self.deadline: float | None = None  # set during shutdown
         self.closed = self.ended = False
-        # Below: used by the thread alone
+        # Used only by the generation thread
         self.owners: dict[Completion, tuple[Engine, Reply, Answer]] = {}
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
-    # ---- for the event loop ------------------------------------------------------------------
+    # ---- called on the event loop ------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin; call it on the event loop that will read the replies."""
+        """Start the thread. Call this on the event loop that reads the replies."""
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
     def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> Reply:
         """
-        Queue requests. Raises ApiError when the queue is full or the server stops, ValueError for a
-        prompt that does not fit the engine.
+        Queue requests. Raises ApiError if the queue is full or the server is shutting down, and
+        ValueError for a prompt that does not fit the engine.
         """
         for request in requests:
             engine.check(request.prompt)
         reply = Reply(requests)
         with self.wake:
             if self.deadline is not None:
-                raise shutting_down("the server is being stopped")
+                raise shutting_down("the server is shutting down")
             if self.ended:
-                raise shutting_down("the engines have failed; the server must be restarted")
+                raise shutting_down("the generation thread crashed; restart the server")
             load = self.load[engine]
             if load + reply.total > engine.slots + self.max_waiting:
                 seconds = max(1, round(self.seconds * (1 + load / engine.slots)))
                 wait = {"Retry-After": str(min(LONGEST_RETRY_SECONDS, seconds))}
-                message = f"{load} answers are running or queued"
+                message = f"{load} completions are running or queued"
                 raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
             self.load[engine] += reply.total
             self.open.add(reply)
@@ -327,60 +327,60 @@ class Worker:
         return reply
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Let the thread do something before its next step; the caller holds `wake`."""
+        """Have the thread call `work` before its next step. The caller must hold `wake`."""
         self.inbox.append(work)
         self.wake.notify()
 
     def close(self, reply: Reply) -> None:
-        """Nobody reads this reply any more: free its slots before the next step."""
+        """Stop generating a reply; frees its slots before the next step."""
         with self.wake:
             self.open.discard(reply)
             self.enqueue(lambda: self.drop([a.completion for a in reply.answers]))
 
     def drain(self, seconds: float) -> None:
-        """Accept no more requests; abort those that are still running after `seconds`."""
+        """Reject new requests, and abort those still running after `seconds`."""
         with self.wake:
             self.deadline = time.monotonic() + seconds
             self.wake.notify()
 
     def stop(self) -> None:
-        """End the thread, and wait for it."""
+        """Stop the thread and join it."""
         with self.wake:
             self.closed = True
             self.wake.notify()
         self.thread.join()
 
     def busy(self, engine: Engine) -> bool:
-        """True while an answer of this engine is queued or running."""
+        """Whether completions of this engine are queued or running."""
         return engine in self.load
 
     def status(self) -> str:
-        """ok, stopping, or broken: the thread has ended."""
+        """ok, stopping, or broken (the generation thread has exited)."""
         if self.deadline is not None:
             return "stopping"
         return "broken" if self.ended else "ok"
 
     def counts(self) -> tuple[int, int]:
-        """How many answers are running and how many are queued, of all engines."""
+        """Number of running and of queued completions over all engines."""
         with self.wake:
             running = sum(min(load, engine.slots) for engine, load in self.load.items())
             return running, self.load.total() - running
 
-    # ---- on the thread -----------------------------------------------------------------------
+    # ---- called on the generation thread -----------------------------------------------------
 
     def run(self) -> None:
-        """The body of the thread; should it fail, no reply is left waiting."""
+        """Thread body. When it exits, open replies end with an error instead of waiting."""
         try:
             self.work()
         finally:
             with self.wake:
                 self.ended, left = True, list(self.open)
                 self.load.clear()
-            error = ApiError(500, "the engines have ended", "generation_failed")
+            error = ApiError(500, "the generation thread exited", "generation_failed")
             self.deliver([(reply, [], error) for reply in left])
 
     def work(self) -> None:
-        """Until it is closed: do what is in the inbox, then a step of every busy engine."""
+        """Until closed: make the calls in the inbox, then step every busy engine."""
         while True:
             with self.wake:
                 while not (self.inbox or self.owners or self.closed):
@@ -391,14 +391,14 @@ class Worker:
             for act in todo:
                 act()
             if self.deadline is not None and time.monotonic() > self.deadline:
-                self.fail(list(self.owners), shutting_down("the server was stopped"))
+                self.fail(list(self.owners), shutting_down("the server shut down"))
             engines = {engine for engine, _, _ in self.owners.values()}
             idle = not any(engine.active or engine.waiting for engine in engines)
             for engine in engines:
                 self.step(engine, PATIENCE_SECONDS if idle else 0)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
-        """Submit requests to their engine."""
+        """Submit the requests of a reply to their engine."""
         engine.on_prefill = lambda c, h: self.owners[c][2].request.record_prompt(engine, h)
         for request in reply.requests:
             for completion in engine.submit(request.prompt, request.sampling, request.n):
@@ -407,12 +407,12 @@ class Worker:
                 self.owners[completion] = (engine, reply, answer)
 
     def step(self, engine: Engine, patience_seconds: float) -> None:
-        """Step an engine, and deliver what is new."""
+        """Step an engine and deliver the new deltas."""
         started = time.perf_counter()
         try:
             grown = engine.step(patience_seconds)
             record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
-        except Exception as error:  # ends what this engine was doing, not the server
+        except Exception as error:  # fails this engine's replies, not the server
             traceback.print_exc()
             cancel_all(engine)
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
@@ -433,7 +433,7 @@ class Worker:
             self.on_step(len(grown), time.perf_counter() - started)
 
     def drop(self, completions: Sequence[Completion]) -> None:
-        """Forget answers, cancel those that are still running, and make room in the queue."""
+        """Forget completions: cancel the running ones and update the load."""
         for completion in completions:
             if owner := self.owners.pop(completion, None):
                 engine = owner[0]
@@ -441,16 +441,16 @@ class Worker:
                 with self.wake:
                     self.load[engine] -= 1
                     if not self.load[engine]:
-                        del self.load[engine]  # so that an idle model can be unloaded
+                        del self.load[engine]  # an idle model can be unloaded
 
     def fail(self, completions: Sequence[Completion], error: ApiError) -> None:
-        """End answers with an error."""
+        """End the replies of these completions with an error."""
         replies = {self.owners[c][1] for c in completions}
         self.deliver([(reply, [], error) for reply in replies])
         self.drop(completions)
 
     def deliver(self, news: Sequence[tuple[Reply, Sequence[Delta], ApiError | None]]) -> None:
-        """Hand all news of a step over to the event loop at once."""
+        """Pass deltas and errors to the event loop in a single call."""
         if news and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(
                 lambda: [reply.put(deltas, error) for reply, deltas, error in news]
@@ -458,7 +458,7 @@ class Worker:
 
 
 def cancel_all(engine: Engine) -> None:
-    """End all completions and free all slots. Needs nothing of a broken device."""
+    """Cancel all completions and free all slots without using the broken device."""
     for queue in (engine.waiting, engine.active, engine.calling):
         for completion in queue:
             completion.cancel()

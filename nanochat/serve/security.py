@@ -1,13 +1,12 @@
 """
-What a request must satisfy before anything else reads it, as ASGI middleware.
+ASGI middleware that validates every request before the application sees it.
 
-    connection -> TimeoutProtocol (too slow: closed)
+    connection -> TimeoutProtocol (closes slow connections)
     -> SecurityMiddleware (host, origin, key, media type, size) -> app
 
-Rejects requests for a host name that an attacker points at this machine (DNS rebinding), requests
-from a page of another origin, ambiguous headers, and bodies that are too large or never end; drops
-clients that do not read. Pages of other origins cannot read replies, as no CORS header is sent
-unless --allow_origins lists them.
+Rejects DNS rebinding (a foreign host name that resolves to this machine), cross-origin requests,
+ambiguous headers, and oversized or incomplete bodies; drops clients that do not read.
+Cross-origin pages cannot read responses: no CORS header is sent unless --allow_origins lists them.
 """
 
 import asyncio
@@ -39,40 +38,40 @@ SECURITY_HEADERS = [
 @dataclass(frozen=True)
 class SecurityConfig:
     allowed_hosts: tuple[str, ...] = ()
-    """Host names by which this server may be called, besides localhost and IP addresses."""
+    """Host names accepted in the Host header, besides localhost and IP addresses."""
     allow_origins: tuple[str, ...] = ()
-    """Origins, such as https://my.page:3000, whose pages may use this server from a browser (CORS);
-    '*' for all. Default: only its own."""
+    """Origins, such as https://my.page:3000, whose pages may call this server from a browser
+    (CORS); '*' = all. Default: same origin only."""
     max_body_bytes: int = 2**20
-    """Largest body of a request."""
+    """Maximum size of a request body in bytes."""
     request_seconds: float = 10.0
-    """Time for the head, and again for the body, of a request to arrive."""
+    """Timeout in seconds for receiving the request headers, and again for the body."""
     send_seconds: float = 30.0
-    """Time for a client to read what it was sent."""
+    """Seconds after which a client that does not read is disconnected."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "request_seconds", "send_seconds"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in self.allowed_hosts:
             if not HOST.fullmatch(name) or hostname(name) != name.lower():
-                raise ValueError(f"allowed_hosts has {name!r}; use a name without scheme and port")
+                raise ValueError(f"invalid allowed_hosts {name!r}; omit the scheme and the port")
         for origin in self.allow_origins:
             default_port = origin.startswith("http://") and origin.endswith(":80")
             default_port |= origin.startswith("https://") and origin.endswith(":443")
-            is_sent_so = origin == origin.lower() and not default_port  # by browsers
-            if origin != "*" and not (ORIGIN.fullmatch(origin) and is_sent_so):
+            is_canonical = origin == origin.lower() and not default_port
+            if origin != "*" and not (ORIGIN.fullmatch(origin) and is_canonical):
                 raise ValueError(
-                    f"allow_origins has {origin!r}; use scheme://host or scheme://host:port, in "
-                    "lower case and without the scheme's own port, as browsers send it"
+                    f"invalid allow_origins {origin!r}; use scheme://host or scheme://host:port, "
+                    "in lower case and without the default port"
                 )
 
 
 class SecurityMiddleware:
     """
-    Wraps `app`. `key`, where there is one, must be sent with requests for PROTECTED paths.
+    Wraps `app`. Requests for PROTECTED paths must send `key`; None: no authentication.
 
-    on_response: called with the path and the status of every response.
+    on_response: called with the path and status of every response.
     """
 
     def __init__(
@@ -102,39 +101,40 @@ class SecurityMiddleware:
             response = JSONResponse(error.body, error.status, headers)
             return await response(scope, receive, secure_send)
         if body is None:
-            return  # the client left
+            return  # the client disconnected
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> dict[str, Any]:
             return messages.pop() if messages else await receive()
 
-        if scope["method"] == "HEAD":  # as GET; the connection leaves the body out
+        if scope["method"] == "HEAD":  # handled as GET; h11 omits the body
             scope = {**scope, "method": "GET"}
         await self.app(scope, replay, secure_send)
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError for a request that must not be answered."""
+        """Raise ApiError if the request must be rejected."""
         headers = Headers(scope=scope)
         for name in SINGLE:
             if (count := len(headers.getlist(name))) > 1:
-                raise ApiError(400, f"the header {name} is there {count} times")
+                raise ApiError(400, f"header {name} is repeated ({count} times)")
         if "content-length" in headers and "transfer-encoding" in headers:
-            raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
+            raise ApiError(400, "Content-Length and Transfer-Encoding are mutually exclusive")
         host = headers.get("host", "").lower()
         if host and not HOST.fullmatch(host):
-            raise ApiError(400, f"Host is not a host name with a port: {host!r:.80}")
+            raise ApiError(400, f"invalid Host header {host!r:.80}")
         if not self.is_allowed(name := hostname(host)):
             message = f"host {name!r} is not allowed; start the server with --allowed_hosts={name}"
             raise ApiError(403, message, "host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
             if not {"*", origin} & set(self.cfg.allow_origins):
-                raise ApiError(403, f"pages of {origin} may not use this server", "foreign_origin")
+                message = f"origin {origin} is not allowed; add it to --allow_origins"
+                raise ApiError(403, message, "foreign_origin")
         if self.key and scope["path"].startswith(PROTECTED) and scope["method"] != "OPTIONS":
             kind, _, given = headers.get("authorization", "").partition(" ")
             given = given.strip().encode("latin-1")
             if kind.lower() != "bearer" or not hmac.compare_digest(given, self.key.encode()):
-                message = "this server requires a key: Authorization: Bearer <key>"
+                message = "missing or wrong API key; send Authorization: Bearer <key>"
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise ApiError(401, message, "invalid_api_key", headers=headers)
         if scope["method"] == "POST":
@@ -143,7 +143,7 @@ class SecurityMiddleware:
                 raise ApiError(415, f"Content-Type must be application/json, not {media!r}")
 
     def is_allowed(self, name: str) -> bool:
-        """True for an IP address, localhost and allowed names: none that an attacker controls."""
+        """Whether a host is localhost, an IP address or an allowed name (no DNS rebinding)."""
         if name == "localhost" or name in map(str.lower, self.cfg.allowed_hosts):
             return True
         try:
@@ -153,10 +153,10 @@ class SecurityMiddleware:
 
     async def read_body(self, receive: Any) -> bytes | None:
         """
-        The whole body; None where the client left. Raises ApiError for too much, too slow.
+        Return the body; None if the client disconnected. Raises ApiError if too large or too slow.
 
-        What is too much is read to its end, but not kept: a client that is still sending would not
-        see the response.
+        A body that is too large is received to the end and discarded: a client that is still
+        sending would not see the response.
         """
         most, size, body, more = self.cfg.max_body_bytes, 0, bytearray(), True
         try:
@@ -169,22 +169,22 @@ class SecurityMiddleware:
                     if size <= most:
                         body += message["body"]
         except TimeoutError as error:
-            raise ApiError(408, "the body did not arrive in time", "timeout") from error
+            raise ApiError(408, "timed out receiving the request body", "timeout") from error
         if size > most:
-            raise ApiError(413, f"the body has {size:,} bytes; {most:,} are allowed", "too_large")
+            raise ApiError(413, f"the body has {size:,} bytes; the limit is {most:,}", "too_large")
         return bytes(body)
 
 
 def hostname(host: str) -> str:
-    """The name in a Host header, without its port and without the brackets of an IPv6 address."""
+    """Host name in a Host header, without the port and the brackets of an IPv6 address."""
     found = HOST.fullmatch(host)
     return found[1].strip("[]").lower() if found else ""
 
 
 class TimeoutProtocol(H11Protocol):
     """
-    uvicorn's connection, closed when the head of a request does not arrive in time, or the client
-    does not read.
+    uvicorn's connection, closed if request headers do not arrive in time or the client does not
+    read.
     """
 
     cfg = SecurityConfig()
@@ -195,11 +195,11 @@ class TimeoutProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         ended = self.cycle
-        super().on_response_complete()  # may begin with a request that was sent ahead
+        super().on_response_complete()  # may start a pipelined request
         self.await_request(ended)
 
     def await_request(self, last: Any) -> None:
-        """Close the connection later, unless a request follows the `last` one."""
+        """Close the connection after a timeout unless another request follows `last`."""
         self.loop.call_later(self.cfg.request_seconds, self.close_idle, last)
 
     def close_idle(self, last: Any) -> None:
@@ -216,5 +216,5 @@ class TimeoutProtocol(H11Protocol):
 
 
 def protocol(cfg: SecurityConfig) -> type[TimeoutProtocol]:
-    """The class of connections with these settings."""
+    """Return a TimeoutProtocol subclass with these settings."""
     return type("TimeoutProtocol", (TimeoutProtocol,), {"cfg": cfg})

@@ -1,11 +1,11 @@
 """
-The server: OpenAI's API and the chat page over HTTP.
+HTTP server for the OpenAI-compatible API and the chat page.
 
     request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
 
-GET / is the chat page, its files are under /page; under /v1 are OpenAI's chat completions,
-completions and models; /health and /metrics are for its operator. When the server is stopped,
-running answers have a few seconds to end; then their streams close with an error.
+Routes: / is the chat page with its files under /page; /v1 has chat completions, completions and
+models; /health and /metrics are for monitoring. On shutdown, running completions have
+DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
 import asyncio
@@ -43,31 +43,32 @@ PAGE_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page loads its own files and calls its own server, nothing else. No inline script or style,
-# and no string becomes markup: what a model writes cannot run, wherever it ends up in the page.
+# The page loads only its own files and calls only its own server. There is no inline script or
+# style, and no string becomes markup, so that generated text cannot run anywhere in the page.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-DRAIN_SECONDS = 5.0  # that running answers have to end when the server is stopped
-CLOSE_SECONDS = 8  # until connections are closed
+DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
+CLOSE_SECONDS = 8  # until open connections are closed on shutdown
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 lets the whole network in (think of --api_key_file)."""
+    """Address to listen on; 0.0.0.0 = all interfaces (consider --api_key_file)."""
     port: int = short("p", 8000)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 = any free port."""
     api_key_file: str | None = None
-    """File with the key that requests to /v1 and /metrics must bear. Default: no key."""
+    """File with the API key required for /v1 and /metrics. Default: no key."""
     slots: int | None = None
-    """Answers generated at once, per model. Default: 64, or what a quarter of free memory holds."""
+    """Concurrent completions per model. Default: 64, or fewer if a quarter of free memory holds
+    fewer."""
     max_waiting: int = 64
-    """Answers that may wait for a slot, per model; beyond, requests get status 429."""
+    """Maximum number of queued completions per model; more are rejected with status 429."""
     max_models: int = 4
-    """The most models in memory."""
+    """Maximum number of loaded models."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
     def __post_init__(self) -> None:
@@ -78,12 +79,12 @@ class ServerConfig:
                 raise ValueError(f"{name} must lie in [{low}, {2**16}), got {value}")
 
     def key(self) -> str | None:
-        """The key. Raises ValueError where the file holds none, OSError where there is no file."""
+        """Read the API key; None: no key. Raises OSError, or ValueError for an invalid key."""
         if self.api_key_file is None:
             return None
         key = Path(self.api_key_file).expanduser().read_text("utf-8", "replace").strip()
         if not key or not key.isascii():
-            raise ValueError(f"{self.api_key_file} must hold a key of plain ASCII characters")
+            raise ValueError(f"{self.api_key_file} must contain a non-empty ASCII key")
         return key
 
 
@@ -91,7 +92,7 @@ class ServerConfig:
 
 
 def build_app(handler: RequestHandler, suggestions: Sequence[str] = ()) -> FastAPI:
-    """The application behind SecurityMiddleware. `suggestions`: prompts that the page offers."""
+    """Build the app that SecurityMiddleware wraps. `suggestions`: prompts the page offers."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -107,7 +108,7 @@ def build_app(handler: RequestHandler, suggestions: Sequence[str] = ()) -> FastA
 
 
 def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -> None:
-    """The paths of OpenAI's API."""
+    """Add the routes of the OpenAI API."""
 
     async def complete(kind: type[ChatRequest] | type[TextRequest], request: Request) -> Response:
         asked = await asyncio.to_thread(read_request, kind, await request.body())
@@ -128,22 +129,22 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         data = [model_entry(name, created) for name, created in handler.library.listed().items()]
-        given = handler.defaults
-        defaults = {"temperature": given.temperature, "top_p": given.top_p}
-        defaults |= {"top_k": given.top_k or 0, "max_tokens": given.max_new_tokens}
-        ours = {"defaults": defaults, "suggestions": list(suggestions)}
-        return {"object": "list", "data": data, **ours}
+        sampling = handler.defaults
+        defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        defaults |= {"top_k": sampling.top_k or 0, "max_tokens": sampling.max_new_tokens}
+        extensions = {"defaults": defaults, "suggestions": list(suggestions)}
+        return {"object": "list", "data": data, **extensions}
 
     @app.get("/v1/models/{name}")
     def model(name: str) -> dict[str, Any]:
         listed = handler.library.listed()
         if name not in listed:
-            raise ApiError(404, f"there is no model {name!r}", "model_not_found", "model")
+            raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
         return model_entry(name, listed[name])
 
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
-    """The chat page and the paths for monitoring."""
+    """Add the routes of the chat page and of monitoring."""
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
@@ -153,7 +154,7 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
     @app.get("/page/{name}")
     def page_file(name: str) -> Response:
         if name not in files:
-            raise ApiError(404, f"the page has no file {name!r}")
+            raise ApiError(404, f"page file {name!r} not found")
         headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
         return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
 
@@ -170,7 +171,7 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
 
 
 def add_errors(app: FastAPI) -> None:
-    """Format every error as OpenAI's clients expect it."""
+    """Format all errors as OpenAI clients expect."""
 
     @app.exception_handler(ApiError)
     async def rejected(request: Request, error: ApiError) -> JSONResponse:
@@ -178,7 +179,7 @@ def add_errors(app: FastAPI) -> None:
 
     async def unknown_path(request: Request, error: Any) -> Response:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # HEAD goes with GET, and every path has OPTIONS
+        if error.status_code == 405:  # HEAD is allowed with GET, OPTIONS on every path
             methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
             methods |= {"HEAD"} if "GET" in methods else set()
             headers["Allow"] = ", ".join(sorted(methods))
@@ -187,19 +188,19 @@ def add_errors(app: FastAPI) -> None:
         message = f"{error.detail}: {request.method} {request.url.path}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
-    for status in (400, 404, 405):  # what the framework itself rejects
+    for status in (400, 404, 405):  # raised by the framework itself
         app.add_exception_handler(status, unknown_path)
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"{type(error).__name__}: see the server's log"), 500)
+        return JSONResponse(error_body(500, f"{type(error).__name__}: see the server log"), 500)
 
 
-# ---- running it --------------------------------------------------------------------------------
+# ---- running the server ------------------------------------------------------------------------
 
 
 class Server(uvicorn.Server):
-    """uvicorn with the chat application, which lets running answers end when it is stopped."""
+    """uvicorn server that lets running completions finish on shutdown."""
 
     def __init__(self, handler: RequestHandler, cfg: ServerConfig, suggestions: Sequence[str] = ()):
         self.handler = handler
@@ -235,7 +236,7 @@ class Server(uvicorn.Server):
 
 
 def listen(cfg: ServerConfig) -> socket.socket:
-    """The socket of the server. Raises ValueError where the address is in use."""
+    """Return the bound server socket. Raises ValueError if binding fails."""
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,7 +251,7 @@ def listen(cfg: ServerConfig) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """What to type into a browser on this machine."""
+    """URL of the server for a browser on this machine."""
     host, port = map(str, bound.getsockname()[:2])
     if host in ("0.0.0.0", "::"):
         host = "localhost"

@@ -1,9 +1,9 @@
 """
-A conversation in a window of limited length: the prompt that fits, the answer as it is generated.
+Fits a conversation into the context; decodes generated tokens into text incrementally.
 
     messages -> render_fitting -> prompt ids;  generated ids -> Transcript.add -> pieces of text
 
-A character that spans several tokens is sent when it is complete.
+A character that spans several tokens is emitted with its last token.
 """
 
 import codecs
@@ -16,13 +16,13 @@ from nanochat.tokenizer import Tokenizer
 
 def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int) -> list[int]:
     """
-    The prompt of a conversation, without its oldest turns where it has more than `max_tokens`. An
-    answer at the end is continued.
+    Return the prompt ids of a conversation, dropping the oldest turns to fit `max_tokens`. A final
+    assistant message is left open to be continued.
 
-    System messages at the start and the last question stay, however long. Raises ValueError as
-    `render` does.
+    Leading system messages and the last user turn are always kept. Raises ValueError for messages
+    that cannot be rendered.
     """
-    turns(messages)  # numbers the messages in its errors
+    turns(messages)  # raises with message numbers
     num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
     opening, spoken = messages[:num_opening], turns(messages[num_opening:])
 
@@ -31,19 +31,19 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
         return render_prompt(tokenizer, [*opening, *kept], continue_last=True)
 
     sizes = [len(render_turn(tokenizer, turn)[0]) for turn in spoken]
-    left = list(accumulate(reversed(sizes)))[::-1]  # tokens from each turn on
+    left = list(accumulate(reversed(sizes)))[::-1]  # tokens from each turn to the end
     starts = [i for i, turn in enumerate(spoken) if i == 0 or turn.speaker == "user"]
-    room = max_tokens - len(prompt(starts[-1])) + left[starts[-1]]  # beside the opening
+    room = max_tokens - len(prompt(starts[-1])) + left[starts[-1]]  # budget for turns
     ids = []
     for first in [*(i for i in starts if left[i] <= room), starts[-1]]:
         ids = prompt(first)
-        if len(ids) <= max_tokens:  # the opening may have merged with a turn into more
+        if len(ids) <= max_tokens:  # a system message merged into a turn may need more
             break
     return ids
 
 
 class Transcript:
-    """The growing answer of one assistant's turn."""
+    """Incrementally decoded text of one assistant turn."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -54,7 +54,7 @@ class Transcript:
         self.kind = "text"
 
     def add(self, token: int) -> list[tuple[str, str]]:
-        """Take the next token; returns what there is to show of it, nothing to two pieces."""
+        """Add a token; returns the new text as at most two (kind, text) pieces."""
         if token not in self.kinds:
             return self.show(self.decoder.decode(self.tokenizer.decode_bytes([token])))
         shown = self.close()
@@ -64,17 +64,17 @@ class Transcript:
         return shown
 
     def is_text(self, token: int) -> bool:
-        """Whether the token that was just added belongs to the text."""
+        """Whether the token just added belongs to the text."""
         return self.kind == "text" and token not in self.kinds
 
     def close(self) -> list[tuple[str, str]]:
-        """What is left of an unfinished character, at the end of a part or of the answer."""
+        """Flush an incomplete character at the end of a part or of the turn."""
         rest = self.decoder.decode(b"", final=True)
         self.decoder.reset()
         return self.show(rest)
 
     def show(self, text: str) -> list[tuple[str, str]]:
-        """Add text to the last part, or begin one."""
+        """Append text to the last part or a new one."""
         if not text:
             return []
         if not self.parts or self.parts[-1]["type"] != self.kind:

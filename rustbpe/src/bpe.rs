@@ -1,17 +1,16 @@
-//! The trainer: words with counts in, merges in rank order out.
+//! BPE training: words with counts -> merges in rank order.
 //!
-//! Byte pair encoding (Sennrich et al., arXiv:1508.07909) starts from single bytes and merges the
-//! most frequent pair of neighbouring tokens, again and again. The rule here, in full: the count
-//! of a pair is the sum, over the distinct words, of the word's count times the number of places
-//! where the pair stands in it (in `aaa` the pair `aa` stands twice); of the pairs with the highest
-//! count the one with the lowest ids wins, left id first; its places in a word are replaced from
-//! left to right; and training ends early when no pair is left.
+//! Byte pair encoding (Sennrich et al., arXiv:1508.07909) starts from single bytes and repeatedly
+//! merges the most frequent pair of adjacent tokens. The exact rule: the count of a pair is the
+//! sum over the distinct words of the word's count times the number of occurrences of the pair in
+//! it (`aa` occurs twice in `aaa`); of the pairs with the highest count, the one with the lowest
+//! ids wins, left id first; its occurrences in a word are replaced from left to right; training
+//! ends early when no pair is left.
 //!
-//! Work is proportional to what changes. A pair of which one half is the token just made can only
-//! arise in the step that makes it, so the list of a pair's places is complete at birth and its
-//! count only falls afterwards. Hence lists are written once, in one arena, and checked against
-//! the symbols when used; and the queue may hold counts that are too high, corrected when they
-//! reach the top.
+//! Work is proportional to the changes. A pair that contains a new token can only arise in the
+//! step that creates the token, so its list of positions is complete from the start and its count
+//! only decreases. Lists are therefore written once, into one arena, and checked against the
+//! symbols when used; counts in the queue may be too high and are corrected at the top.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -23,18 +22,18 @@ use crate::error::{invalid, Error};
 /// Two token ids, left and right.
 pub type Pair = (u32, u32);
 
-/// Stands in the symbols where no token starts or ends: between words and inside tokens.
+/// Marks symbols where no token starts or ends: between words and inside tokens.
 const NONE: u32 = u32::MAX;
 
-/// Distinct words with their counts, laid out for the trainer.
+/// Distinct words with their counts, in the layout of the trainer.
 ///
-/// `symbols` has one cell per byte of each word, and a NONE before and after every word. A token
-/// covers as many cells as it has bytes; its id stands in the first and in the last of them.
-/// So both neighbours of a token are found from its place and the lengths of tokens alone.
+/// `symbols` has one cell per byte of each word, and NONE before and after every word. A token
+/// covers one cell per byte; its first and last cells hold its id. The adjacent tokens therefore
+/// follow from its position and the token lengths.
 pub struct Words {
     symbols: Vec<u32>,
     counts: Vec<u64>,
-    total: u128, // bytes, repetitions included: no pair can count more
+    total: u128, // bytes, repetitions included: an upper bound of pair counts
 }
 
 impl Default for Words {
@@ -57,14 +56,14 @@ impl Words {
     }
 }
 
-/// Where a pair stands: the cell of its first token, and the word.
+/// Position of a pair: the cell of its first token, and the word.
 #[derive(Clone, Copy)]
-struct Place {
+struct Position {
     cell: u32,
     word: u32,
 }
 
-/// A pair's count now, and its places at birth: `arena[first..first + num]`.
+/// Current count of a pair, and its initial positions: `arena[first..first + num]`.
 #[derive(Clone, Copy, Default)]
 struct PairState {
     count: u64,
@@ -72,11 +71,10 @@ struct PairState {
     num: usize,
 }
 
-/// Learns merges until there are `vocab_size` tokens, the 256 bytes included, or no pair is left.
+/// Learns merges until there are `vocab_size` tokens, including the 256 bytes, or no pair is left.
 ///
-/// `stop` is asked now and then, with the number of merges so far, whether to give up. Fails on a
-/// `vocab_size` below 256, on distinct words of more than 4 GB together, and on counts beyond 64
-/// bits.
+/// `stop` is called regularly with the number of merges so far; true aborts. Fails if `vocab_size`
+/// is below 256, the distinct words exceed 4 GB in total, or counts exceed 64 bits.
 pub fn train(
     words: Words,
     vocab_size: u32,
@@ -84,10 +82,10 @@ pub fn train(
 ) -> Result<Vec<Pair>, Error> {
     check_vocab_size(vocab_size)?;
     if words.symbols.len() >= NONE as usize {
-        return Err(invalid!("the distinct words have {} bytes, over 4 GB", words.symbols.len()));
+        return Err(invalid!("distinct words exceed 4 GB: {} bytes", words.symbols.len()));
     }
     if words.total > u128::from(u64::MAX) {
-        return Err(invalid!("the counts of words times their lengths do not fit 64 bits"));
+        return Err(invalid!("the sum of word counts times lengths exceeds 64 bits"));
     }
     let mut trainer = Trainer::new(words);
     let mut merges = Vec::new();
@@ -102,10 +100,10 @@ pub fn train(
     Ok(merges)
 }
 
-/// Fails on a `vocab_size` that has no room for the 256 bytes.
+/// Fails if `vocab_size` is below 256.
 pub fn check_vocab_size(vocab_size: u32) -> Result<(), Error> {
     if vocab_size < 256 {
-        return Err(invalid!("vocab_size is {vocab_size}, but the 256 bytes need 256 ids"));
+        return Err(invalid!("vocab_size must be at least 256, got {vocab_size}"));
     }
     Ok(())
 }
@@ -115,10 +113,10 @@ struct Trainer {
     counts: Vec<u64>,
     lengths: Vec<u32>, // bytes of each token
     pairs: FxHashMap<Pair, PairState>,
-    queue: BinaryHeap<(u64, Reverse<Pair>)>, // no pair's count is higher than here
-    arena: Vec<Place>,
-    left: Neighbours,
-    right: Neighbours,
+    queue: BinaryHeap<(u64, Reverse<Pair>)>, // upper bounds of the counts
+    arena: Vec<Position>,
+    left: PairUpdates,
+    right: PairUpdates,
 }
 
 impl Trainer {
@@ -129,8 +127,8 @@ impl Trainer {
             pairs: FxHashMap::default(),
             queue: BinaryHeap::new(),
             arena: Vec::new(),
-            left: Neighbours::default(),
-            right: Neighbours::default(),
+            left: PairUpdates::default(),
+            right: PairUpdates::default(),
             symbols,
             counts,
         };
@@ -138,7 +136,7 @@ impl Trainer {
         trainer
     }
 
-    /// Enters all pairs of bytes: a counting sort of their places.
+    /// Enters all byte pairs, with a counting sort of their positions.
     fn count_bytes(&mut self) {
         let mut states = vec![PairState::default(); 1 << 16];
         let index = |pair: &[u32]| (pair[0] << 8 | pair[1]) as usize;
@@ -150,14 +148,14 @@ impl Trainer {
             state.first = first;
             first += std::mem::take(&mut state.num);
         }
-        self.arena = vec![Place { cell: 0, word: 0 }; first];
+        self.arena = vec![Position { cell: 0, word: 0 }; first];
         let mut word = 0;
         for (cell, pair) in self.symbols.windows(2).enumerate() {
             if pair[1] == NONE {
                 word += 1;
             } else if pair[0] != NONE {
                 let state = &mut states[index(pair)];
-                self.arena[state.first + state.num] = Place { cell: cell as u32, word };
+                self.arena[state.first + state.num] = Position { cell: cell as u32, word };
                 state.num += 1;
                 state.count += self.counts[word as usize];
             }
@@ -174,14 +172,14 @@ impl Trainer {
         }
     }
 
-    /// Takes `lost` off a pair's count. A pair being merged is no longer known, and needs none.
+    /// Subtracts `lost` from a pair's count, unless it is the pair being merged.
     fn reduce(&mut self, pair: Pair, lost: u64) {
         if let Some(state) = self.pairs.get_mut(&pair) {
             state.count -= lost;
         }
     }
 
-    /// The pair to merge next.
+    /// Returns the next pair to merge.
     fn pop(&mut self) -> Option<Pair> {
         loop {
             let (queued, Reverse(pair)) = self.queue.pop()?;
@@ -197,7 +195,7 @@ impl Trainer {
         }
     }
 
-    /// Makes a new token of `pair`, everywhere.
+    /// Replaces every occurrence of `pair` with a new token.
     fn merge(&mut self, pair: Pair) {
         let (a, b) = pair;
         let new = self.lengths.len() as u32;
@@ -205,13 +203,13 @@ impl Trainer {
         self.lengths.push(a_len + b_len);
         self.left.make_room(new);
         self.right.make_room(new);
-        let state = self.pairs.remove(&pair).expect("the queue holds known pairs");
+        let state = self.pairs.remove(&pair).expect("queued pairs are in the map");
         for i in state.first..state.first + state.num {
-            let Place { cell, word } = self.arena[i];
+            let Position { cell, word } = self.arena[i];
             let start = cell as usize;
             let middle = start + a_len as usize;
             if self.symbols[start] != a || self.symbols[middle] != b {
-                continue; // merged with another neighbour since
+                continue; // already merged with another token
             }
             let end = middle + b_len as usize;
             let (before, after) = (self.symbols[start - 1], self.symbols[end]);
@@ -222,16 +220,16 @@ impl Trainer {
             let count = self.counts[word as usize];
             if before != NONE {
                 let cell = cell - self.lengths[before as usize];
-                self.left.appear(before, count, Place { cell, word });
+                self.left.add_new(before, count, Position { cell, word });
                 if before == new {
-                    self.right.vanish(a, count); // (new, a) from the step before, now (new, new)
+                    self.right.remove_new(a, count); // was counted as (new, a), now (new, new)
                 } else {
-                    self.left.lose(before, count);
+                    self.left.remove_old(before, count);
                 }
             }
             if after != NONE {
-                self.right.appear(after, count, Place { cell, word });
-                self.right.lose(after, count);
+                self.right.add_new(after, count, Position { cell, word });
+                self.right.remove_old(after, count);
             }
         }
         let mut left = std::mem::take(&mut self.left);
@@ -248,55 +246,55 @@ impl Trainer {
     }
 }
 
-/// What a merge changes on one side of the new token, gathered per neighbouring token, so that
-/// the maps are touched once per neighbour and not once per place.
+/// Changes of pair counts on one side of the new token, summed per adjacent token, so the maps are
+/// updated once per token instead of once per position.
 #[derive(Default)]
-struct Neighbours {
-    sums: Vec<NeighbourSum>,   // by token id
-    seen: Vec<u32>,            // the ids with entries in `sums`
-    places: Vec<(u32, Place)>, // of the pairs that appear, by neighbour
+struct PairUpdates {
+    sums: Vec<PairUpdate>,           // by id of the adjacent token
+    seen: Vec<u32>,                  // the ids with entries in `sums`
+    positions: Vec<(u32, Position)>, // of new pairs, with the adjacent id
 }
 
 #[derive(Clone, Copy, Default)]
-struct NeighbourSum {
-    lost: u64,     // count the old pair with this neighbour loses
-    appeared: u64, // count of the new pair
-    first: usize,  // its places in the arena
+struct PairUpdate {
+    lost: u64,    // decrease of the old pair's count
+    gained: u64,  // count of the new pair
+    first: usize, // its positions in the arena
     num: usize,
 }
 
-impl Neighbours {
-    /// Lets the ids up to `last` be neighbours.
+impl PairUpdates {
+    /// Grows `sums` to hold ids up to `last`.
     fn make_room(&mut self, last: u32) {
-        self.sums.resize(last as usize + 1, NeighbourSum::default());
+        self.sums.resize(last as usize + 1, PairUpdate::default());
     }
 
     #[inline]
-    fn appear(&mut self, id: u32, count: u64, place: Place) {
+    fn add_new(&mut self, id: u32, count: u64, position: Position) {
         let sum = &mut self.sums[id as usize];
         if sum.num == 0 {
             self.seen.push(id);
         }
         sum.num += 1;
-        sum.appeared += count;
-        self.places.push((id, place));
+        sum.gained += count;
+        self.positions.push((id, position));
     }
 
     #[inline]
-    fn vanish(&mut self, id: u32, count: u64) {
-        self.sums[id as usize].appeared -= count;
+    fn remove_new(&mut self, id: u32, count: u64) {
+        self.sums[id as usize].gained -= count;
     }
 
     #[inline]
-    fn lose(&mut self, id: u32, count: u64) {
+    fn remove_old(&mut self, id: u32, count: u64) {
         self.sums[id as usize].lost += count;
     }
 
-    /// Sorts the places into the arena. Gives each neighbour with what the old pair lost and the
-    /// new pair has, and forgets everything.
+    /// Sorts the positions into the arena, yields the adjacent id, the decrease of the old pair's
+    /// count and the state of the new pair, and resets.
     fn drain<'n>(
         &'n mut self,
-        arena: &mut Vec<Place>,
+        arena: &mut Vec<Position>,
     ) -> impl Iterator<Item = (u32, u64, PairState)> + use<'n> {
         let mut end = arena.len();
         for &id in &self.seen {
@@ -305,16 +303,16 @@ impl Neighbours {
             end += sum.num;
             sum.num = 0;
         }
-        arena.resize(end, Place { cell: 0, word: 0 });
-        for (id, place) in self.places.drain(..) {
+        arena.resize(end, Position { cell: 0, word: 0 });
+        for (id, position) in self.positions.drain(..) {
             let sum = &mut self.sums[id as usize];
-            arena[sum.first + sum.num] = place;
+            arena[sum.first + sum.num] = position;
             sum.num += 1;
         }
         let sums = &mut self.sums;
         self.seen.drain(..).map(|id| {
             let sum = std::mem::take(&mut sums[id as usize]);
-            (id, sum.lost, PairState { count: sum.appeared, first: sum.first, num: sum.num })
+            (id, sum.lost, PairState { count: sum.gained, first: sum.first, num: sum.num })
         })
     }
 }
@@ -324,7 +322,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// The rule of this file's head, word for word.
+    /// Direct implementation of the rule in the module documentation.
     fn naive(words: &[(Vec<u8>, u64)], vocab_size: u32) -> Vec<Pair> {
         let mut words: Vec<(Vec<u32>, u64)> = words
             .iter()
@@ -361,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn merges_are_those_of_the_naive_trainer() {
+    fn merges_match_the_naive_trainer() {
         let mut random = Random(4);
         for _ in 0..300 {
             let letters = 1 + random.below(4);
@@ -377,13 +375,13 @@ mod tests {
     }
 
     #[test]
-    fn counts_beyond_32_bits_decide() {
+    fn counts_above_32_bits_are_compared() {
         let words = [(b"ab".to_vec(), 1 << 40), (b"cd".to_vec(), (1 << 40) + 1)];
         assert_eq!(fast(&words, 257).unwrap(), [(99, 100)]);
     }
 
     #[test]
-    fn wrong_sizes_and_counts_are_errors_and_stop_is_obeyed() {
+    fn invalid_input_fails_and_stop_interrupts() {
         assert!(fast(&[], 255).unwrap_err().to_string().contains("255"));
         let words = [(b"abc".to_vec(), u64::MAX)];
         assert!(fast(&words, 256).unwrap_err().to_string().contains("count"));

@@ -1,9 +1,9 @@
-//! Counting the words of many texts on many threads.
+//! Parallel word counting.
 //!
-//!     texts -> parts -> one table per thread -> one list of (word, count)
+//!     texts -> parts -> one table per thread -> disjoint tables of (word, count)
 //!
-//! The texts themselves are never kept. Counts are sums, so neither the number of threads nor the
-//! way texts are handed over changes them.
+//! Texts are not kept. Counts are sums: they do not depend on the number of threads or on the
+//! batching of texts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,10 +14,10 @@ use crate::error::Error;
 use crate::regex::Splitter;
 use crate::table::WordTable;
 
-/// Texts longer than this many bytes are shared among threads.
+/// Texts longer than this many bytes are split among threads.
 const PART: usize = 1 << 16;
 
-/// How often each distinct word occurred.
+/// Counts of the distinct words.
 pub struct WordCounter {
     tables: Vec<WordTable<u64>>, // one per thread
 }
@@ -48,7 +48,7 @@ impl WordCounter {
         })
     }
 
-    /// All words with their counts, in tables that share no word.
+    /// Returns all words with their counts, in disjoint tables.
     pub fn finish(self, pool: &ThreadPool) -> Vec<WordTable<u64>> {
         if self.tables.len() == 1 {
             return self.tables;

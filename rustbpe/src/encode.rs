@@ -1,8 +1,8 @@
-//! Many texts to ids, on many threads.
+//! Parallel encoding of texts to token ids.
 //!
 //!     texts -> parts -> words -> (cache, or vocabulary) -> ids -> one flat array
 //!
-//! Text repeats its words, so each thread keeps the ids of those it has met.
+//! Words repeat, so each thread caches the ids of words it has encoded.
 
 use std::sync::Mutex;
 
@@ -14,26 +14,26 @@ use crate::regex::{Splitter, BATCH};
 use crate::table::WordTable;
 use crate::vocab::Vocab;
 
-/// A cached word has up to this many ids in the table itself: as many as fit one slot.
+/// Maximum number of ids that a cached word stores in its table slot.
 const INLINE: usize = 3;
 
-/// A cache starts anew when it has this many words, ...
+/// A cache is cleared when it has this many words, ...
 const CACHED_WORDS: usize = 3 << 17; // 16 MB
 
-/// ... or these many bytes and ids altogether.
+/// ... or this many bytes and ids in total.
 const CACHED_SIZE: usize = 1 << 23; // at most 16 MB
 
-/// One thread takes texts in jobs of at least this many bytes, and cuts longer texts.
+/// Minimum bytes of text per job; longer texts are split.
 const JOB: usize = 1 << 18;
 
-/// Jobs per thread between two looks at `stop`.
+/// Jobs per thread between checks of `stop`.
 const ROUND: usize = 64;
 
-/// Turns text into ids.
+/// Encodes text to ids.
 pub struct Encoder {
     pub vocab: Vocab,
     splitter: Splitter,
-    caches: Mutex<Vec<Cache>>, // of threads that are not encoding now
+    caches: Mutex<Vec<Cache>>, // of threads that are idle
 }
 
 /// The ids of many texts: text i is `ids[offsets[i]..offsets[i + 1]]`.
@@ -43,7 +43,7 @@ pub struct Flat {
     pub offsets: Vec<i64>,
 }
 
-/// What one thread has encoded before.
+/// Words that a thread has encoded.
 #[derive(Default)]
 struct Cache {
     words: WordTable<Known>,
@@ -51,8 +51,8 @@ struct Cache {
     size: usize,   // bytes and ids of all words
 }
 
-/// The ids of a cached word: `ids[..num]`, or, when they are more than INLINE, `num` from
-/// `ids[0]` on in the cache's own list. A new entry has none.
+/// The ids of a cached word: `ids[..num]`, or if `num` exceeds INLINE, `num` ids of the cache's
+/// own list starting at index `ids[0]`. A new entry has `num` 0.
 #[derive(Clone, Copy, Default)]
 struct Known {
     num: u32,
@@ -64,10 +64,10 @@ impl Encoder {
         Encoder { vocab, splitter, caches: Mutex::default() }
     }
 
-    /// The ids of many texts, each with `prefix` in front, in the order of the texts.
+    /// Encodes texts, in order, each with `prefix` prepended.
     ///
-    /// Without a pool all work is done here. `stop` is asked now and then whether to give up.
-    /// Fails on a text of more than 4 GB and where the splitter fails.
+    /// Without a pool, runs on the calling thread. `stop` is called regularly; true aborts.
+    /// Fails on a text above 4 GB or if the splitter fails.
     pub fn encode_many(
         &self,
         texts: &[&str],
@@ -78,9 +78,9 @@ impl Encoder {
         let mut parts = Vec::with_capacity(2 * texts.len());
         for text in texts {
             if text.len() > u32::MAX as usize {
-                return Err(invalid!("a text has {} bytes, over 4 GB", text.len()));
+                return Err(invalid!("a text has {} bytes; the limit is 4 GB", text.len()));
             }
-            parts.push((true, &text[..0])); // a part of its own, because a text may be empty
+            parts.push((true, &text[..0])); // a separate part, because a text may be empty
             parts.extend(self.splitter.parts(text, JOB).map(|part| (false, part)));
         }
         let jobs = jobs(&parts);
@@ -131,7 +131,7 @@ impl Encoder {
             known_words.entries(bytes, words, |i, known| {
                 let num = known.num as usize;
                 if num.wrapping_sub(1) < INLINE {
-                    // Always copies INLINE ids: cheaper than asking how many there are
+                    // Always copies INLINE ids: cheaper than a variable number
                     buffer[len..len + INLINE].copy_from_slice(&known.ids);
                     len += num;
                     return;
@@ -164,7 +164,7 @@ impl Encoder {
     }
 
     fn take_cache(&self) -> Cache {
-        // try_lock: in a process forked while another thread held the lock, it stays held
+        // try_lock: a lock held by another thread during a fork stays locked in the child
         self.caches.try_lock().ok().and_then(|mut caches| caches.pop()).unwrap_or_default()
     }
 
@@ -175,7 +175,7 @@ impl Encoder {
     }
 }
 
-/// Groups neighbouring parts into jobs of about equal size.
+/// Groups consecutive parts into jobs of about equal size.
 fn jobs<'p, 't>(parts: &'p [(bool, &'t str)]) -> Vec<&'p [(bool, &'t str)]> {
     let mut jobs = Vec::new();
     let (mut first, mut size) = (0, 0);
@@ -204,12 +204,12 @@ mod tests {
     }
 
     #[test]
-    fn many_texts_at_once_give_the_ids_of_each() {
+    fn encode_many_matches_naive_encoding() {
         let mut random = Random(6);
         let encoder = encoder(trained(&random.text(&["a", "b", "c", " "], 2000), 300));
         let letters = ["a", "b", "c", "abc", " a", " b", "1", "\n", "\u{e9}"];
         let mut texts: Vec<String> = (0..200).map(|_| random.text(&letters, 2000)).collect();
-        texts.push(random.text(&["ab ", "c "], 600_000)); // cut into parts
+        texts.push(random.text(&["ab ", "c "], 600_000)); // split into parts
         texts.push(String::new());
         let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_that_starts_anew_changes_nothing() {
+    fn clearing_the_cache_does_not_change_ids() {
         let encoder = encoder(trained("ab abc bcd", 260));
         let mut cache = Cache::default();
         let mut random = Random(7);

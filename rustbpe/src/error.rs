@@ -1,12 +1,12 @@
-//! What can go wrong, in words for the user. Each message names the offending value.
+//! Errors of the crate. Messages are for the user and contain the offending value.
 
 use std::fmt;
 
 #[derive(Debug, PartialEq)]
 pub enum Error {
-    /// The input is wrong; the text says what and why.
+    /// Invalid input, with a message.
     Invalid(String),
-    /// The caller asked to stop.
+    /// The caller requested a stop.
     Interrupted,
 }
 

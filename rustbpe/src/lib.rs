@@ -1,4 +1,4 @@
-//! The Python module `rustbpe`: converts types and errors, nothing else.
+//! The Python module `rustbpe`: only converts types and errors.
 //!
 //!     training: scan, regex (text -> words), count, bpe (counts -> merges)
 //!     encoding: scan, regex, vocab (word -> ids), encode (texts -> ids)
@@ -30,10 +30,10 @@ use error::Error;
 use regex::{Splitter, DEFAULT_PATTERN};
 use vocab::Vocab;
 
-/// Training counts this many bytes of text per thread before it looks for Ctrl-C again.
+/// Bytes of text per thread that training counts between checks for Ctrl-C.
 const BUFFER_BYTES: usize = 1 << 22;
 
-/// Fewer bytes than this are encoded without starting threads.
+/// Inputs below this many bytes are encoded on the calling thread.
 const SERIAL_BYTES: usize = 1 << 16;
 
 impl From<Error> for PyErr {
@@ -47,7 +47,7 @@ macro_rules! value_error {
     ($($words:tt)*) => { PyValueError::new_err(format!($($words)*)) };
 }
 
-/// What a trained tokenizer is. Replaced as a whole when it is trained again.
+/// State of a tokenizer, replaced as a whole by training.
 struct State {
     pattern: String,
     encoder: Encoder,
@@ -59,7 +59,7 @@ impl State {
     }
 }
 
-/// A byte pair encoding: trains, encodes, decodes. Safe to use from several threads.
+/// Byte pair encoding tokenizer: trains, encodes and decodes. Thread-safe.
 #[pyclass(frozen, module = "rustbpe")]
 struct Tokenizer {
     state: RwLock<Arc<State>>,
@@ -67,19 +67,19 @@ struct Tokenizer {
 
 impl Tokenizer {
     fn state(&self) -> Arc<State> {
-        self.state.read().expect("no one panics holding it").clone()
+        self.state.read().expect("the lock is never poisoned").clone()
     }
 }
 
 #[pymethods]
 impl Tokenizer {
-    /// An untrained tokenizer: the 256 bytes.
+    /// An untrained tokenizer with the 256 bytes.
     #[new]
     fn new() -> PyResult<Self> {
         Self::from_ranks((0..=255).map(|byte| (vec![byte], i64::from(byte))).collect(), None)
     }
 
-    /// A tokenizer from `(bytes, id)` pairs, as `get_mergeable_ranks` gives them, in any order.
+    /// A tokenizer from `(bytes, id)` pairs, as returned by `get_mergeable_ranks`, in any order.
     #[staticmethod]
     #[pyo3(signature = (ranks, pattern=None))]
     fn from_ranks(ranks: Vec<(Vec<u8>, i64)>, pattern: Option<String>) -> PyResult<Self> {
@@ -89,12 +89,12 @@ impl Tokenizer {
         Ok(Tokenizer { state: RwLock::new(State::new(pattern, splitter, vocab)) })
     }
 
-    /// Learns `vocab_size` tokens, the 256 bytes included, from an iterator of str.
+    /// Learns `vocab_size` tokens, including the 256 bytes, from an iterable of str.
     ///
-    /// Takes `buffer_size` texts at a time and keeps none. The result does not depend on the
-    /// number of threads, the buffer or the order of texts. With little text the vocabulary may
-    /// end up smaller. The GIL is released; Ctrl-C is answered. The logger `rustbpe` gets the
-    /// progress at level INFO.
+    /// Reads `buffer_size` texts at a time and keeps none. The result does not depend on the
+    /// number of threads, the buffer size or the order of texts. With little text the vocabulary
+    /// may be smaller. Releases the GIL; Ctrl-C interrupts. Progress is logged to the logger
+    /// `rustbpe` at level INFO.
     #[pyo3(signature = (iterator, vocab_size, buffer_size=8192, pattern=None, num_threads=None))]
     fn train_from_iterator(
         &self,
@@ -107,7 +107,7 @@ impl Tokenizer {
     ) -> PyResult<()> {
         let vocab_size = checked_vocab_size(vocab_size)?;
         if buffer_size < 1 {
-            return Err(value_error!("buffer_size is {buffer_size}, below 1"));
+            return Err(value_error!("buffer_size must be at least 1, got {buffer_size}"));
         }
         let pattern = pattern.unwrap_or_else(|| DEFAULT_PATTERN.into());
         let splitter = Splitter::new(&pattern)?;
@@ -135,7 +135,7 @@ impl Tokenizer {
             words
         });
         let wanted = vocab_size as usize - 256;
-        log(py, &format!("training: {} distinct words, {wanted} merges wanted", words.len()))?;
+        log(py, &format!("training: {} distinct words, {wanted} merges requested", words.len()))?;
         let mut logged = 0;
         let progress = |py: Python<'_>, done: usize| {
             let percent = 100 * done / wanted.max(1);
@@ -148,12 +148,12 @@ impl Tokenizer {
         let merges = interruptible(py, progress, |stop| bpe::train(words, vocab_size, stop))?;
         log(py, &format!("training finished: {} merges", merges.len()))?;
         let vocab = py.detach(|| Vocab::from_merges(&merges))?;
-        *self.state.write().expect("no one panics holding it") =
+        *self.state.write().expect("the lock is never poisoned") =
             State::new(pattern, splitter, vocab);
         Ok(())
     }
 
-    /// `(bytes, id)` of every token, by id.
+    /// Returns `(bytes, id)` of every token, ordered by id.
     fn get_mergeable_ranks<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, u32)> {
         let vocab = &self.state().encoder.vocab;
         (0..vocab.len() as u32)
@@ -161,7 +161,7 @@ impl Tokenizer {
             .collect()
     }
 
-    /// The split pattern.
+    /// Returns the split pattern.
     fn get_pattern(&self) -> String {
         self.state().pattern.clone()
     }
@@ -172,14 +172,14 @@ impl Tokenizer {
         self.state().encoder.vocab.len()
     }
 
-    /// The ids of a text.
+    /// Encodes a text to a list of ids.
     fn encode(&self, py: Python<'_>, text: &Bound<'_, PyString>) -> PyResult<Vec<u32>> {
         let text = [as_str(text, 0)?];
         let flat = self.encode_texts(py, &text, None, None)?;
         Ok(flat.ids)
     }
 
-    /// The ids of each text, as lists.
+    /// Encodes texts to lists of ids.
     #[pyo3(signature = (texts, num_threads=None))]
     fn batch_encode(
         &self,
@@ -193,11 +193,10 @@ impl Tokenizer {
         Ok(rows.map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec()).collect())
     }
 
-    /// The ids of many texts in one flat array, each text's after `prefix` where one is given.
+    /// Encodes texts to one flat array of ids, each text preceded by `prefix` if given.
     ///
-    /// Returns `(ids, offsets)`, buffers of uint32 and of int64, which `numpy.frombuffer` wraps
-    /// without a copy: text i is `ids[offsets[i]:offsets[i + 1]]`. The GIL is released; Ctrl-C
-    /// is answered.
+    /// Returns `(ids, offsets)`, uint32 and int64 buffers that `numpy.frombuffer` wraps without a
+    /// copy: text i is `ids[offsets[i]:offsets[i + 1]]`. Releases the GIL; Ctrl-C interrupts.
     #[pyo3(signature = (texts, num_threads=None, prefix=None))]
     fn encode_flat(
         &self,
@@ -207,21 +206,19 @@ impl Tokenizer {
         prefix: Option<i64>,
     ) -> PyResult<(Numbers, Numbers)> {
         let prefix = prefix
-            .map(|id| {
-                u32::try_from(id).map_err(|_| value_error!("prefix is {id}, not a 32-bit id"))
-            })
+            .map(|id| u32::try_from(id).map_err(|_| value_error!("prefix {id} is not a 32-bit id")))
             .transpose()?;
         let texts = take_all(texts)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, prefix)?;
         Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
     }
 
-    /// The text of `ids`; bytes that are not UTF-8 become U+FFFD.
+    /// Decodes `ids` to text; invalid UTF-8 becomes U+FFFD.
     fn decode(&self, ids: Vec<i64>) -> PyResult<String> {
         Ok(String::from_utf8_lossy(&self.state().encoder.vocab.decode(&ids)?).into_owned())
     }
 
-    /// The bytes of `ids`.
+    /// Decodes `ids` to bytes.
     fn decode_bytes<'py>(&self, py: Python<'py>, ids: Vec<i64>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.state().encoder.vocab.decode(&ids)?))
     }
@@ -247,13 +244,13 @@ impl Tokenizer {
     }
 }
 
-/// Numbers for numpy: a read-only buffer of bytes.
+/// A read-only byte buffer of numbers, for numpy.
 #[pyclass(frozen, module = "rustbpe")]
 struct Numbers {
     storage: Box<dyn Storage>,
 }
 
-/// A vector of plain numbers, seen as bytes.
+/// A vector of plain numbers, viewed as bytes.
 trait Storage: Send + Sync {
     fn bytes(&self) -> (*const u8, usize);
 }
@@ -278,7 +275,7 @@ impl Numbers {
         flags: c_int,
     ) -> PyResult<()> {
         let (start, len) = slf.get().storage.bytes();
-        // SAFETY: the view holds a reference to `slf`, whose numbers stay where they are.
+        // SAFETY: the view holds a reference to `slf`, whose numbers never move.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start as *mut _, len as isize, 1, flags)
         };
@@ -290,7 +287,7 @@ impl Numbers {
     }
 }
 
-/// Learns merges from explicit `(bytes, count)` words: pairs of ids, in rank order.
+/// Learns merges from `(bytes, count)` words; returns pairs of ids in rank order.
 #[pyfunction]
 fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> PyResult<Vec<Pair>> {
     let vocab_size = checked_vocab_size(vocab_size)?;
@@ -302,7 +299,7 @@ fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> P
     })
 }
 
-/// The words of a text. `engine` forces the regex engine for patterns the scanner knows.
+/// Splits a text into words. `engine` forces the regex engine for patterns of the scanner.
 #[pyfunction]
 #[pyo3(signature = (text, pattern=None, engine=false))]
 fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyResult<Vec<String>> {
@@ -314,15 +311,15 @@ fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyR
     Ok(words)
 }
 
-/// Fails as `bpe::train` would, before any text is read.
+/// Validates as `bpe::train` does, before any text is read.
 fn checked_vocab_size(vocab_size: i64) -> PyResult<u32> {
     let size = u32::try_from(vocab_size)
-        .map_err(|_| value_error!("vocab_size is {vocab_size}, not a 32-bit size"))?;
+        .map_err(|_| value_error!("vocab_size {vocab_size} is not a 32-bit size"))?;
     bpe::check_vocab_size(size)?;
     Ok(size)
 }
 
-/// Threads for one call: a pool that outlives the call would not survive a fork of the process.
+/// Starts threads for one call: a persistent pool would not survive a fork.
 fn pool(num_threads: usize) -> PyResult<ThreadPool> {
     ThreadPoolBuilder::new()
         .num_threads(num_threads)
@@ -330,16 +327,16 @@ fn pool(num_threads: usize) -> PyResult<ThreadPool> {
         .map_err(|e| value_error!("cannot start {num_threads} threads: {e}"))
 }
 
-/// Nothing asked for is 0: RAYON_NUM_THREADS, or as many as there are cores.
+/// None becomes 0: RAYON_NUM_THREADS or the number of cores.
 fn checked_num_threads(num_threads: Option<i64>) -> PyResult<usize> {
     match num_threads {
         None => Ok(0),
         Some(num @ 1..=1024) => Ok(num as usize),
-        Some(num) => Err(value_error!("num_threads is {num}, not 1 to 1024")),
+        Some(num) => Err(value_error!("num_threads is {num}, must be 1 to 1024")),
     }
 }
 
-/// Takes texts from an iterator up to a number of texts or bytes.
+/// Takes up to `max_texts` texts or `max_bytes` bytes from an iterator.
 fn take<'py>(
     texts: &mut Bound<'py, pyo3::types::PyIterator>,
     max_texts: usize,
@@ -350,7 +347,7 @@ fn take<'py>(
     while taken.len() < max_texts && bytes < max_bytes {
         let Some(text) = texts.next() else { break };
         let text = text?.cast_into::<PyString>().map_err(|e| {
-            PyTypeError::new_err(format!("a text must be str, not {}", e.into_inner().get_type()))
+            PyTypeError::new_err(format!("texts must be str, not {}", e.into_inner().get_type()))
         })?;
         bytes += text.len()?;
         taken.push(text);
@@ -358,7 +355,7 @@ fn take<'py>(
     Ok(taken)
 }
 
-/// Takes all texts. A single str is an iterable of its characters, and never what was meant.
+/// Takes all texts. Rejects a single str, an iterable of its characters.
 fn take_all<'py>(texts: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
     if texts.is_instance_of::<PyString>() {
         return Err(PyTypeError::new_err("texts must be an iterable of str, not a str"));
@@ -366,14 +363,14 @@ fn take_all<'py>(texts: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>
     take(&mut texts.try_iter()?, usize::MAX, usize::MAX)
 }
 
-/// The UTF-8 of each text, as the interpreter keeps it: nothing is copied. `first` is the number
-/// of the first text, for the message.
+/// Borrows the UTF-8 of each text without copying. `first` is the index of the first text, for
+/// error messages.
 fn as_strs<'t>(texts: &'t [Bound<'_, PyString>], first: usize) -> PyResult<Vec<&'t str>> {
     texts.iter().enumerate().map(|(i, text)| as_str(text, first + i)).collect()
 }
 
-/// Fails on a lone surrogate, which has no UTF-8: the UnicodeEncodeError of `str.encode`, with a
-/// note that says which text it is.
+/// Borrows the UTF-8 of a text. A lone surrogate raises the UnicodeEncodeError of `str.encode`,
+/// with a note that contains the index of the text.
 fn as_str<'t>(text: &'t Bound<'_, PyString>, number: usize) -> PyResult<&'t str> {
     text.to_str().map_err(|error| {
         let py = text.py();
@@ -382,14 +379,14 @@ fn as_str<'t>(text: &'t Bound<'_, PyString>, number: usize) -> PyResult<&'t str>
     })
 }
 
-/// Sends a message to the Python logger `rustbpe`, at level INFO.
+/// Logs a message to the Python logger `rustbpe` at level INFO.
 fn log(py: Python<'_>, message: &str) -> PyResult<()> {
     let logger = py.import("logging")?.call_method1("getLogger", ("rustbpe",))?;
     logger.call_method1("info", (message,)).map(|_| ())
 }
 
-/// Runs `work` without the GIL. Its `stop`, called with the number of steps done, looks for signals
-/// and calls `progress`; an error that either raises becomes the result.
+/// Runs `work` without the GIL. `work` calls `stop` with the number of steps done, which checks for
+/// signals and calls `progress`; an error from either becomes the result.
 fn interruptible<T: Send>(
     py: Python<'_>,
     mut progress: impl FnMut(Python<'_>, usize) -> PyResult<()> + Send,

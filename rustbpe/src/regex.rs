@@ -1,18 +1,18 @@
-//! Any split pattern: the common ones go to the scanner, the others to a regex engine.
+//! Splitting text by a pattern: common ones use the scanner, others a regex engine.
 
 use fancy_regex::Regex;
 
 use crate::error::{invalid, Error};
 use crate::scan::{safe_cut, Rule, Scanner};
 
-/// GPT-4's pattern as first published, the default: the public package `rustbpe` has the same.
+/// GPT-4's pattern as first published; also the default of the public package `rustbpe`.
 pub const DEFAULT_PATTERN: &str = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
 
-/// What else the scanner matches. Spellings differ in possessive quantifiers, which change speed
-/// but not matches; the tests hold each to the regex engine.
+/// Patterns that the scanner supports. Variants differ in possessive quantifiers, which affect
+/// speed but not matches; tests compare each with the regex engine.
 const SCANNED: [(&str, Rule); 7] = [
     (DEFAULT_PATTERN, Rule::Gpt4 { digits: 3, whole_tail: false }),
-    // The same with numbers of at most two digits
+    // The same, with numbers of at most two digits
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
         Rule::Gpt4 { digits: 2, whole_tail: false },
@@ -21,7 +21,7 @@ const SCANNED: [(&str, Rule); 7] = [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         Rule::Gpt4 { digits: 3, whole_tail: false },
     ),
-    // GPT-4's, as tiktoken now writes it
+    // GPT-4's, as in current tiktoken
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
         Rule::Gpt4 { digits: 3, whole_tail: true },
@@ -38,14 +38,14 @@ const SCANNED: [(&str, Rule); 7] = [
 /// Words per batch.
 pub const BATCH: usize = 64;
 
-/// How text is cut into words.
+/// Splits text into words.
 pub enum Splitter {
     Scanner(Scanner),
     Regex(Box<Regex>),
 }
 
 impl Splitter {
-    /// Fails on a pattern the engine does not understand.
+    /// Fails on an invalid pattern.
     pub fn new(pattern: &str) -> Result<Self, Error> {
         match SCANNED.iter().find(|(known, _)| *known == pattern) {
             Some(&(_, rule)) => Ok(Splitter::Scanner(Scanner::new(rule))),
@@ -53,17 +53,17 @@ impl Splitter {
         }
     }
 
-    /// The regex engine, also for a pattern the scanner knows.
+    /// Uses the regex engine even if the scanner supports the pattern.
     pub fn engine(pattern: &str) -> Result<Self, Error> {
         let regex =
             Regex::new(pattern).map_err(|e| invalid!("invalid pattern {pattern:?}: {e}"))?;
         Ok(Splitter::Regex(Box::new(regex)))
     }
 
-    /// Calls `words` with the words of `text`, in order, many at a time: `(start, end)` of each.
+    /// Calls `words` with batches of words of `text`, in order, as `(start, end)`.
     ///
-    /// The scanner's branches and a table's cache misses, one after the other for each word, hold
-    /// each other up; in batches either loop runs at its own speed.
+    /// The branches of the scanner and the cache misses of a table stall each other if interleaved
+    /// word by word; in batches each loop runs at its own speed.
     #[inline(always)]
     pub fn split_batches(
         &self,
@@ -84,8 +84,8 @@ impl Splitter {
         Ok(())
     }
 
-    /// Calls `word(start, end)` for the words of `text` in order. Text that the pattern does not
-    /// match is part of no word, as in tiktoken. Fails where the engine gives up.
+    /// Calls `word(start, end)` for the words of `text`, in order. Text that the pattern does not
+    /// match is skipped, as in tiktoken. Fails if the regex engine fails.
     #[inline(always)]
     pub fn split(&self, text: &str, mut word: impl FnMut(usize, usize)) -> Result<(), Error> {
         match self {
@@ -104,8 +104,8 @@ impl Splitter {
 }
 
 impl Splitter {
-    /// Cuts a text into parts of about `size` bytes whose words are together the text's words.
-    /// Gives the text whole where no such place is found or the pattern is not the scanner's.
+    /// Cuts a text into parts of about `size` bytes without changing its words. Returns the whole
+    /// text if there is no safe cut or the pattern needs the regex engine.
     pub fn parts<'t>(&self, text: &'t str, size: usize) -> impl Iterator<Item = &'t str> {
         let size = match self {
             Splitter::Scanner(_) => size,
@@ -126,9 +126,9 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// Characters of every class, those the patterns name, and the odd ones among them: letters
-    /// of two to four bytes, the long s, combining marks, numbers that are no digits, spaces
-    /// beyond ASCII, characters that end lines but are not in `[\r\n]`, unassigned ones.
+    /// Characters of every class, those in the patterns, and edge cases: letters of two to four
+    /// bytes, the long s, combining marks, numbers other than digits, non-ASCII spaces, line ends
+    /// outside `[\r\n]`, unassigned characters.
     const ALPHABET: [&str; 48] = [
         "a",
         "s",
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scanner_splits_like_the_engine() {
+    fn scanner_matches_regex_engine() {
         let mut random = Random(3);
         for (pattern, _) in SCANNED {
             let (scanner, engine) =
@@ -203,15 +203,15 @@ mod tests {
     }
 
     #[test]
-    fn every_code_point_has_the_class_the_engine_gives_it() {
+    fn code_point_classes_match_regex_engine() {
         for pattern in [DEFAULT_PATTERN, SCANNED[4].0] {
             let scanner = Splitter::new(pattern).unwrap();
             let engine = Splitter::engine(pattern).unwrap();
-            // All that are assigned, and some of the others
+            // All assigned code points and some of the others
             let codes =
                 (0..0x3_3500_u32).chain(0xe_0000..0xe_0200).chain((0..0x11_0000).step_by(997));
             for block in codes.collect::<Vec<_>>().chunks(1024) {
-                // Between these neighbours, each class is split in its own way
+                // In this context each class is split differently
                 let text: String = block
                     .iter()
                     .filter_map(|&code| char::from_u32(code))
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_long_text_have_its_words() {
+    fn parts_preserve_words() {
         let text = "It's a long text, isn't it?\n ".repeat(50);
         let scanner = Splitter::new(DEFAULT_PATTERN).unwrap();
         let parts: Vec<_> = scanner.parts(&text, 100).collect();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_pattern_is_named() {
+    fn invalid_pattern_is_in_the_error() {
         let error = Splitter::new("a(b").err().unwrap().to_string();
         assert!(error.contains("a(b"), "{error}");
     }

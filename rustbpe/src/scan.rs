@@ -1,23 +1,23 @@
-//! The hand-written splitter for the patterns in common use: GPT-4's and GPT-2's.
+//! Hand-written splitter for the patterns of GPT-4 and GPT-2.
 //!
 //!     text, start of a word -> end of that word
 //!
-//! One look at the first one or two characters decides which alternative of the pattern matches;
-//! then a loop runs to the end of the word. `regex.rs` says which patterns come here, and the
-//! tests hold the scanner to the regex engine on all classes of characters.
+//! The first one or two characters decide which alternative of the pattern matches; a loop then
+//! finds the end of the word. `regex.rs` lists the supported patterns; tests compare the scanner
+//! with the regex engine on all character classes.
 
 use std::sync::LazyLock;
 
 use regex_syntax::hir::{Class as HirClass, HirKind};
 
-/// What the patterns know of a character.
+/// Character classes of the patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     /// `\p{L}`
     Letter,
     /// `\p{N}`
     Number,
-    /// `\s` but for the next
+    /// `\s` except newlines
     Space,
     /// `[\r\n]`
     Newline,
@@ -26,8 +26,8 @@ enum Class {
 }
 use Class::{Letter, Newline, Number, Other, Space};
 
-/// The class of every code point, in two levels: blocks of 128 characters, most of which are
-/// alike, stored once each. Filled from the tables of the regex engine, so that the two agree.
+/// Class of every code point, in two levels: blocks of 128 characters, of which equal ones are
+/// stored once. Filled from the tables of the regex engine.
 struct Classes {
     ascii: [Class; 256],
     block_of: Vec<u16>,
@@ -41,7 +41,7 @@ static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     for (pattern, class) in
         [(r"\p{L}", Letter), (r"\p{N}", Number), (r"\s", Space), (r"[\r\n]", Newline)]
     {
-        let hir = regex_syntax::parse(pattern).expect("a class the engine knows");
+        let hir = regex_syntax::parse(pattern).expect("a valid class");
         let HirKind::Class(HirClass::Unicode(ranges)) = hir.into_kind() else {
             unreachable!("{pattern} is a class of code points")
         };
@@ -63,12 +63,12 @@ static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     Classes { ascii, block_of, blocks }
 });
 
-/// Which of the patterns.
+/// A family of patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// Words with one leading character of any kind, numbers of at most `digits` digits,
-    /// punctuation with the newlines behind it, white space up to its last newline.
-    /// With `whole_tail`, white space at the end of the text is one word.
+    /// Letters with at most one other leading character, numbers of at most `digits` digits,
+    /// punctuation with the newlines after it, whitespace up to its last newline.
+    /// With `whole_tail`, whitespace at the end of the text is one word.
     Gpt4 { digits: usize, whole_tail: bool },
     /// Letters, numbers and punctuation, each with at most one leading space.
     Gpt2,
@@ -86,7 +86,7 @@ impl Scanner {
         Scanner { rule, classes: &CLASSES }
     }
 
-    /// Calls `word(start, end)` for the words of `text` in order; together they are the text.
+    /// Calls `word(start, end)` for the words of `text`, in order; they cover the text.
     #[inline(always)]
     pub fn split(&self, text: &str, mut word: impl FnMut(usize, usize)) {
         let text = text.as_bytes();
@@ -150,8 +150,8 @@ impl Scanner {
         }
     }
 
-    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline; without one, all of it at the end of the
-    /// text, else all but the last character, which belongs to the next word; or that one alone.
+    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: everything at the end of the
+    /// text, else all but the last character, which starts the next word unless it is the only one.
     #[inline(never)]
     fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
         let (mut end, mut last, mut after_newline) = (start, start, None);
@@ -183,15 +183,15 @@ impl Scanner {
         }
     }
 
-    /// The end of the letters that begin at `at`: eight bytes at once, as far as they are ASCII.
+    /// Returns the end of the letters starting at `at`; ASCII is scanned eight bytes at a time.
     #[inline(always)]
     fn letters(&self, text: &[u8], mut at: usize) -> usize {
         while let Some(window) = text.get(at..at + 8) {
             let others = !ascii_letters(u64::from_le_bytes(window.try_into().unwrap())) & HIGH_BITS;
-            at += (others.trailing_zeros() / 8) as usize; // 8 of them when all are letters
+            at += (others.trailing_zeros() / 8) as usize; // 8 if all are letters
             if others != 0 {
                 match self.class(text, at) {
-                    (Letter, next) => at = next, // not an ASCII one
+                    (Letter, next) => at = next, // a non-ASCII letter
                     _ => return at,
                 }
             }
@@ -199,7 +199,7 @@ impl Scanner {
         self.run(Letter, text, at)
     }
 
-    /// The end of the characters of `class` that begin at `at`.
+    /// Returns the end of the characters of `class` starting at `at`.
     #[inline(always)]
     fn run(&self, class: Class, text: &[u8], mut at: usize) -> usize {
         while let Some((found, next)) = self.class_or_end(text, at) {
@@ -225,7 +225,7 @@ impl Scanner {
         (at < text.len()).then(|| self.class(text, at))
     }
 
-    /// The class of the character at `at`, and where the next one begins.
+    /// Returns the class of the character at `at` and the start of the next one.
     #[inline(always)]
     fn class(&self, text: &[u8], at: usize) -> (Class, usize) {
         let byte = text[at];
@@ -236,7 +236,7 @@ impl Scanner {
         }
     }
 
-    /// `class` of a character of two to four bytes.
+    /// `class` for characters of two to four bytes.
     #[inline(never)]
     fn wide_class(&self, text: &[u8], at: usize) -> (Class, usize) {
         let tail = |i: usize| usize::from(text[at + i] & 0x3f);
@@ -254,7 +254,7 @@ impl Scanner {
 /// The highest bit of each of eight bytes.
 const HIGH_BITS: u64 = 0x8080_8080_8080_8080;
 
-/// Sets the highest bit of each byte that is an ASCII letter; the other bits mean nothing.
+/// Sets the highest bit of each byte that is an ASCII letter; other bits are undefined.
 #[inline(always)]
 fn ascii_letters(bytes: u64) -> u64 {
     let every = |byte: u8| u64::from_ne_bytes([byte; 8]);
@@ -264,7 +264,7 @@ fn ascii_letters(bytes: u64) -> u64 {
     from_a & !beyond_z & !bytes
 }
 
-/// The end of `'s`, `'t`, `'re` and their like at `start`, if one begins there.
+/// Returns the end of a contraction such as `'s`, `'t` or `'re` at `start`, if there is one.
 #[inline(always)]
 fn contraction(text: &[u8], start: usize, ignore_case: bool) -> Option<usize> {
     if text[start] != b'\'' {
@@ -288,8 +288,8 @@ fn contraction(text: &[u8], start: usize, ignore_case: bool) -> Option<usize> {
     }
 }
 
-/// The first place from `from` on where a text may be cut without changing its words under any
-/// `Rule`: between an ASCII letter and a space or newline. The end of the text if there is none.
+/// Returns the first index >= `from` where a text can be cut without changing its words under any
+/// `Rule`: between an ASCII letter and a space or newline. Default: the end of the text.
 pub fn safe_cut(text: &str, from: usize) -> usize {
     let bytes = text.as_bytes();
     let from = from.max(1);
@@ -304,20 +304,20 @@ mod tests {
     use crate::random::Random;
 
     #[test]
-    fn ascii_letters_are_found_in_any_byte() {
+    fn ascii_letters_are_found_in_every_byte() {
         for byte in 0..=255u8 {
-            for place in 0..8 {
+            for i in 0..8 {
                 let mut bytes = [b'-'; 8];
-                bytes[place] = byte;
+                bytes[i] = byte;
                 let found = ascii_letters(u64::from_le_bytes(bytes)) & HIGH_BITS;
-                let expected = u64::from(byte.is_ascii_alphabetic()) << (8 * place + 7);
-                assert_eq!(found, expected, "byte {byte} at {place}");
+                let expected = u64::from(byte.is_ascii_alphabetic()) << (8 * i + 7);
+                assert_eq!(found, expected, "byte {byte} at {i}");
             }
         }
     }
 
     #[test]
-    fn a_safe_cut_changes_no_words() {
+    fn safe_cut_preserves_words() {
         let alphabet = ["a", "s", " ", "'", "\n", "\r", "1", "!", "\u{e9}", "\u{a0}"];
         let mut random = Random(2);
         for rule in [

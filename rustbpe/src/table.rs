@@ -1,8 +1,7 @@
-//! A hash table from words to small values, made for the two hot loops: counting and encoding.
+//! Hash table from words to small values, for the two hot loops: counting and encoding.
 //!
-//! Nearly every word has at most 15 bytes. Such a word is one 128-bit integer, so that hashing
-//! and comparing it are a few instructions and touch one cache line. The few longer words live
-//! in an ordinary map beside it.
+//! Nearly every word has at most 15 bytes and is stored as one 128-bit integer, which takes a few
+//! instructions and one cache line to hash and compare. Longer words are in an ordinary map.
 
 use std::hash::BuildHasher;
 
@@ -13,8 +12,8 @@ use crate::regex::BATCH;
 /// The longest word that fits a `Key`, in bytes.
 const SHORT: usize = 15;
 
-/// A word of at most `SHORT` bytes: its bytes, first one lowest, and its length on top.
-/// Zero is no word, because no word is empty.
+/// A word of at most `SHORT` bytes: its bytes in little-endian order, its length in the top byte.
+/// Zero marks an empty slot, because no word is empty.
 type Key = u128;
 
 /// `text[start..end]` as a key. The word must be short.
@@ -52,20 +51,20 @@ fn hash(key: Key) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// Asks the processor to fetch `place` into its cache, where the language has a word for it.
+/// Prefetches `value` into the CPU cache, on x86-64 only.
 #[inline(always)]
-fn prefetch<T>(place: &T) {
+fn prefetch<T>(value: &T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint; it reads nothing, and SSE is part of every x86-64.
+    // SAFETY: a prefetch is only a hint, and SSE is part of every x86-64.
     unsafe {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast());
+        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = place;
+    let _ = value;
 }
 
-/// One cell of a `ShortTable`; with a `V` of up to 16 bytes, two fill a cache line exactly.
+/// One slot of a `ShortTable`; with a `V` of up to 16 bytes, two fill a cache line.
 #[derive(Clone, Copy, Default)]
 #[repr(align(32))]
 struct Slot<V> {
@@ -75,7 +74,7 @@ struct Slot<V> {
 
 /// Open addressing with linear probing, at most three quarters full.
 struct ShortTable<V> {
-    slots: Vec<Slot<V>>, // a power of two of them
+    slots: Vec<Slot<V>>, // the length is a power of two
     len: usize,
 }
 
@@ -84,13 +83,13 @@ impl<V: Copy + Default> ShortTable<V> {
         ShortTable { slots: vec![Slot::default(); size], len: 0 }
     }
 
-    /// The slot of a hash: its low bits.
+    /// The preferred slot of a hash: its low bits.
     #[inline(always)]
     fn home(&self, hash: u64) -> usize {
         hash as usize & (self.slots.len() - 1)
     }
 
-    /// The slot that holds `key`, or the empty one where it belongs.
+    /// The slot that holds `key`, or the empty slot for it.
     #[inline(always)]
     fn find(&self, key: Key) -> usize {
         let mask = self.slots.len() - 1;
@@ -116,7 +115,7 @@ impl<V: Copy + Default> ShortTable<V> {
         &mut self.slots[at].value
     }
 
-    /// Puts a new key into the empty slot `at`, growing first when the table is full enough.
+    /// Inserts a new key into the empty slot `at`; a table that is three quarters full grows first.
     #[cold]
     fn occupy(&mut self, mut at: usize, key: Key) -> usize {
         if 4 * self.len >= 3 * self.slots.len() {
@@ -134,7 +133,7 @@ impl<V: Copy + Default> ShortTable<V> {
     }
 }
 
-/// A map from words (byte strings that are not empty) to `V`.
+/// A map from words (non-empty byte strings) to `V`.
 pub struct WordTable<V> {
     short: ShortTable<V>,
     long: FxHashMap<Box<[u8]>, V>,
@@ -147,8 +146,8 @@ impl<V: Copy + Default> Default for WordTable<V> {
 }
 
 impl<V: Copy + Default> WordTable<V> {
-    /// Room for `num` words. Whoever fills a table in the order of another one must ask for it:
-    /// in a table that grows on the way, such words heap up.
+    /// Reserves room for `num` words. Required when filling a table in the iteration order of
+    /// another one: in a growing table such words would cluster.
     pub fn with_capacity(num: usize) -> Self {
         let size = (num + num / 2).next_power_of_two().max(16);
         WordTable { short: ShortTable::with_size(size), long: FxHashMap::default() }
@@ -159,7 +158,7 @@ impl<V: Copy + Default> WordTable<V> {
         self.short.len + self.long.len()
     }
 
-    /// The value of the word `text[start..end]`.
+    /// Returns the value of the word `text[start..end]`.
     #[inline(always)]
     pub fn get(&self, text: &[u8], start: usize, end: usize) -> Option<V> {
         if end - start <= SHORT {
@@ -169,10 +168,10 @@ impl<V: Copy + Default> WordTable<V> {
         }
     }
 
-    /// The value of the word `text[start..end]`, set to the default where it is new.
+    /// Returns the value of the word `text[start..end]`; a new word gets the default.
     ///
-    /// The word comes with the text around it, because reading 16 bytes at once is faster than
-    /// reading just the word's.
+    /// Takes the surrounding text because reading 16 bytes at once is faster than reading the
+    /// word alone.
     #[inline(always)]
     pub fn entry(&mut self, text: &[u8], start: usize, end: usize) -> &mut V {
         if end - start <= SHORT {
@@ -189,8 +188,8 @@ impl<V: Copy + Default> WordTable<V> {
         self.long.get_mut(word).unwrap()
     }
 
-    /// Calls `visit` for each of the words in `text`, in order, with its number in `words` and
-    /// its value, set to the default where it is new.
+    /// Calls `visit` for each of `words` of `text`, in order, with its index and value; a new word
+    /// gets the default.
     #[inline(always)]
     pub fn entries(
         &mut self,
@@ -222,7 +221,7 @@ impl<V: Copy + Default> WordTable<V> {
         self.for_each_in(0, 0, visit);
     }
 
-    /// `for_each` of share number `share` of 2^`bits`: the same words in any table.
+    /// `for_each` of one of 2^`bits` shares; a word is in the same share in any table.
     pub fn for_each_in(&self, share: u64, bits: u32, mut visit: impl FnMut(&[u8], V)) {
         let is_in = |hash: u64| hash.checked_shr(64 - bits).unwrap_or(0) == share;
         for slot in self.short.slots.iter() {
@@ -246,7 +245,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// Counts of the given words of `text`, by the batch entry point.
+    /// Counts the given words of `text` with `entries`.
     fn count(text: &[u8], words: &[(usize, usize)]) -> WordTable<u64> {
         let mut table = WordTable::default();
         for batch in words.chunks(BATCH) {
@@ -258,13 +257,13 @@ mod tests {
     fn contents(table: &WordTable<u64>, share: u64, bits: u32) -> HashMap<Vec<u8>, u64> {
         let mut found = HashMap::new();
         table.for_each_in(share, bits, |word, count| {
-            assert_eq!(found.insert(word.to_vec(), count), None, "{word:?} stands twice");
+            assert_eq!(found.insert(word.to_vec(), count), None, "{word:?} occurs twice");
         });
         found
     }
 
     #[test]
-    fn it_counts_like_the_standard_map_up_to_the_last_byte_of_the_text() {
+    fn counts_match_the_standard_map() {
         let mut random = Random(1);
         let text: Vec<u8> = (0..5000).map(|_| random.below(3) as u8).collect();
         let mut expected = HashMap::new();
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shares_of_a_table_are_its_words_once_each() {
+    fn shares_partition_the_words() {
         let text: Vec<u8> = (0..=255).cycle().take(4096).collect();
         let words: Vec<_> = (0..3000).map(|i| (i, i + 1 + i % 30)).collect();
         let table = count(&text, &words);

@@ -1,10 +1,10 @@
-//! A vocabulary: ids to bytes, and one word to ids.
+//! Vocabulary: token ids to bytes, and words to token ids.
 //!
 //!     word -> whole token, or merging -> ids
 //!
-//! Merging joins, of all neighbouring parts whose bytes together are a token, the two with the
-//! lowest id, leftmost first, until none are left: tiktoken's rule, for any vocabulary. For a
-//! trained one it is the same as replaying the merges.
+//! Merging repeatedly joins the two adjacent parts that form the token with the lowest id, leftmost
+//! first, until no two parts form a token: tiktoken's rule, for any vocabulary. For a trained
+//! vocabulary this equals replaying the merges.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -21,10 +21,10 @@ const NONE: u32 = u32::MAX;
 /// Words of at least this many bytes are merged with a heap: O(n log n) instead of O(n^2).
 const HEAP_FROM: usize = 100;
 
-/// Tokens with their ids 0, 1, 2, ...
+/// Tokens with ids 0, 1, 2, ...
 pub struct Vocab {
-    bytes: Vec<u8>,      // of all tokens, one after the other
-    ends: Vec<usize>,    // where each token's bytes end
+    bytes: Vec<u8>,      // of all tokens, concatenated
+    ends: Vec<usize>,    // end offset of each token
     ids: WordTable<u32>, // token -> id + 1
     byte_ids: [u32; 256],
     byte_pairs: Vec<u32>,       // two bytes -> id
@@ -32,7 +32,7 @@ pub struct Vocab {
 }
 
 impl Vocab {
-    /// The 256 bytes and what `merges` makes of them.
+    /// The 256 bytes and the tokens that `merges` form.
     pub fn from_merges(merges: &[Pair]) -> Result<Self, Error> {
         let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
         for &(a, b) in merges {
@@ -41,20 +41,20 @@ impl Vocab {
         Self::from_tokens(&tokens)
     }
 
-    /// Tokens with their ids, in any order. Fails unless the ids are 0, 1, 2, ... once each, and
-    /// where `from_tokens` does.
+    /// Tokens with their ids, in any order. Fails unless the ids are 0, 1, 2, ... exactly once, or
+    /// if `from_tokens` fails.
     pub fn from_ranks(mut ranks: Vec<(Vec<u8>, i64)>) -> Result<Self, Error> {
         ranks.sort_by_key(|&(_, id)| id);
         if let Some((expected, &(_, id))) = (0..).zip(&ranks).find(|(i, (_, id))| i != id) {
             return Err(match id < expected {
-                true => invalid!("id {id} stands twice or is negative"),
-                false => invalid!("id {expected} is missing, but there is an id {id}"),
+                true => invalid!("id {id} is duplicated or negative"),
+                false => invalid!("id {expected} is missing; the next id is {id}"),
             });
         }
         Self::from_tokens(&ranks.into_iter().map(|(token, _)| token).collect::<Vec<_>>())
     }
 
-    /// Tokens in the order of their ids. Fails unless they are distinct, not empty, and include
+    /// Tokens in the order of their ids. Fails unless they are distinct, non-empty and include
     /// the 256 single bytes.
     pub fn from_tokens(tokens: &[impl AsRef<[u8]>]) -> Result<Self, Error> {
         let mut vocab = Vocab {
@@ -82,7 +82,7 @@ impl Vocab {
             }
         }
         if let Some(byte) = vocab.byte_ids.iter().position(|&id| id == NONE) {
-            return Err(invalid!("no token is the single byte {byte}"));
+            return Err(invalid!("there is no token for byte {byte}"));
         }
         let lengths: BTreeSet<usize> = tokens.iter().map(|token| token.as_ref().len()).collect();
         for (id, token) in tokens.iter().enumerate() {
@@ -91,7 +91,7 @@ impl Vocab {
         Ok(vocab)
     }
 
-    /// Notes every way to put the token together from two others, whose lengths are `lengths`.
+    /// Records every split of a token into two other tokens; `lengths` are the token lengths.
     fn enter_pairs(&mut self, id: u32, token: &[u8], lengths: &BTreeSet<usize>) {
         if let [a, b] = *token {
             self.byte_pairs[usize::from(a) << 8 | usize::from(b)] = id;
@@ -110,14 +110,14 @@ impl Vocab {
         self.ends.len()
     }
 
-    /// The bytes of a token.
+    /// Returns the bytes of a token.
     pub fn token(&self, id: u32) -> Option<&[u8]> {
         let end = *self.ends.get(id as usize)?;
         let start = if id == 0 { 0 } else { self.ends[id as usize - 1] };
         Some(&self.bytes[start..end])
     }
 
-    /// The bytes of `ids`, joined. Fails on an id that is no token's.
+    /// Returns the concatenated bytes of `ids`. Fails on an unknown id.
     pub fn decode(&self, ids: &[i64]) -> Result<Vec<u8>, Error> {
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for &id in ids {
@@ -129,18 +129,18 @@ impl Vocab {
         Ok(bytes)
     }
 
-    /// The id of the token `text[start..end]`, or NONE.
+    /// Returns the id of the token `text[start..end]`, or NONE.
     fn id(&self, text: &[u8], start: usize, end: usize) -> u32 {
         self.ids.get(text, start, end).unwrap_or(0).wrapping_sub(1)
     }
 
-    /// The id of two neighbouring parts joined, or NONE.
+    /// Returns the id of two joined parts, or NONE.
     fn join(&self, left: u32, right: u32) -> u32 {
         let pair = u64::from(left) << 32 | u64::from(right);
         self.pairs.get(&pair).copied().unwrap_or(NONE)
     }
 
-    /// Appends the ids of one word.
+    /// Appends the ids of the word `text[start..end]`.
     pub fn encode_word(&self, text: &[u8], start: usize, end: usize, out: &mut Vec<u32>) {
         let id = self.id(text, start, end);
         if id != NONE {
@@ -152,9 +152,9 @@ impl Vocab {
         }
     }
 
-    /// Merges by searching all parts for the lowest id each time.
+    /// Merges by searching all parts for the lowest id in each step.
     fn merge_short(&self, word: &[u8], out: &mut Vec<u32>) {
-        let mut parts = [(NONE, NONE); HEAP_FROM]; // id, id when joined with the next
+        let mut parts = [(NONE, NONE); HEAP_FROM]; // id, id if joined with the next
         let mut len = word.len();
         for (i, &byte) in word.iter().enumerate() {
             let joined = match word.get(i + 1) {
@@ -186,8 +186,8 @@ impl Vocab {
 
     /// Merges with a heap of candidates and a linked list of parts.
     fn merge_long(&self, word: &[u8], out: &mut Vec<u32>) {
-        // By the first byte's position: the part's id (NONE inside a part) and its length; at its
-        // last byte, its length again, to find the part before another.
+        // At the first byte of a part: its id (NONE inside a part) and length. At the last byte:
+        // the length again, to find the preceding part.
         let mut ids: Vec<u32> = word.iter().map(|&byte| self.byte_ids[usize::from(byte)]).collect();
         let mut lens = vec![1u32; word.len()];
         let mut heap: BinaryHeap<Reverse<(u32, u32, u32, u32)>> = word
@@ -203,7 +203,7 @@ impl Vocab {
             let start = at as usize;
             let middle = start + lens[start] as usize;
             if ids[start] != left || ids.get(middle) != Some(&right) {
-                continue; // one of the two has been joined with another since
+                continue; // one of the two was already joined
             }
             let end = middle + lens[middle] as usize;
             ids[middle] = NONE;
@@ -240,7 +240,7 @@ pub mod tests {
         Vocab::from_merges(&train(words, vocab_size, |_| false).unwrap()).unwrap()
     }
 
-    /// The rule of this file's head, word for word.
+    /// Direct implementation of the rule in the module documentation.
     pub fn naive(vocab: &Vocab, word: &[u8]) -> Vec<u32> {
         let mut parts: Vec<&[u8]> = word.chunks(1).collect();
         loop {
@@ -256,14 +256,14 @@ pub mod tests {
         parts.iter().map(|part| vocab.id(part, 0, part.len())).collect()
     }
 
-    /// Two neighbouring slices of `word` as one.
+    /// Joins two adjacent slices of `word`.
     fn word_at<'w>(word: &'w [u8], left: &[u8], right: &[u8]) -> &'w [u8] {
         let start = left.as_ptr() as usize - word.as_ptr() as usize;
         &word[start..start + left.len() + right.len()]
     }
 
     #[test]
-    fn both_ways_to_merge_follow_the_rule() {
+    fn short_and_long_merges_match_naive() {
         let mut random = Random(5);
         for round in 0..100 {
             let vocab = trained(&random.text(&["a", "b", "c", " "], 300), 256 + round);
@@ -280,12 +280,12 @@ pub mod tests {
     }
 
     #[test]
-    fn a_vocabulary_need_not_come_from_training() {
+    fn untrained_vocabulary_encodes() {
         let mut tokens: Vec<Vec<u8>> = (0..=255).rev().map(|byte| vec![byte]).collect();
         tokens.extend([b"abcd".to_vec(), b"cd".to_vec(), b"ab".to_vec()]);
         let vocab = Vocab::from_tokens(&tokens).unwrap();
         let mut ids = Vec::new();
-        vocab.encode_word(b"abcd", 0, 4, &mut ids); // a token, whatever merging would say
+        vocab.encode_word(b"abcd", 0, 4, &mut ids); // whole tokens take precedence over merging
         vocab.encode_word(b"xabcd", 0, 5, &mut ids);
         assert_eq!(ids, [256, 255 - 120, 256]);
         for wrong in [vec![b"ab".to_vec()], vec![vec![]]] {

@@ -1,12 +1,12 @@
 """
-Score artifacts from their files alone: bits per byte of validation documents, plain and sliding.
+Evaluate artifacts from their files alone: validation bits per byte, plain and sliding-window.
 
-    python -m scripts.golf.evaluate                                     # all of export/*.golf
+    python -m scripts.golf.evaluate                                     # all export/*.golf
     python -m scripts.golf.evaluate --artifacts=a.golf,b.golf --dataset=embedded --eval_stride=64
 
-Reads   artifacts (scripts.export --format=artifact) and validation text; where the checkpoint that
-        an artifact was made of is still there, its own weights are scored too
-Writes  the section "Parameter golf"; several artifacts are seeds of one recipe: mean and spread
+Reads   artifacts (scripts.export --format=artifact) and validation text; if the source checkpoint
+        of an artifact still exists, its unquantized weights are evaluated too
+Writes  the section "Parameter golf"; several artifacts are seeds of one recipe (mean and spread)
 """
 
 import time
@@ -32,26 +32,26 @@ from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
 GPU_SEQS = 64  # windows per forward pass on a GPU
-CHARS_PER_TOKEN = 3  # roughly, to estimate the time it will take
+CHARS_PER_TOKEN = 3  # rough, for time estimates
 
 
 @dataclass(frozen=True)
 class GolfEval:
     artifacts: tuple[Path, ...] | None = None
-    """Files to score, the seeds of one recipe. Default: all export/*.golf."""
+    """Artifact files, seeds of one recipe. Default: all export/*.golf."""
     eval_stride: int | None = None
-    """Tokens scored per window of the sliding evaluation, which sees at least a row's length less
-    that many before each; 0 = no sliding evaluation. Default: a quarter of a row."""
+    """Stride of the sliding-window evaluation in tokens; smaller = more context, slower; 0 = off.
+    Default: a quarter of max_seq_len."""
     eval_batch_seqs: int | None = None
-    """Windows per forward pass; never changes the result. Default: what suits the device."""
+    """Windows per forward pass; does not change the result. Default: by device."""
     max_documents: int | None = None
-    """Validation documents to score, counted from the first. Default: all."""
+    """Score only the first N validation documents. Default: all."""
     limit_bytes: int = 16_000_000
-    """What the artifact was made for."""
+    """Size limit in bytes to check against."""
     count_code: bool = True
-    """Whether the code that scores it counts towards the limit."""
+    """Count the code required to score the artifact toward the limit."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -63,9 +63,9 @@ class Scored(NamedTuple):
     path: Path
     artifact: Artifact
     parent: Checkpoint | None
-    """The checkpoint it was made of, where it still exists."""
+    """Source checkpoint, if it still exists."""
     baseline: Bpb | None
-    """Of that checkpoint's weights."""
+    """Score of the source checkpoint."""
     plain: Bpb
     sliding: Bpb | None
 
@@ -76,7 +76,7 @@ def main(cfg: GolfEval) -> None:
     paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
     if not paths:
         raise MissingInput(
-            f"there is no artifact in {base_dir() / 'export'}",
+            f"no artifact found in {base_dir() / 'export'}",
             "python -m scripts.export --source=base --format=artifact",
         )
     scored = [score(cfg, path.expanduser(), machine) for path in paths]
@@ -88,7 +88,7 @@ def main(cfg: GolfEval) -> None:
 
 
 def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
-    """Read a file and score what is in it; then, in the same model, the weights it was made of."""
+    """Score an artifact, then the source checkpoint in the same model."""
     artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = parent_of(artifact, machine)
@@ -122,18 +122,18 @@ def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
 
 
 def require_one_recipe(scored: list[Scored]) -> None:
-    """Raises ValueError for files of another text or shape, which have no common mean."""
+    """Raise ValueError if artifacts differ in validation text or shape."""
     first = scored[0]
     for s in scored[1:]:
         if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
             raise ValueError(
-                f"{s.path} and {first.path} are not seeds of one recipe: other text or another "
-                "shape. Score them one by one, with --artifacts"
+                f"{s.path} and {first.path} are not seeds of one recipe (different text or model "
+                "shape); evaluate them one at a time with --artifacts"
             )
 
 
 def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
-    """The checkpoint an artifact was made of; None where it is missing or has changed."""
+    """Return the source checkpoint of an artifact; None if it is missing or has changed."""
     origin = artifact.origin
     try:
         found = machine.on_node(
@@ -148,17 +148,17 @@ def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
 def write_section(
     cfg: GolfEval, machine: DistContext, scored: list[Scored], started: float
 ) -> None:
-    """The record and the report."""
+    """Write the record and update the report."""
     plain = np.array([s.plain.value for s in scored])
     sliding = np.array([s.sliding.value for s in scored if s.sliding])
     baseline = np.array([s.baseline.value for s in scored if s.baseline])
-    figures = {"Pre-quantisation bpb": baseline, "Roundtrip bpb": plain}
+    figures = {"Pre-quantization bpb": baseline, "Roundtrip bpb": plain}
     if len(sliding):
         figures |= {"Roundtrip sliding bpb": sliding, "Sliding gain bpb": sliding - plain}
     if len(baseline) == len(scored):
-        figures["Quantisation gap bpb"] = plain - baseline
+        figures["Quantization gap bpb"] = plain - baseline
     else:
-        del figures["Pre-quantisation bpb"]
+        del figures["Pre-quantization bpb"]
     code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
     total = largest + (code if cfg.count_code else 0)
     values: dict[str, Any] = {
@@ -182,7 +182,7 @@ def write_section(
 
 
 def describe(s: Scored) -> str:
-    """One artifact in a line of the section."""
+    """Return a one-line summary of an artifact."""
     parts = [f"seed {s.artifact.origin['seed']}"]
     seconds = s.parent.state.get("progress", {}).get("clock_seconds") if s.parent else None
     if s.parent and seconds:

@@ -1,11 +1,11 @@
 """
-Is one checkpoint better than another? On the same items, metric by metric.
+Compare two checkpoints, metric by metric, on the same items.
 
     python -m scripts.lab.compare --before=mid --after=sft
     python -m scripts.lab.compare --before=base:d4:200 --after=base:d4:400
     python -m scripts.lab.compare --before=hf:openai-community/gpt2 --after=base:d12
 
-Reads   what scripts.base_eval, base_loss and chat_eval recorded of both; scores nothing itself
+Reads   records of scripts.base_eval, base_loss and chat_eval for both; evaluates nothing itself
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric
 """
 
@@ -23,15 +23,15 @@ from nanochat.config import start
 @dataclass(frozen=True)
 class Compare:
     before: str = "mid"
-    """A checkpoint, as stage[:tag[:step]], or hf:<model> as scripts.base_eval --hf_path had it."""
+    """Checkpoint as stage[:tag[:step]], or hf:<model> as in scripts.base_eval --hf_path."""
     after: str = "sft"
-    """The other."""
+    """Compared with `before`."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
 
 class Scored(NamedTuple):
-    """The recorded scores of a model."""
+    """Recorded scores of a model."""
 
     name: str
     fingerprint: str
@@ -43,14 +43,14 @@ class Scored(NamedTuple):
 def main(cfg: Compare) -> None:
     started = time.perf_counter()
     if cfg.before == cfg.after:
-        raise ValueError(f"{cfg.before} and {cfg.after} are the same; name two: --before, --after")
+        raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
     sides = [find(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
     before, after = sides
     names = [name for name in before.values if name in after.values]
     if not names:
         raise ValueError(
             f"{cfg.before} has {', '.join(before.values)}, {cfg.after} has "
-            f"{', '.join(after.values)}: score both on the same tasks"
+            f"{', '.join(after.values)}; evaluate both on the same tasks"
         )
     metrics = {name: {side.name: side.values[name] for side in sides} for name in names}
     items = {side.name: side.items for side in sides}
@@ -67,9 +67,9 @@ def main(cfg: Compare) -> None:
 
 def find(name: str, report_dir: str | None) -> Scored:
     """
-    The newest value of every metric recorded of a model.
+    Return the newest recorded value of every metric of a model.
 
-    Raises MissingInput naming the script that scores it.
+    Raises MissingInput with the evaluation command if there is none.
     """
     stage, _, path = name.partition(":")
     fingerprint, run_id = "", ""
@@ -95,13 +95,13 @@ def find(name: str, report_dir: str | None) -> Scored:
             items |= {report.metric_name(k): v for k, v in record["items"].items()}
             run_id = provenance["run_id"]
     if not values:
-        raise MissingInput(f"no score of {name} is recorded", maker)
+        raise MissingInput(f"no recorded scores of {name}", maker)
     named = {report.metric_name(key): value for key, value in values.items()}
     return Scored(name, fingerprint, named, items, run_id)
 
 
 def is_score(key: str, value: Any, record: Mapping[str, Any]) -> bool:
-    """Whether a value of a record is a metric: an estimate, or bits per byte."""
+    """Whether a record value is a metric: an estimate or bits per byte."""
     return isinstance(value, Mapping) or report.is_metric(record["section"], key, value)
 
 

@@ -1,13 +1,13 @@
 """
-Measure how much scores vary when the same weights answer the same questions again.
+Measure how much scores vary when the same model answers the same questions repeatedly.
 
     python -m scripts.lab.eval_variance                                  # newest SFT and RL models
     python -m scripts.lab.eval_variance --checkpoints="sft:d4|rl:d4:50" --runs=5 --max_problems=200
 
-Reads   checkpoints, as stage[:tag[:step]], and the evaluation splits of the tasks
-Writes  eval_variance.json under the base directory, which gives scripts.chat_eval its default
-        repeats, and the section "Evaluation variance". Tasks that are scored by the logits of
-        letters are left out: they are not sampled
+Reads   checkpoints as stage[:tag[:step]] and the evaluation splits of the tasks
+Writes  eval_variance.json under the base directory, which sets the default repeats of
+        scripts.chat_eval, and the section "Evaluation variance". Tasks scored by logits are
+        skipped: they are deterministic
 """
 
 import time
@@ -29,16 +29,16 @@ SECTION = "Evaluation variance"
 @dataclass(frozen=True)
 class EvalVariance(TaskEval):
     checkpoints: str = "sft|rl"
-    """Models, as stage[:tag[:step]] with | between them."""
+    """Checkpoints as stage[:tag[:step]], separated by |."""
     runs: int = 3
-    """Answers to each question."""
+    """Number of sampled answers per question."""
     temperature: float = 1.0
-    """Sampling temperature; at 0 nothing would vary."""
+    """Sampling temperature; must be above 0."""
 
     def __post_init__(self) -> None:
         if self.runs < 2 or self.temperature <= 0:
             raise ValueError(
-                f"runs {self.runs} must be at least 2 and temperature {self.temperature} above 0: "
+                f"runs {self.runs} must be at least 2 and temperature {self.temperature} above 0; "
                 "otherwise nothing varies"
             )
 
@@ -55,7 +55,7 @@ def main(cfg: EvalVariance) -> None:
     tasks = [task for task in every if task.kind == "generate"]
     if not tasks:
         names = ", ".join(task.name for task in every)
-        raise ValueError(f"none of {names} is scored by what the model writes")
+        raise ValueError(f"none of {names} is scored by generation; choose other tasks")
     if machine.is_main:
         who = {"checkpoint": cfg.checkpoints, "section": SECTION}
         require_access([task.name for task in tasks], cfg.final, who)
@@ -82,7 +82,7 @@ def main(cfg: EvalVariance) -> None:
 def answers(
     cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
 ) -> dict[str, list[list[float]]]:
-    """Task -> the score of every run of every item."""
+    """Return scores[item][run] by task name."""
     items = sum(map(cfg.count, tasks))
     engine = open_engine(cfg, checkpoint, machine, items * cfg.runs)
     found = {}

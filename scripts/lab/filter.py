@@ -1,14 +1,14 @@
 """
-Make a bucket of conversations out of another: what the filters leave, as a file to train on.
+Filter a bucket of conversations and write the result to a file to train on.
 
     python -m scripts.lab.filter --bucket=smoltalk:local/chat-korean --out=korean.jsonl \
         --filters="length=10:2000,no_image,script=hangul:30%,not_degenerate,no_duplicate,no_overlap"
     python -m scripts.lab.filter --rows=made.jsonl --out=good.jsonl --filters=verified,no_duplicate
 
-The file is then a bucket of its own: --mixture=jsonl:korean.jsonl.
+Use the file as a bucket: --mixture=jsonl:korean.jsonl.
 
 Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...};
-        for no_overlap the evaluation splits of all tasks; lengths in tokens of --tokenizer_tag
+        for no_overlap, the evaluation splits of all tasks; the tokenizer --tokenizer_tag
 Writes  --out, and the section "Filters <name of the file>"
 """
 
@@ -27,39 +27,39 @@ from nanochat.tokenizer import Tokenizer
 from tasks.base import flaw
 from tasks.buckets import Bucket, buckets
 from tasks.filters import Row, apply, parse
-from tasks.registry import every_benchmark, exam
+from tasks.registry import eval_task, every_benchmark
 
 
 @dataclass(frozen=True)
 class Filter:
     out: str = ""
-    """File to write, a conversation a line."""
+    """Output file, one conversation per line."""
     filters: str = "no_image,not_degenerate,no_duplicate,no_overlap"
-    """Rules in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
+    """Filters in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
     script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
     bucket: str = ""
-    """Training conversations to filter, as --mixture of mid_train names them: smoltalk=1000."""
+    """Bucket to filter, as in --mixture of mid_train: smoltalk=1000."""
     rows: str = ""
-    """Or a file of rows."""
+    """JSONL file to filter, instead of --bucket."""
     tokenizer_tag: str = "main"
-    """Lengths are counted in its tokens; in characters where there is none."""
+    """Tokenizer for lengths in tokens; without it, lengths are in characters."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
     def __post_init__(self) -> None:
         if self.out and bool(self.bucket) == bool(self.rows):
-            raise ValueError("give either --bucket or --rows")
+            raise ValueError("set either --bucket or --rows")
 
 
 def main(cfg: Filter) -> None:
     started = time.perf_counter()
     if not cfg.out:
-        raise ValueError("--out names the file to write")
+        raise ValueError("--out is required: the file to write")
     benchmarks = every_benchmark() if "no_overlap" in cfg.filters else []
-    rules = parse(cfg.filters, length_in(cfg.tokenizer_tag), [exam(name) for name in benchmarks])
+    rules = parse(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
     found = apply(read_rows(cfg), rules)
     if not found.rows:
-        raise ValueError(f"the filters {cfg.filters} leave nothing of {cfg.bucket or cfg.rows}")
+        raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
     text = (json.dumps(dict(row), ensure_ascii=False) for row in found.rows)
     write_atomic(out, "".join(f"{line}\n" for line in text))
@@ -77,32 +77,32 @@ def main(cfg: Filter) -> None:
 
 
 def length_in(tag: str) -> Callable[[str], int]:
-    """The length of a text in tokens, or in characters where there is no tokenizer."""
+    """Return a function: text -> length in tokens, or in characters without a tokenizer."""
     try:
         tokenizer = Tokenizer.load(tag)
     except FileNotFoundError:
-        print("there is no tokenizer: lengths are in characters")
+        print("no tokenizer found: lengths are in characters")
         return len
     return lambda text: len(tokenizer.encode(text))
 
 
 def open_bucket(cfg: Filter) -> Bucket:
-    """The bucket to filter. Raises ValueError for other words than one bucket and its rows."""
+    """Open the bucket to filter. Raises ValueError unless it is one bucket [=rows]."""
     spec, declared = read_mixture(cfg.bucket)
     part, *others = parse_mixture(spec)
     if others or part.share or part.tokens or part.repeats:
-        raise ValueError(f"--bucket={cfg.bucket!r}: one bucket, with a number of rows or without")
+        raise ValueError(f"--bucket={cfg.bucket!r} must be one bucket, optionally with =rows")
     [bucket] = buckets(spec, declared)
     return bucket
 
 
 def read_rows(cfg: Filter) -> Iterator[Row]:
-    """The rows to filter. Raises ValueError naming a line that is no conversation."""
+    """Yield the rows to filter. Raises ValueError for a line that is not a conversation."""
     if cfg.bucket:
         yield from ({"messages": conversation} for conversation in open_bucket(cfg).train)
         return
     for number, line in json_lines(Path(cfg.rows).expanduser()):
-        problem = flaw(line.get("messages")) if isinstance(line, dict) else "no object"
+        problem = flaw(line.get("messages")) if isinstance(line, dict) else "not an object"
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")
         yield line

@@ -1,15 +1,15 @@
 """
-Let a teacher answer prompts: any model behind OpenAI's API, ours included.
+Generate answers to prompts with a teacher behind any OpenAI-compatible API.
 
-    python -m scripts.chat_web &                                         # a teacher of our own
-    python -m scripts.lab.generate --prompts=asked.jsonl --out=made.jsonl --pilot=2000
-    python -m scripts.lab.generate --prompts=asked.jsonl --out=made.jsonl    # the rest, afterwards
+    python -m scripts.chat_web &                                         # our own model as teacher
+    python -m scripts.lab.generate --prompts=prompts.jsonl --out=made.jsonl --pilot=2000
+    python -m scripts.lab.generate --prompts=prompts.jsonl --out=made.jsonl    # then the rest
 
-A pilot comes first: train on its rows and compare (scripts.lab.filter, scripts.lab.sweep) before
-the rest is paid for. Safe to stop and run again: what is answered is kept.
+A pilot is required: train on its rows and compare (scripts.lab.filter, scripts.lab.sweep) before
+paying for the rest. If interrupted, rerun the same command: finished answers are kept.
 
-Reads   a file of rows: {"messages": [...]} or {"prompt": "..."}; all else in them is kept
-Writes  --out, the rows with the answers, and why each ended ("finish"); beside it <out>.pilot.json
+Reads   a file of rows {"messages": [...]} or {"prompt": "..."}; other fields are kept
+Writes  --out, the rows with answers and finish reasons ("finish"); <out>.pilot.json next to it
 """
 
 import json
@@ -33,27 +33,27 @@ INSTALL = "uv sync --inexact --group interop"
 @dataclass(frozen=True)
 class Generate:
     prompts: str = ""
-    """File of rows to answer."""
+    """JSONL file of prompts."""
     out: str = ""
-    """File of answered rows."""
+    """JSONL file of answered rows."""
     pilot: int = 0
-    """Answer only this number of prompts, drawn by a hash; required before all the others."""
+    """Answer only N prompts, chosen by hash; required before the full run. 0 = all."""
     base_url: str = "http://127.0.0.1:8000/v1"
-    """The teacher's address."""
+    """API address of the teacher."""
     model: str = ""
-    """Its name there. Default: the first that it lists."""
+    """Model name of the teacher. Default: the first one the server lists."""
     key_file: str | None = None
-    """File that holds its key. Default: none is needed."""
+    """File with the API key. Default: no key."""
     system: str = ""
-    """System message before every prompt."""
+    """System message before every prompt. Default: none."""
     temperature: float = 0.7
     top_p: float = 0.9
     max_tokens: int = 1024
-    """Longest answer."""
+    """Maximum number of tokens per answer."""
     parallel: int = 16
-    """Requests at a time."""
+    """Number of concurrent requests."""
     retries: int = 5
-    """Times that a request is tried again."""
+    """Number of retries per request."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
@@ -66,28 +66,26 @@ class Generate:
 def main(cfg: Generate) -> None:
     started = time.perf_counter()
     if not (cfg.prompts and cfg.out):
-        raise ValueError("--prompts and --out name the files to read and to write")
+        raise ValueError("--prompts and --out are required")
     out = Path(cfg.out).expanduser()
     note = out.with_name(f"{out.name}.pilot.json")
     if not cfg.pilot and not note.exists():
-        fix = "--pilot=2000 first; train on it, compare, then answer the rest"
-        raise UsageError("there is no pilot: the value of such answers is unknown", fix)
+        fix = "run with --pilot=2000 first, train on it and compare, then answer the rest"
+        raise UsageError("no pilot found: the value of these answers is unknown", fix)
     todo = sorted(read_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
     known = {row.get("key") for row in read_lines(out)} if out.exists() else set()
     left = [row for row in todo if row["key"] not in known]
     num_known = len(todo) - len(left)
     client, model = connect(cfg)
-    print(f"{len(todo):,} prompts: {num_known:,} are answered, {len(left):,} to go, ", end="")
-    print(f"by {printable(model)}")
+    print(f"{len(todo):,} prompts: {num_known:,} answered, {len(left):,} to go, ", end="")
+    print(f"teacher {printable(model)}")
     if not cfg.pilot and (teacher := read_json(note)["model"]) != model:
-        fix = "--pilot=2000 for this teacher first, with another --out"
-        raise UsageError(f"the pilot was answered by {teacher}, not by {model}", fix)
+        fix = "run --pilot=2000 with this teacher and another --out first"
+        raise UsageError(f"the pilot used teacher {teacher}, not {model}", fix)
     counts = answer_all(cfg, client, model, left, out)
     answered = num_known + counts["Answered"]
     if not answered:
-        raise UsageError(
-            f"none of {len(left):,} prompts was answered", "see the first failure above"
-        )
+        raise UsageError(f"all {len(left):,} prompts failed", "see the first failure above")
     if cfg.pilot:
         write_json(note, {"answered": answered, "model": model, "settings": settings(cfg)})
     values = {"Teacher": model, "Prompts": len(todo), "Answered before": num_known, **counts}
@@ -98,7 +96,7 @@ def main(cfg: Generate) -> None:
 
 
 def read_prompts(path: str) -> Iterator[dict[str, Any]]:
-    """Rows with their prompts as messages and a key of their content."""
+    """Yield rows with the prompt as messages and a key hashed from them."""
     for number, row in json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f'{path}, line {number}: neither "prompt" nor "messages"')
@@ -109,24 +107,24 @@ def read_prompts(path: str) -> Iterator[dict[str, Any]]:
 
 
 def connect(cfg: Generate) -> tuple[Any, str]:
-    """A client of the teacher, and the teacher's name."""
+    """Return an API client and the teacher's model name."""
     try:
-        import openai  # of the group interop: not needed for --help
+        import openai  # from the group interop; not needed for --help
     except ImportError as error:
-        raise UsageError("the client of OpenAI's API is not installed", INSTALL) from error
+        raise UsageError("the package openai is not installed", INSTALL) from error
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
     client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=cfg.retries)
     try:
         return client, cfg.model or client.models.list().data[0].id
     except openai.APIConnectionError as error:
-        fix = "python -m scripts.chat_web serves ours; --base_url names another"
-        raise UsageError(f"there is no server at {cfg.base_url}", fix) from error
+        fix = "serve our model with python -m scripts.chat_web, or set --base_url"
+        raise UsageError(f"cannot connect to a server at {cfg.base_url}", fix) from error
 
 
 def answer_all(
     cfg: Generate, client: Any, model: str, rows: list[dict[str, Any]], out: Path
 ) -> dict[str, int]:
-    """Answer rows, several at a time, and append each to `out`; counts for the record."""
+    """Answer rows concurrently and append each to `out`; return counts for the record."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.Lock()
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
@@ -142,10 +140,10 @@ def answer_all(
         )
         text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
         if not (text or "").strip():
-            raise ValueError(f"an empty answer, ended by {finish!r}")
+            raise ValueError(f"empty answer, finish reason {finish!r}")
         messages = [*row["messages"], {"role": "assistant", "content": text}]
         made = {**row, "messages": messages, "finish": finish, "teacher": model}
-        with lock:  # append each answer at once: it is paid for
+        with lock:  # append immediately: answers cost money
             append_line(out, json.dumps(made, ensure_ascii=False))
             counts["Answered"] += 1
             counts["Cut off"] += finish != "stop"
@@ -157,15 +155,15 @@ def answer_all(
         for number, future in enumerate(as_completed(waiting), 1):
             try:
                 future.result()
-            except Exception as error:  # one prompt that fails does not stop the others
+            except Exception as error:  # one failed prompt does not stop the others
                 counts["Failed"] += 1
                 print(f"failed: {type(error).__name__}: {printable(error)}", flush=True)
             if number % 100 == 0:
                 print(f"{number:,} of {len(rows):,}", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # when interrupted, send no more requests
+        pool.shutdown(cancel_futures=True)  # on interrupt, cancel the rest
     if counts["Failed"]:
-        print(f"{counts['Failed']:,} prompts failed; rerun the same command to try them again")
+        print(f"{counts['Failed']:,} prompts failed; rerun the same command to retry them")
     return counts
 
 

@@ -1,9 +1,9 @@
 """
-Hold benchmarks out until the end, and see what training data share with them.
+Hold out final benchmarks, and check training data for contamination.
 
-    python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # from now on scored by --final
-    python -m scripts.lab.hold_out --mixture="smoltalk,gsm8k"   # what of it is in a benchmark
-    python -m scripts.lab.hold_out                              # what is final, and its accesses
+    python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # from now on needs --final
+    python -m scripts.lab.hold_out --mixture="smoltalk,gsm8k"   # overlap with benchmarks
+    python -m scripts.lab.hold_out                              # final benchmarks and accesses
 
 Reads   held_out.json and held_out_access.jsonl under the base directory; with --mixture its
         conversations and the evaluation splits of all tasks
@@ -20,7 +20,7 @@ from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_mixture
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
-from tasks.registry import TASKS, every_benchmark, exam, key_of, same_questions
+from tasks.registry import TASKS, eval_task, every_benchmark, key_of, same_questions
 
 SECTION = "Overlap"
 
@@ -28,10 +28,10 @@ SECTION = "Overlap"
 @dataclass(frozen=True)
 class HoldOut:
     final: str = ""
-    """Tasks to declare final, with | between them, and all others that ask their questions."""
+    """Tasks to declare final, separated by |; includes other tasks with the same questions."""
     benchmarks: str = ""
-    """Tasks that a mixture is compared with, with | between them. Default: all that can be scored
-    and whose data set is not the embedded world."""
+    """Tasks to compare a mixture with, separated by |. Default: all scored tasks not made from the
+    embedded world."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     mix: MixConfig = field(default_factory=MixConfig)
@@ -44,24 +44,24 @@ def main(cfg: HoldOut) -> None:
     if cfg.mix.mixture:
         return scan(cfg)
     for name, parent in held_out.final_benchmarks().items():
-        print(printable(f"final: {name}, made of {parent or '?'}"))
+        print(printable(f"final: {name}, made from {parent or '?'}"))
     print(report.render_table(held_out.access_table()))
 
 
 def scored(name: str) -> str:
-    """The key of a task that has right answers. Raises ValueError for another one."""
+    """Return the key of a task that can be scored. Raises ValueError otherwise."""
     key = key_of(name)
     if TASKS[key].task.kind == "talk" or key not in TAGS:
-        raise ValueError(f"--final: {name!r} scores nobody; {', '.join(every_benchmark())} do")
+        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(every_benchmark())}")
     return key
 
 
 def scan(cfg: HoldOut) -> None:
-    """Record what a mixture shares with benchmarks: runs of 13 words, or whole questions."""
+    """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
     names = cfg.benchmarks.split("|") if cfg.benchmarks else every_benchmark()
-    tests = [exam(name) for name in names]
+    tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)
     rows = [

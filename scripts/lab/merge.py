@@ -1,13 +1,13 @@
 """
-Merge models of one shape into one, and measure whether that was a good idea.
+Merge models of the same shape and compare the result with its parents.
 
     python -m scripts.lab.merge --models="sft:a|sft:b|sft:c"                  # a soup: the mean
-    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only what helps
+    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only if it helps
     python -m scripts.lab.merge --models="sft:math|rl:d4" --method=ties --base=mid:d4
 
-Reads   checkpoints, as stage[:tag[:step]], and the validation rows of what they were trained on
-Writes  a checkpoint of the first model's stage under --tag, which names its parents and weights,
-        and the section "Merge": every parent, the merge, and the straight lines between them
+Reads   checkpoints as stage[:tag[:step]] and validation rows of their training data
+Writes  a checkpoint of the first model's stage under --tag, which records parents and weights, and
+        the section "Merge": scores of parents and merge, and interpolation between parents
 """
 
 import time
@@ -55,26 +55,26 @@ from tasks.builtin import ensure_written
 
 SECTION = "Merge"
 
-NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are no models
+NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are not models
 
 
 @dataclass(frozen=True)
 class MergeScript:
     models: str = ""
-    """The parents, as stage[:tag[:step]] with | between them."""
+    """Parent checkpoints as stage[:tag[:step]], separated by |."""
     base: str | None = None
-    """The checkpoint that all of them come from, for the methods that need one."""
+    """Common base checkpoint, for methods that need one. Default: none."""
     greedy: bool = False
-    """Begin with the best parent, and add each next one only where the mean becomes better by more
-    than noise."""
+    """Greedy soup: start from the best parent; add another only if it improves the mean beyond
+    noise."""
     unrelated: bool = False
-    """Merge models although nothing says that they come from one checkpoint."""
+    """Merge models without a recorded common ancestor."""
     tag: str = "merged"
-    """Of the checkpoint that is written."""
+    """Tag of the output checkpoint."""
     val_mixture: str | None = None
-    """Buckets whose held-out conversations judge. Default: those the first model was judged by."""
+    """Validation buckets. Default: those of the first model's training run."""
     eval_tokens: int = 131_072
-    """Validation tokens for each judgement."""
+    """Validation tokens per evaluation."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     merging: MergeConfig = field(default_factory=MergeConfig)
@@ -82,13 +82,11 @@ class MergeScript:
 
     def __post_init__(self) -> None:
         if self.greedy and self.merging != MergeConfig():
-            raise ValueError(
-                "--greedy takes plain means: no --method, --weights or --scale with it"
-            )
+            raise ValueError("--greedy uses plain means; remove --method, --weights and --scale")
 
 
 class Judge:
-    """Scores weights on fixed validation rows, in a model of their shape."""
+    """Scores merged weights on fixed validation packed sequences ("rows")."""
 
     def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
         self.model = load_model(first, machine)
@@ -108,18 +106,18 @@ class Judge:
         self.batches = [split(batch, IGNORE) for batch in batches]
 
     def score(self, tensors: Tensors) -> ByRow:
-        """Bits per byte, row by row."""
+        """Per-row loss of these weights."""
         self.model.load_state_dict(tensors)
         sizes = self.tokenizer.token_bytes()
         return bits_by_row(self.scorer, self.batches, sizes, self.model.device)
 
 
 def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
-    """The buckets whose held-out conversations judge a merge with the first model."""
-    asked = first.state["settings"]
-    spec = cfg.val_mixture or asked.get("val_mixture") or asked.get("mixture")
+    """Buckets whose held-out conversations are used for validation."""
+    trained = first.state["settings"]
+    spec = cfg.val_mixture or trained.get("val_mixture") or trained.get("mixture")
     if not spec:
-        raise ValueError(f"{first.folder} does not say what to validate on: give --val_mixture")
+        raise ValueError(f"{first.folder} records no validation mixture; set --val_mixture")
     spec, declared = read_mixture(spec)
     found = buckets(spec, declared or first.state.get("declared", {}))
     require_access((bucket.measures for bucket in found if bucket.measures), False, {})
@@ -131,12 +129,12 @@ def main(cfg: MergeScript) -> None:
     machine = init_distributed(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
     if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
-        raise ValueError(f"--models={cfg.models!r}: name two or more, with | between them")
+        raise ValueError(f"--models={cfg.models!r}: list two or more, separated by |")
     parents = [parse_checkpoint_ref(name) for name in names]
     base = parse_checkpoint_ref(cfg.base) if cfg.base else None
     require_kin(parents, base, cfg)
 
-    # Every parent, then the merge
+    # Score every parent, then the merge
     judge = Judge(cfg, parents[0], machine)
     tensors = [parent.model_tensors() for parent in parents]
     origin = base.model_tensors() if base else None
@@ -153,7 +151,7 @@ def main(cfg: MergeScript) -> None:
     for warning in warnings(lines):
         machine.print0(warning)
 
-    # Kept as an ordinary checkpoint
+    # Save as an ordinary checkpoint
     judge.model.load_state_dict(merged)
     inputs = {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)}
     inputs |= {"merge base": base.fingerprint} if base else {}
@@ -172,8 +170,8 @@ def main(cfg: MergeScript) -> None:
 
 def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
     """
-    Raise UsageError for models of another shape or tokenizer, without a common ancestor, or that do
-    not come from the base.
+    Raise UsageError for different shapes or tokenizers, no common ancestor, or models not derived
+    from the base.
     """
     models = [*parents, *([base] if base else [])]
     for what, values in (
@@ -182,23 +180,23 @@ def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Mer
     ):
         for other, value in zip(models, values, strict=True):
             if value != values[0]:
-                message = f"{other.folder} has another {what} than {models[0].folder}"
-                raise UsageError(message, "merge models of one shape and tokenizer")
+                message = f"{other.folder} has a different {what} from {models[0].folder}"
+                raise UsageError(message, "merge models with the same shape and tokenizer")
     lines = [
         ancestors(c.fingerprint, c.state["provenance"]["inputs"], cfg.report_dir) for c in parents
     ]
     common = set.intersection(*lines)
     if not (base.fingerprint in common if base else common) and not cfg.unrelated:
         origin = base.folder if base else "one checkpoint"
-        message = f"nothing says that these models come from {origin}: other means are noise"
-        raise UsageError(message, "--unrelated merges them all the same")
+        message = f"no record that these models come from {origin}: merging would give noise"
+        raise UsageError(message, "to merge anyway, set --unrelated")
 
 
 def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) -> set[str]:
     """
-    A checkpoint and all the checkpoints it comes from, by fingerprint, as far as they are recorded.
+    Return the fingerprints of a checkpoint and all its recorded ancestors.
 
-    inputs: what its own stage has read; text, rows and tokenizers are no ancestors.
+    inputs: inputs of its own stage; text, rows and tokenizers do not count.
     """
     made = {
         output: record["provenance"]["inputs"]
@@ -221,13 +219,13 @@ def save(
     judge: Judge,
     inputs: Mapping[str, str],
 ) -> Checkpoint:
-    """The model of the judge as an ordinary checkpoint, without an optimizer state."""
+    """Save the judge's model as an ordinary checkpoint without optimizer state."""
     first, origin = parents[0], parents[0].state["provenance"]
     named = zip(cfg.models.split("|"), parents, shares, strict=True)
     state = {
         **lineage(first.state),
         "stage": first.state["stage"],
-        "settings": first.state["settings"],  # of a training: they decide the validation rows
+        "settings": first.state["settings"],  # of the training run: defines validation rows
         "provenance": {**origin, "inputs": {**origin["inputs"], **inputs}},
         "merge": {
             **settings(cfg.merging),
@@ -246,10 +244,11 @@ def save(
 def figures(
     scores: Sequence[ByRow], merged: ByRow, lines: Mapping[str, Line], checkpoint: Checkpoint
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values and table of the record: the merge against its best parent, their mean, the path."""
+    """Record values and table: merge vs. best parent, mean of parents, interpolation."""
     best = min(scores, key=lambda score: score.value)
     change = merged.against(best)
-    verdict = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)  # of bits
+    # lower bpb is better
+    verdict = {"better": "worse", "worse": "better"}.get(change.verdict, change.verdict)
     rows = [
         [parent["name"], f"{parent['weight']:.3f}", f"{score.value:.4f}", ""]
         for parent, score in zip(checkpoint.state["merge"]["parents"], scores, strict=True)

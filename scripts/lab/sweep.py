@@ -1,16 +1,16 @@
 """
-Train many variants with the ordinary scripts and say which differ by more than noise.
+Train many variants with the standard scripts and test which differ by more than noise.
 
     python -m scripts.lab.sweep --bases="d4|d6" --num_iterations=200 --total_batch_size=4096 \
         --mixture="smoltalk=60%,gsm8k=40%" --arms="only:gsm8k|drop:gsm8k"       # a data ablation
     python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
 
-Every run is trained on as many tokens in as many steps; every arm has seeds of its own. Of a data
-ablation the control is trained first: an arm has its tokens in other proportions. Finished runs are
+All runs train on the same number of tokens; every ablation arm ("arm") has its own seeds. A data
+ablation trains the control first; arms use its total tokens in other proportions. Finished runs are
 kept: if a sweep is interrupted, rerun the same command.
 
-Reads   checkpoints to start from, and what the scripts read
+Reads   checkpoints to start from, and the inputs of the scripts
 Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep"
 """
 
@@ -51,25 +51,25 @@ from tasks.buckets import buckets
 @dataclass(frozen=True)
 class SweepScript:
     name: str = "sweep"
-    """Of its folder under sweeps/; another name, another ledger."""
+    """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
-    """Data ablations with | between them, each with the tokens of the control in other proportions:
+    """Data ablations, separated by |, with the control's total tokens in other proportions:
     copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. List a bucket that
-    only an arm takes as =0% in --mixture."""
+    only an arm uses as =0% in --mixture."""
     arm_floor: str = ""
-    """Shares that every arm `only` leaves other buckets, as in arc_easy=5%, so that answers keep
-    the form that evaluations read."""
+    """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the
+    format that evaluations parse."""
     grid: str = ""
-    """Values of flags, all combined, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first
-    combination is the control."""
+    """Flag values to combine, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first combination
+    is the control."""
     seeds: int = 3
-    """Seeds of the control, and of the finalists of a search."""
+    """Number of seeds of the control and of each search finalist; at least 3."""
     arm_seeds: int = 2
-    """Seeds of the other arms."""
+    """Number of seeds of each other arm; at least 2."""
     metric: str = "Final validation bpb"
-    """What a search goes by, and what is listed first."""
+    """Metric that a search optimizes and that is listed first."""
     hourly_rate: float | None = None
-    """Dollars an hour of a device, for the cost. Default: what such GPUs are rented for."""
+    """Dollars per device hour. Default: rental price of the GPU."""
     report_dir: str | None = None
     """Folder of the sweep's record. Default: report/ under the base directory."""
     searching: SearchConfig = field(default_factory=SearchConfig)
@@ -80,13 +80,13 @@ class SweepScript:
     def __post_init__(self) -> None:
         if self.seeds < 3 or self.arm_seeds < 2:
             raise ValueError(
-                f"seeds {self.seeds} and arm_seeds {self.arm_seeds}: a control has at least 3, "
-                "an arm 2, else nobody knows what is noise"
+                f"seeds {self.seeds} must be at least 3 and arm_seeds {self.arm_seeds} at least 2 "
+                "to estimate the noise"
             )
 
 
 def default_mixture(stage: str, dataset: str | None) -> str:
-    """What mid or sft trains on, after a base model of a data set."""
+    """Default mixture of mid or sft for a base model trained on `dataset`."""
     script = {"mid": mid_train, "sft": chat_sft}[stage]
     return script.BUILTIN_MIXTURES.get(dataset, script.MIXTURE)
 
@@ -94,12 +94,12 @@ def default_mixture(stage: str, dataset: str | None) -> str:
 def main(cfg: SweepScript) -> None:
     started = time.perf_counter()
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
-        raise ValueError("give one of --arms, --grid and --search")
+        raise ValueError("set exactly one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
     study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
     if cfg.arms:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
-        if cfg.study.stage == "base":  # the other stages check it themselves
+        if cfg.study.stage == "base":  # other stages check it themselves
             mixture = study.mixture(study.bases[0])
             require_other_families({name: tags.parent for name, (_, tags) in mixture.items()})
     with sweep:
@@ -118,7 +118,7 @@ def main(cfg: SweepScript) -> None:
 
 
 def data_of(cfg: SweepScript) -> str:
-    """A fingerprint of the training and validation data, where flags do not identify them."""
+    """Fingerprint of training and validation data; empty if the flags identify them."""
     spec, declared = read_mixture(cfg.mix.mixture)
     specs = [spec] if spec else []
     specs += [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
@@ -133,11 +133,11 @@ Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float
 
 
 def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
-    """Every arm against the control."""
+    """Compare every arm with the control."""
     arms = dict.fromkeys(study.bases, of_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
     jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
     done = sweep.run_all(list(jobs.values()))
-    runs = {place: done[job.name] for place, job in jobs.items()}
+    runs = {key: done[job.name] for key, job in jobs.items()}
     million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
     found, table = judge(runs, million_tokens, cfg.metric)
     first = [c for c in found if c.metric == cfg.metric]
@@ -152,7 +152,7 @@ def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
 
 
 def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]:
-    """Train the controls of a data ablation; return them and their arms, by base."""
+    """Train the controls of a data ablation; return controls and arms by base."""
     jobs = study.jobs(dict.fromkeys(study.bases, [Arm(CONTROL, ())]), cfg.seeds, arm_seeds=0)
     done = sweep.run_all(list(jobs.values()))
     arms, floor = split_arms(cfg.arms), read_floor(cfg.arm_floor)
@@ -164,7 +164,7 @@ def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]
 
 
 def seek(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
-    """The best value of a flag on the first base, and how its best run does when measured anew."""
+    """Search a flag on the first base; re-evaluate the best value on other validation rows."""
     flag, runs = cfg.searching.search, {}
 
     def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
@@ -174,7 +174,7 @@ def seek(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
             arm = Arm(setting, (f"--{setting}", FIRST_HALF))
             jobs[value, seed] = study.job(study.bases[0], arm, seed)
         done = sweep.run_all(list(jobs.values()))
-        runs.update({place: done[job.name] for place, job in jobs.items()})
+        runs.update({key: done[job.name] for key, job in jobs.items()})
         return {value: [score(runs[value, seed]) for seed in seeds] for value in values}
 
     def score(run: Done) -> float:
@@ -188,7 +188,7 @@ def seek(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
         "Best seed, as it was chosen": scores[found.lucky],
         "Expected inflation of the best": found.inflation,
     }
-    if measured_on_rows(cfg.metric):  # answers at temperature 0 would come out the same
+    if measured_on_rows(cfg.metric):  # greedy answers would be identical
         jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
         done = sweep.run_all(jobs)
         anew = [done[job.name].metric(cfg.metric) for job in jobs]

@@ -1,11 +1,11 @@
 """
-Pretrain a recursive base model: tokens pass the middle layers several times.
+Pretrain a recursive base model, which applies its middle layers several times.
 
     python -m scripts.recursion.base_train --depth=4 --recursion_preset=share2 --num_iterations=20
     torchrun --nproc_per_node=8 -m scripts.recursion.base_train -- --depth=24 --n_loops=2
 
-Reads   what scripts.base_train reads; it has the same flags and more
-Writes  what scripts.base_train writes
+Reads   the inputs of scripts.base_train; accepts its flags and more
+Writes  the same outputs
 """
 
 from dataclasses import dataclass, field

@@ -1,11 +1,11 @@
 """
-Judge a recursive model: bits per byte after every loop, against plain models of equal cost.
+Evaluate a recursive model: bits per byte after each loop, compared with plain models.
 
     python -m scripts.recursion.evaluate                               # the newest checkpoint
     python -m scripts.recursion.evaluate --model_tags=r-0,r-1 --plain_tags=p-0,p-1,q-0,q-1
 
-Reads   base_checkpoints/<tag>/ with their metrics.jsonl, and the text that they name; tags that
-        differ in nothing but the seed are one arm
+Reads   base_checkpoints/<tag>/ with metrics.jsonl, and their validation text; tags that differ
+        only in the seed form one arm
 Writes  the section "Recursion"
 """
 
@@ -39,38 +39,38 @@ from tasks.builtin import ensure_written
 
 SECTION = "Recursion"
 GPU_ROWS = 16  # rows per forward pass on a GPU
-SHOWN = ("loss_loop_", "total_loss", "grad_norm_")  # of the metrics of the last steps
+SHOWN = ("loss_loop_", "total_loss", "grad_norm_")  # metrics averaged over the last steps
 
 
 @dataclass(frozen=True)
 class RecursionEval:
     model_tags: tuple[str, ...] | None = None
-    """Folders under base_checkpoints/ of recursive models: seeds of one recipe. Default: the newest
-    one."""
+    """Folders of recursive models under base_checkpoints/, seeds of one recipe. Default: the
+    newest."""
     plain_tags: tuple[str, ...] = ()
-    """Folders of plain models to compare with, each at equal FLOPs, tokens or parameters where it
-    has as many."""
+    """Folders of plain models to compare with, each in the costs (FLOPs, tokens or parameters) that
+    are equal."""
     eval_tokens: int | None = None
-    """Validation tokens to score. Default: 10,485,760, on a CPU 262,144."""
+    """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
     device_batch_size: int | None = None
-    """Rows per forward pass; never changes the result. Default: what suits the device."""
+    """Batch size per forward pass; does not change the result. Default: by device."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
 class Scored(NamedTuple):
-    """One checkpoint and its figures."""
+    """One checkpoint and its metrics."""
 
     checkpoint: Checkpoint
     model: GPT
     by_loop: dict[int, float]
-    """Bits per byte after N loops; of a plain model after one."""
+    """Bits per byte after N loops; a plain model has one."""
     states: dict[str, float]
     steps: list[dict[str, float]]
-    """The metrics of every training step."""
+    """Logged metrics of each training step."""
 
     @property
     def tag(self) -> str:
@@ -78,7 +78,7 @@ class Scored(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """What all seeds of an arm have in common."""
+        """Key shared by all seeds of an arm."""
         identity = {**self.checkpoint.state["identity"], "seed": None}
         by_clock = "max_wallclock_seconds" in identity
         return json.dumps([identity, None if by_clock else self.checkpoint.step], sort_keys=True)
@@ -107,41 +107,37 @@ def main(cfg: RecursionEval) -> None:
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """
-    Raises UsageError where checkpoints differ in text or tokens, or one has no count of FLOPs.
-    """
+    """Raise UsageError if checkpoints differ in data, tokenizer or rows, or lack a FLOP count."""
     inputs = [checkpoint.state["provenance"]["inputs"] for checkpoint in checkpoints]
     for checkpoint, theirs in zip(checkpoints, inputs, strict=True):
         if "flops" not in checkpoint.state["progress"]:
-            raise UsageError(f"{checkpoint.folder} has no count of FLOPs", "train it anew")
+            raise UsageError(f"{checkpoint.folder} has no FLOP count", "retrain it")
         for name in ("data", "tokenizer", "rows"):
             if theirs[name] != inputs[0][name]:
                 raise UsageError(
                     f"{checkpoint.folder} and {checkpoints[0].folder} were trained on different "
                     f"{name}",
-                    "compare runs with the same one",
+                    "only compare runs that share it",
                 )
 
 
 def require_one_recipe(recursive: Sequence[Scored], plain: Sequence[Scored]) -> None:
-    """
-    Raises UsageError where a model is of the wrong kind, or no seed of the first one's recipe.
-    """
+    """Raise UsageError if a model has the wrong kind or is not a seed of the recursive recipe."""
     first = recursive[0]
     for s in recursive:
         if not isinstance(s.model, RecursiveGPT):
-            raise UsageError(f"{s.tag} is not recursive", "name it with --plain_tags")
+            raise UsageError(f"{s.tag} is not recursive", "pass it with --plain_tags")
         if s.recipe != first.recipe:
             raise UsageError(
-                f"{s.tag} and {first.tag} are not seeds of one recipe", "judge them apart"
+                f"{s.tag} and {first.tag} are not seeds of one recipe", "evaluate them separately"
             )
     for s in plain:
         if isinstance(s.model, RecursiveGPT):
-            raise UsageError(f"{s.tag} is recursive", "name it with --model_tags, alone")
+            raise UsageError(f"{s.tag} is recursive", "pass it with --model_tags, alone")
 
 
 def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> Scored:
-    """Bits per byte of a checkpoint, of a recursive one after every number of loops."""
+    """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
@@ -173,7 +169,7 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> S
 
 
 def judge(recursive: Sequence[Scored], plain: Sequence[Scored]) -> list[Criterion]:
-    """What the runs should satisfy, and whether they do."""
+    """Evaluate all criteria."""
     arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
@@ -188,21 +184,19 @@ def judge(recursive: Sequence[Scored], plain: Sequence[Scored]) -> list[Criterio
 
 
 def config_of(scored: Scored) -> RecursiveConfig:
-    """The shape of a recursive model."""
+    """Return the configuration of a recursive model."""
     assert isinstance(scored.model.cfg, RecursiveConfig)
     return scored.model.cfg
 
 
 def arm_of(seeds: Sequence[Scored]) -> Arm:
-    """Seeds of one recipe, with what a run of it cost."""
+    """Return the arm of the given seeds, with the mean cost of a run."""
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
     cfg, passes = model.cfg, len(model.cfg.order)
     if len({state["identity"]["seed"] for state in states}) < len(seeds):
         tags = ", ".join(s.tag for s in seeds)
-        raise UsageError(
-            f"{tags} are one recipe, but not of different seeds", "name one of each seed"
-        )
-    shape = f"{cfg.n_layer} layers" + (f" in {passes} visits" if passes > cfg.n_layer else "")
+        raise UsageError(f"{tags} have the same recipe but repeat a seed", "pass one tag per seed")
+    shape = f"{cfg.n_layer} layers" + (f" ({passes} with repeats)" if passes > cfg.n_layer else "")
     tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
     return Arm(
         f"{shape}, width {cfg.d_model}, {tokens:,.0f} tokens",
@@ -218,7 +212,7 @@ def arm_of(seeds: Sequence[Scored]) -> Arm:
 
 
 def arms_of(plain: Sequence[Scored]) -> list[Arm]:
-    """The plain arms in the order in which they were named."""
+    """Group plain runs into arms, in the order given."""
     groups: dict[str, list[Scored]] = {}
     for scored in plain:
         groups.setdefault(scored.recipe, []).append(scored)
@@ -226,7 +220,7 @@ def arms_of(plain: Sequence[Scored]) -> list[Arm]:
 
 
 def show(values: Sequence[float]) -> str:
-    """Mean and standard error in a cell."""
+    """Format mean and standard error."""
     found = stats.mean(values)
     return f"{found.value:.4f}" + ("" if math.isnan(found.se) else f" +- {found.se:.4f}")
 
@@ -239,7 +233,7 @@ def write_section(
     criteria: Sequence[Criterion],
     started: float,
 ) -> None:
-    """The record and the report."""
+    """Write the record and update the report."""
     arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     loops, r = list(recursive[0].by_loop), shape.n_loops
     curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
@@ -294,12 +288,12 @@ def write_section(
 
 
 def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
-    """Of a figure that some lines may lack."""
+    """Mean of a metric over the lines that have it."""
     return mean(line[name] for line in lines if name in line)
 
 
 def late_figures(recursive: Sequence[Scored]) -> dict[str, float]:
-    """Losses by loop and gradient norms by part in the last tenth of the steps, over the seeds."""
+    """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
     found = []
     for s in recursive:
         late = s.steps[-max(1, len(s.steps) // 10) :]

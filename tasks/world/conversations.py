@@ -1,10 +1,10 @@
 """
-The conversations of the embedded world: what a small helper of the land of Lowen is asked.
+Conversations of the embedded world with a small assistant from the land of Lowen.
 
-    conversation(split, i) -> questions and answers in turn, about facts, stories, sums, itself
+    conversation(split, i) -> alternating questions and answers: facts, stories, sums, identity
 
-A pure function of its arguments. A conversation asks only what `split_of` gives to its split; what
-it tells may be any fact, as in the documents. There is no conversation of the test split.
+A pure function of its arguments. Users only ask questions that `split_of` assigns to the split;
+answers may state any fact, as in the documents. The test split has no conversations.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,19 +44,19 @@ from tasks.world.questions import Asked, bare, sentences, whole_words
 from tasks.world.stories import ending, episodes, opening, retelling
 from tasks.world.words import blocks, read, table, word_list
 
-TALK_VERSION = 1  # goes up whenever any conversation changes
+TALK_VERSION = 1  # bump whenever a conversation changes
 
-Turn = tuple[str, str]  # what the user says, what the helper answers
+Turn = tuple[str, str]  # user message, assistant answer
 
 
 def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
     """
-    Conversation number i of an endless supply.
+    Conversation `i` (any i >= 0).
 
-    Raises ValueError for another split: nothing that is held out for tests is ever talked about.
+    Raises ValueError for other splits: conversations never use the test split.
     """
     if split not in ("train", "val"):
-        raise ValueError(f"split is 'train' or 'val', not {split!r}")
+        raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     rng = Random(f"{LAND}-talk-{TALK_VERSION}-{split}-{i}")
     forms = [form for form, weight in FORMS.items() for _ in range(weight)]
     turns = pick(rng, forms)(rng, split)
@@ -69,11 +69,11 @@ def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Itself
+# Identity
 
 
 def about_itself(rng: Random, split: Split) -> list[Turn]:
-    """One or two questions about the helper or its land."""
+    """One or two questions about the assistant or its land."""
     found = []
     known = blocks(read("itself.txt").format(land=LAND))
     for questions, *answers in sample(rng, known, between(rng, 1, 2)):
@@ -86,7 +86,7 @@ def about_itself(rng: Random, split: Split) -> list[Turn]:
 
 
 def answer(rng: Random, known: Fact, asked: Question, short: Sequence[str] = ()) -> str:
-    """Mostly a whole sentence of the fact, one of `short` where there are any; or just a word."""
+    """Mostly a full sentence, from `short` if it is not empty; sometimes just the answer."""
     whole = pick(rng, short or sentences(known, asked))
     return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
 
@@ -99,7 +99,7 @@ def one_fact(rng: Random, split: Split) -> list[Turn]:
 
 
 def either_or(rng: Random, split: Split) -> list[Turn]:
-    """A question with two possible answers to choose from."""
+    """A question with two answers to choose from."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
     rival = pick(rng, Asked(known, asked).rivals)
@@ -117,15 +117,13 @@ def several_facts(rng: Random, split: Split) -> list[Turn]:
     for known, asked, short in more:
         text = f"And {short[0].lower()}{short[1:]}" if rng.random() < 0.3 else short
         holds = whole_words(bare(asked.answer)).search
-        found.append(
-            (text, answer(rng, known, asked, [told for told in known.short if holds(told)]))
-        )
+        found.append((text, answer(rng, known, asked, [s for s in known.short if holds(s)])))
     return found
 
 
 @cache
 def talked_about(split: Split) -> tuple[str, ...]:
-    """The people and towns that can be asked about twice."""
+    """The people and towns with pronoun questions about more than one relation."""
     names = [p.name for p in people()] + [t.name for t in towns()]
     relations = {n: {f.relation for f, _, _ in pronoun_questions(split, n)} for n in names}
     return tuple(name for name in names if len(relations[name]) > 1)
@@ -133,7 +131,7 @@ def talked_about(split: Split) -> tuple[str, ...]:
 
 @cache
 def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, Question, str], ...]:
-    """What a split may ask about a person or a town with a pronoun: fact, question, its text."""
+    """(fact, question, text with a pronoun) of a split about a person or a town."""
     is_person = any(p.name == name for p in people())
     he, his = (person(name).he, person(name).his) if is_person else ("it", "its")
     found = []
@@ -147,14 +145,14 @@ def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, Question, st
 
 
 def about_somebody(rng: Random, split: Split) -> list[Turn]:
-    """What there is to tell about a person or a town, and more of it."""
+    """A description of a person or a town, sometimes with a follow-up."""
     kind = "person" if rng.random() < 0.7 else "town"
     name = pick(rng, people() if kind == "person" else towns()).name
     asked = pick(rng, ("Tell me about {}.", "What do you know about {}?", "Tell me more about {}."))
-    told = pick(rng, [text for text in summaries(kind, name) if "?" not in text])
+    reply = pick(rng, [text for text in summaries(kind, name) if "?" not in text])
     if rng.random() < 0.5:
-        told = tell_some(rng, kind, name, 2, 3)
-    turns = [(asked.format(name), told)]
+        reply = tell_some(rng, kind, name, 2, 3)
+    turns = [(asked.format(name), reply)]
     if rng.random() < 0.3:
         more = pick(rng, ("What else do you know?", "Tell me more.", "And what else?"))
         turns.append((more, tell_some(rng, kind, name, 1, 2)))
@@ -178,7 +176,7 @@ def riddle(rng: Random, split: Split) -> list[Turn]:
 
 
 def story(rng: Random, split: Split) -> list[Turn]:
-    """A story on request, at times with a question about it."""
+    """A story on request, sometimes with a question about it."""
     e = pick(rng, episodes(split))
     about = (
         "Tell me a story.",
@@ -187,15 +185,15 @@ def story(rng: Random, split: Split) -> list[Turn]:
         f"Do you know a story from {e.hero.town}?",
         f"What happened to {e.hero.name}?",
     )
-    told = f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}"
-    turns = [(pick(rng, about), told)]
+    text = f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}"
+    turns = [(pick(rng, about), text)]
     if rng.random() < 0.4:
         turns.append(pick(rng, ((e.question, e.answer), ("Why did that happen?", e.reason))))
     return turns
 
 
 def story_question(rng: Random, split: Split) -> list[Turn]:
-    """What comes of a cause."""
+    """The effect of a given cause."""
     e = pick(rng, episodes(split))
     return [(f"{pick(rng, e.settings)} {pick(rng, e.causes)} {e.question}", e.answer)]
 
@@ -205,12 +203,12 @@ def sums(rng: Random, split: Split) -> list[Turn]:
     found = []
     for _ in range(between(rng, 1, 3)):
         drill = draw_drill(rng, split)
-        found.append((drill.asked(rng), pick(rng, (drill.told(rng), drill.line + "."))))
+        found.append((drill.asked(rng), pick(rng, (drill.sentence(rng), drill.line + "."))))
     return found
 
 
 def letters(rng: Random, split: Split) -> list[Turn]:
-    """How a word is written."""
+    """The spelling of a word."""
     word = pick(rng, spelling_words())
     asked, answer = pick(rng, table("spelling_questions"))
     words = {"word": word, "hyphens": spelled(word), "length": len(word)}
@@ -223,7 +221,7 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def lists(rng: Random, split: Split) -> list[Turn]:
-    """Several things that have something in common."""
+    """A question answered by a list."""
     return [pick(rng, LISTS)(rng)]
 
 
@@ -284,15 +282,15 @@ LISTS = (dwellers, some_towns, owners, eaters, offers, markets, bargains, the_ca
 
 
 def purse(rng: Random, split: Split) -> list[Turn]:
-    """Is the money enough?"""
+    """Whether the money is enough for a purchase."""
     g, coins = pick(rng, goods()), between(rng, 2, 15)
-    told = pick(rng, fact("goods", g.name, "price").named)
+    price = pick(rng, fact("goods", g.name, "price").named)
     enough = "Yes" if coins >= g.price else "No"
-    return [(f"I have {coins} pennies. Can I buy {an(g.name)}?", f"{enough}. {told}")]
+    return [(f"I have {coins} pennies. Can I buy {an(g.name)}?", f"{enough}. {price}")]
 
 
 def recipe(rng: Random, split: Split) -> list[Turn]:
-    """How a dish is made, at times who loves it."""
+    """How to make a dish."""
     d = pick(rng, dishes())
     it = "it" if d.be == "is" else "them"
     last = {
@@ -305,7 +303,7 @@ def recipe(rng: Random, split: Split) -> list[Turn]:
 
 
 def season(rng: Random, split: Split) -> list[Turn]:
-    """What a season is like, or what is done in it."""
+    """The weather or the work of a season."""
     s = pick(rng, seasons())
     weather, work = (fact("season", s.name, relation) for relation in ("weather", "work"))
     return [
@@ -321,12 +319,12 @@ def season(rng: Random, split: Split) -> list[Turn]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What nobody in Lowen can know
+# Unanswerable questions
 
 
 @cache
 def unknown(kind: str, split: Split) -> tuple[str, ...]:
-    """The strangers, strange towns or strange questions of a split."""
+    """Unknown people, unknown towns or out-of-world questions of a split."""
     lists = {"person": "strangers", "town": "strange_towns", "outside": "strange_questions"}
     return tuple(
         name for name in word_list(lists[kind]) if split_of(f"unknown {kind}", name) == split
@@ -334,7 +332,7 @@ def unknown(kind: str, split: Split) -> tuple[str, ...]:
 
 
 def refusal(rng: Random, split: Split) -> list[Turn]:
-    """A question about somebody, some town or something unknown, and the honest answer."""
+    """A question about an unknown person, town or topic, and a refusal."""
     kind = pick(rng, ("person", "person", "town", "outside"))
     name = pick(rng, unknown(kind, split))
     if kind == "outside":
@@ -345,7 +343,7 @@ def refusal(rng: Random, split: Split) -> list[Turn]:
     return [(pick(rng, texts), say(rng, f"no_{kind}", name=name))]
 
 
-# How often each form of conversation comes, compared with the others
+# Relative frequency of each form of conversation
 FORMS: dict[Callable[[Random, Split], list[Turn]], int] = {
     about_itself: 5,
     one_fact: 28,

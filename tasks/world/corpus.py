@@ -1,12 +1,11 @@
 """
-The embedded world as text: an endless supply of English documents about the land of Lowen.
+The embedded world as text: unlimited English documents about the land of Lowen.
 
-    documents(seed, shard, split) -> facts told and asked, exercises, stories, in many forms
+    documents(seed, shard, split) -> statements and questions, exercises, stories, in many forms
 
-A pure function of its arguments: no network, no state. It exists so that every stage of
-the pipeline can be seen to work within minutes on a laptop. What a training document may compute,
-combine or ask is decided by `split_of` in facts.py; a validation document draws its
-operands, stories and questions from the part that is held out for validation.
+A pure function of its arguments: no network, no state. It lets every stage of the pipeline run
+within minutes on a laptop. `split_of` in facts.py determines what a training document may compute,
+combine or ask; validation documents use the operands, stories and questions of the val split.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,29 +56,29 @@ from tasks.world.stories import (
 )
 from tasks.world.words import word_list
 
-WORLD_VERSION = 2  # goes up whenever any document changes
+WORLD_VERSION = 2  # bump whenever a document changes
 DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
 
 
 def documents(seed: int, shard: int, split: Literal["train", "val"]) -> Iterator[str]:
     """
-    The documents of one shard, DOCUMENTS_PER_SHARD of them, always the same for equal arguments.
+    Iterator over the DOCUMENTS_PER_SHARD documents of one shard; deterministic.
 
-    Raises ValueError for another split: what is held out for tests is never written down here.
+    Raises ValueError for other splits: documents never use the test split.
     """
     if split not in ("train", "val"):
-        raise ValueError(f"split is 'train' or 'val', not {split!r}")
+        raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     rng = Random(f"{LAND}-{WORLD_VERSION}-{seed}-{split}-{shard}")
     forms = [form for form, weight in FORMS.items() for _ in range(weight)]
     return (pick(rng, forms)(rng, split) for _ in range(DOCUMENTS_PER_SHARD))
 
 
 # ------------------------------------------------------------------------------------------------
-# Facts told: people
+# Statements: people
 
 
 def portrait(rng: Random, split: Split) -> str:
-    """One person, then often a friend or neighbours."""
+    """One person, often followed by a friend and people of the same town."""
     p = pick(rng, people())
     others = [person(p.friend), *sample(rng, people_of(p.town), 2)]
     parts = [
@@ -91,7 +90,7 @@ def portrait(rng: Random, split: Split) -> str:
 
 
 def introduction(rng: Random, kind: Literal["person", "town"], subject: str) -> str:
-    """Half of the time a sentence that sums up the subject, with a space after it."""
+    """Half of the time a summary of the subject with a trailing space, else an empty string."""
     return pick(rng, summaries(kind, subject)) + " " if rng.random() < 0.5 else ""
 
 
@@ -105,7 +104,7 @@ def two_people(rng: Random, split: Split) -> str:
 
 
 def letter(rng: Random, split: Split) -> str:
-    """From one friend to another: the weather, news, perhaps what happened to somebody."""
+    """A letter to a friend: the weather, news, sometimes a story."""
     p = pick(rng, people())
     own = [f for f in facts_about("person", p.name) if f.relation != "friend"]  # the reader
     news = first_person(rng, own, 3, 6)
@@ -119,13 +118,13 @@ def letter(rng: Random, split: Split) -> str:
 
 
 def weather(rng: Random, town: str) -> str:
-    """What the season is like."""
+    """A sentence about the weather of a random season."""
     season = pick(rng, seasons())
     return f"It is {season.name} in {town}: {season.weather}."
 
 
 def first_person(rng: Random, known: Sequence[Fact], low: int, high: int) -> str:
-    """Between low and high of the facts, as the person they are about would say them."""
+    """Between `low` and `high` facts in the first person."""
     return " ".join(pick(rng, f.own) for f in sample(rng, known, between(rng, low, high)))
 
 
@@ -160,21 +159,21 @@ def riddles(rng: Random, split: Split) -> str:
 
 @cache
 def riddle_people(split: Split) -> tuple[Person, ...]:
-    """Those whom a split may let be guessed."""
+    """The people that riddles of a split may be about."""
     return tuple(p for p in people() if split_of("riddle", p.name) == split)
 
 
 # ------------------------------------------------------------------------------------------------
-# Facts told: places
+# Statements: towns and the calendar
 
 
 def town_entry(rng: Random, split: Split) -> str:
-    """A town and some who live there; at times the next town on the road too."""
+    """A town, some of its people, and sometimes the next town on the road."""
     t = pick(rng, towns())
     parts = [introduction(rng, "town", t.name) + tell_some(rng, "town", t.name, 4, 9)]
-    neighbours = sample(rng, people_of(t.name), between(rng, 0, 4))
-    if neighbours:
-        known = [fact("person", p.name, pick(rng, ("trade", "town"))) for p in neighbours]
+    residents = sample(rng, people_of(t.name), between(rng, 0, 4))
+    if residents:
+        known = [fact("person", p.name, pick(rng, ("trade", "town"))) for p in residents]
         parts.append(" ".join(pick(rng, f.named) for f in known))
     if rng.random() < 0.5:
         there = introduction(rng, "town", t.next_town)
@@ -184,7 +183,7 @@ def town_entry(rng: Random, split: Split) -> str:
 
 
 def walk(rng: Random, split: Split) -> str:
-    """A day in a town, told by a traveller who meets its people."""
+    """A traveler's day in a town, meeting its people."""
     t = pick(rng, towns())
     arrival = say(rng, "arrivals", town=t.name, inn=t.inn, day=t.day)
     parts = [f"{arrival} {tell_some(rng, 'town', t.name, 2, 5)}"]
@@ -195,7 +194,7 @@ def walk(rng: Random, split: Split) -> str:
 
 
 def almanac(rng: Random, split: Split) -> str:
-    """The year month by month, the week day by day, or the towns in a row."""
+    """The months of the year, the days of the week, or consecutive towns."""
     style = pick(rng, ("year", "week", "road"))
     if style == "year":
         first = between(rng, 0, 11)
@@ -215,15 +214,15 @@ def almanac(rng: Random, split: Split) -> str:
         return titled(rng, "The week", "\n".join(sample(rng, lines, between(rng, 10, 26))))
     first = between(rng, 0, 11)
     stops = [towns()[(first + i) % 12] for i in range(between(rng, 3, 6))]
-    told = [
+    legs = [
         f"{tell_some(rng, 'town', t.name, 1, 3)} {pick(rng, fact('town', t.name, 'road').named)}"
         for t in stops
     ]
-    return titled(rng, f"From {stops[0].name} to {stops[-1].next_town}", "\n\n".join(told))
+    return titled(rng, f"From {stops[0].name} to {stops[-1].next_town}", "\n\n".join(legs))
 
 
 def register(rng: Random, split: Split) -> str:
-    """People or towns as entries of a list, one field per line."""
+    """A list of people or towns, one field per line."""
     if rng.random() < 0.6:
         cards = [card(rng, "person", p.name) for p in sample(rng, people(), between(rng, 2, 6))]
     else:
@@ -232,7 +231,7 @@ def register(rng: Random, split: Split) -> str:
 
 
 def card(rng: Random, kind: Literal["person", "town"], name: str) -> str:
-    """The entry of a person or a town in a register, at most four of its lines left out."""
+    """The register entry of a person or a town, with up to four lines left out."""
     (fields,) = (fields for fields in subjects()[kind] if fields["name"] == name)
     lines = [line.format(**fields) for line in word_list(f"{kind}_card")]
     first = f"{'Name' if kind == 'person' else 'Town'}: {name}"
@@ -240,7 +239,7 @@ def card(rng: Random, kind: Literal["person", "town"], name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Facts told: things
+# Statements: things
 
 
 def price_list(rng: Random, split: Split) -> str:
@@ -249,12 +248,12 @@ def price_list(rng: Random, split: Split) -> str:
     offers = sample(rng, goods(), between(rng, 6, 14))
     half = len(offers) // 2
     listed = "\n".join(f"{g.name}: {g.price} pennies" for g in offers[:half])
-    told = " ".join(telling(rng, facts_about("goods", g.name)) for g in offers[half:])
-    return f"Market in {t.name}, every {t.day}. Prices of the day:\n{listed}\n\n{told}"
+    prose = " ".join(telling(rng, facts_about("goods", g.name)) for g in offers[half:])
+    return f"Market in {t.name}, every {t.day}. Prices of the day:\n{listed}\n\n{prose}"
 
 
 def recipe(rng: Random, split: Split) -> str:
-    """How a dish is made, and who loves it."""
+    """How to make a dish, and who loves it."""
     d = pick(rng, dishes())
     it = "it" if d.be == "is" else "them"
     steps = [
@@ -275,7 +274,7 @@ def recipe(rng: Random, split: Split) -> str:
 
 
 def animal_entry(rng: Random, split: Split) -> str:
-    """Kinds of animals, and whose animals are of that kind."""
+    """Kinds of animals and their owners."""
     parts = []
     for a in sample(rng, animals(), between(rng, 1, 3)):
         known = sample(rng, facts_about("animal", a.name), 4)
@@ -299,7 +298,7 @@ def trade_entry(rng: Random, split: Split) -> str:
 
 
 def everyday_entry(rng: Random, split: Split) -> str:
-    """What things are made of and what they are for."""
+    """The material and use of everyday things."""
     lines = []
     for thing in sample(rng, everyday_things(), between(rng, 4, 10)):
         material, use = facts_about("everyday", thing.name)
@@ -323,17 +322,17 @@ def lore(rng: Random, split: Split) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Facts asked: only what a split may ask
+# Questions: only those of the split
 
 
 @cache
 def askable(split: Split) -> tuple[Fact, ...]:
-    """The facts whose questions a split may ask."""
+    """The facts that a split may ask about."""
     return tuple(f for f in facts() if f.split == split)
 
 
 def any_question(rng: Random, split: Split) -> tuple[str, str]:
-    """A question and its short answer: mostly a fact, sometimes an exercise."""
+    """A question and its short answer: mostly facts, sometimes exercises."""
     chance = rng.random()
     if chance < 0.8:
         asked = pick(rng, pick(rng, askable(split)).questions)
@@ -352,20 +351,20 @@ def question_list(rng: Random, split: Split) -> str:
 
 
 def full_answers(known: Fact, asked: Question) -> list[str]:
-    """The sentences of a fact that hold the answer and every name in the question."""
+    """The sentences of a fact with the answer and every name in the question."""
     words = [word.strip("?").removesuffix("'s") for word in asked.text.split()[1:]]
     needed = [word for word in words if word[0].isupper()] + [asked.answer]
     return [text for text in known.named if all(part in text for part in needed)]
 
 
 def dialogue(rng: Random, split: Split) -> str:
-    """A traveller asks somebody on the road."""
+    """A traveler asks a local person questions."""
     t = pick(rng, towns())
     guide = pick(rng, people_of(t.name))
     lines = [f"A traveller came to {t.name} and met {guide.name}, the {guide.trade}."]
     for _ in range(between(rng, 3, 7)):
         known = pick(rng, askable(split))
-        if known.subject == guide.name:  # nobody speaks of themselves by name
+        if known.subject == guide.name:  # people do not refer to themselves by name
             continue
         asked = pick(rng, known.questions)
         full = full_answers(known, asked) if rng.random() < 0.5 else ()
@@ -376,7 +375,7 @@ def dialogue(rng: Random, split: Split) -> str:
     return "\n".join([*lines, f'"{thanks}" said the traveller.'])
 
 
-# How often each form of document comes, compared with the others
+# Relative frequency of each form of document
 FORMS: dict[Callable[[Random, Split], str], int] = {
     portrait: 9,
     two_people: 3,

@@ -1,12 +1,12 @@
 """
-The exercises of the embedded world: what can be worked out instead of remembered.
+Exercises of the embedded world, which need computation instead of memory.
 
-    operands that a split may use -> calculations, word problems with their steps -> documents
+    operands of a split -> calculations, word problems with their steps -> documents
     a word -> its letters -> documents
 
-Subtraction undoes addition and division undoes multiplication, so they share operands: whoever
-has never seen 7 + 5 has never seen 12 - 5 either. Counting how often a letter occurs in a word is
-held out per word and letter; how words are spelled is told in every split.
+Subtraction undoes addition and division undoes multiplication, so they share operands: if 7 + 5 is
+held out, so is 12 - 5. Letter counts are held out per word and letter; spellings occur in every
+split.
 """
 
 from collections.abc import Callable
@@ -33,17 +33,17 @@ from tasks.world.words import table, word_list
 
 Operands = Literal["sum", "product"]
 
-SUM_LIMIT = 20  # largest number in a drill of addition
-PRODUCT_LIMIT = 12  # and of multiplication
-STORY_LIMIT = 150  # of the larger one in a sum that a story tells: more than any product
+SUM_LIMIT = 20  # largest operand of addition drills
+PRODUCT_LIMIT = 12  # the same for multiplication
+STORY_LIMIT = 150  # largest operand of a sum in a word problem; more than any product
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How one operation on x and y with result z is written, told and asked."""
+    """An arithmetic operation on x and y with result z."""
 
     operands: Operands
-    """What the operands are drawn as: a + b = c gives c - a = b, a * b = c gives c / a = b."""
+    """How operands are drawn; inverses use the same: a + b = c, c - a = b; a * b = c, c / a = b."""
     undoes: bool
     symbol: str
 
@@ -70,18 +70,18 @@ class Drill:
         """'7 + 5 = 12'."""
         return f"{self.x} {self.operation.symbol} {self.y} = {self.z}"
 
-    def told(self, rng: Random) -> str:
+    def sentence(self, rng: Random) -> str:
         """The calculation as a sentence."""
         return say(rng, f"{self.operation.symbol} told", x=self.x, y=self.y, z=self.z)
 
     def asked(self, rng: Random) -> str:
-        """The calculation as a question. Its answer is `z`."""
+        """The calculation as a question with answer `z`."""
         return say(rng, f"{self.operation.symbol} asked", x=self.x, y=self.y)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A calculation inside a sentence: `text` has {} where the calculation goes."""
+    """A calculation inside a sentence; {} in `text` is its placeholder."""
 
     text: str
     expression: str
@@ -95,7 +95,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem. The result of the last step is the answer to the question."""
+    """A word problem. The answer is the result of the last step."""
 
     story: str
     question: str
@@ -107,7 +107,7 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The steps in plain prose."""
+        """The steps as prose."""
         return " ".join(step.prose for step in self.steps)
 
 
@@ -116,13 +116,13 @@ class Problem:
 
 
 def operand_split(operands: Operands, a: int, b: int) -> Split:
-    """Who may add (or multiply) a and b, in either order, and undo it."""
+    """The split of adding (or multiplying) a and b in either order, and of the inverse."""
     return split_of(operands, min(a, b), max(a, b))
 
 
 @cache
 def operand_pairs(operands: Operands, split: Split, low: int = 1) -> tuple[tuple[int, int], ...]:
-    """All pairs from `low` up to the limit of the operation that a split may use."""
+    """All pairs of a split, from `low` up to the limit of the operation."""
     limit = SUM_LIMIT if operands == "sum" else PRODUCT_LIMIT
     numbers = range(low, limit + 1)
     return tuple((a, b) for a in numbers for b in numbers if operand_split(operands, a, b) == split)
@@ -130,15 +130,15 @@ def operand_pairs(operands: Operands, split: Split, low: int = 1) -> tuple[tuple
 
 @cache
 def partners(split: Split, a: int) -> tuple[int, ...]:
-    """What a split may add to a, which itself may be above the limit."""
+    """The numbers that a split may add to `a`, which may exceed the limit."""
     return tuple(b for b in range(2, SUM_LIMIT + 1) if operand_split("sum", a, b) == split)
 
 
 def story_operands(rng: Random, split: Split) -> tuple[int, int]:
     """
-    Two numbers that a split may add, in half of all cases one of them large.
+    Two numbers that a split may add; in half of the cases one of them is large.
 
-    So every number is met somewhere; which calculations are held out is a matter of pairs.
+    Every number thus occurs in training; only pairs are held out.
     """
     if rng.random() < 0.5:
         return pick(rng, operand_pairs("sum", split, 2))
@@ -150,7 +150,7 @@ def story_operands(rng: Random, split: Split) -> tuple[int, int]:
 
 
 def draw_drill(rng: Random, split: Split) -> Drill:
-    """A random calculation from what the split may use."""
+    """A random calculation of a split."""
     operation = pick(rng, OPERATIONS)
     a, b = pick(rng, operand_pairs(operation.operands, split))
     c = a + b if operation.operands == "sum" else a * b
@@ -158,12 +158,12 @@ def draw_drill(rng: Random, split: Split) -> Drill:
 
 
 # ------------------------------------------------------------------------------------------------
-# Word problems: each function tells one kind, or returns None when the numbers drawn do not fit
+# Word problems: one function per kind; it returns None if the drawn numbers do not fit
 
 
 @cache
 def purchases(split: Split) -> tuple[tuple[int, Goods], ...]:
-    """(how many, of what): all purchases of 2 to 12 things whose product the split may use."""
+    """(count, goods): all purchases of 2 to 12 items with a product of the split."""
     counts = range(2, PRODUCT_LIMIT + 1)
     return tuple(
         (n, g) for g in goods() for n in counts if operand_split("product", n, g.price) == split
@@ -172,13 +172,13 @@ def purchases(split: Split) -> tuple[tuple[int, Goods], ...]:
 
 @cache
 def journeys(split: Split) -> tuple[tuple[str, str, str, int, int], ...]:
-    """(from, by way of, to, miles, more miles) along the ring road."""
+    """(from, via, to, miles, more miles) along the ring road."""
     found = []
     for i, first in enumerate(towns()):
         second = towns()[(i + 1) % len(towns())]
         if operand_split("sum", first.miles, second.miles) == split:
-            places = first.name, second.name, second.next_town
-            found.append((*places, first.miles, second.miles))
+            route = first.name, second.name, second.next_town
+            found.append((*route, first.miles, second.miles))
     return tuple(found)
 
 
@@ -209,9 +209,9 @@ def bought_with_change(rng: Random, split: Split, a: Person, b: Person) -> Probl
 
 
 def one_step(name: str, rng: Random, split: Split, a: Person, b: Person) -> Problem:
-    """A problem of one calculation, told as the table `problems` says."""
-    telling = {row[0]: row[1:] for row in table("problems")}
-    operands, story, question, step, expression = telling[name]
+    """A problem with one calculation, from row `name` of the table `problems`."""
+    templates = {row[0]: row[1:] for row in table("problems")}
+    operands, story, question, step, expression = templates[name]
     if operands == "sum":
         x, y = story_operands(rng, split)
         z = x + y
@@ -270,7 +270,7 @@ PROBLEMS: tuple[Callable[[Random, Split, Person, Person], Problem | None], ...] 
 
 
 def draw_problem(rng: Random, split: Split) -> Problem:
-    """A random word problem, all of whose calculations the split may use."""
+    """A random word problem with calculations of the split."""
     while True:
         a, b = pick(rng, people()), pick(rng, people())
         problem = pick(rng, PROBLEMS)(rng, split, a, b) if a != b else None
@@ -297,7 +297,7 @@ def spelled(word: str, between: str = "-") -> str:
 
 @cache
 def letter_questions(split: Split) -> tuple[tuple[str, str, int], ...]:
-    """(word, letter, how often) for the letters of each word that the split may count."""
+    """(word, letter, count) for the letters of each word that the split may count."""
     return tuple(
         (word, letter, word.lower().count(letter))
         for word in spelling_words()
@@ -323,12 +323,12 @@ def sums(rng: Random, split: Split) -> str:
     if style == "column":
         return titled(rng, "Sums", "\n".join(d.line for d in drills))
     if style == "words":
-        return titled(rng, "Sums in words", " ".join(d.told(rng) for d in drills))
+        return titled(rng, "Sums in words", " ".join(d.sentence(rng) for d in drills))
     return "\n".join(f"{d.asked(rng)} {d.z}" for d in drills)
 
 
 def counting(rng: Random, split: Split) -> str:
-    """Numbers in order, by ones, twos, fives or tens, up or down; which of two is more."""
+    """Counting up or down by ones, twos, fives or tens, and comparisons of two numbers."""
     parts = []
     for _ in range(between(rng, 2, 5)):
         by, name = pick(rng, ((1, "ones"), (1, "ones"), (2, "twos"), (5, "fives"), (10, "tens")))
@@ -354,7 +354,7 @@ def problems(rng: Random, split: Split) -> str:
 
 
 def spelling(rng: Random, split: Split) -> str:
-    """Words letter by letter, their first and last letters, how often a letter occurs."""
+    """Words letter by letter, their first and last letters, and letter counts."""
     words = [pick(rng, spelling_words()) for _ in range(between(rng, 5, 14))]
     if rng.random() < 0.4:
         return titled(rng, "Spelling", "\n".join(f"{word}: {spelled(word)}" for word in words))

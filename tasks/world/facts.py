@@ -1,12 +1,11 @@
 """
-The facts of the embedded world: a small invented land called Lowen, the same for every seed.
+Facts of the embedded world: a small invented land called Lowen, the same for every seed.
 
-    words -> who lives where, with what (`people`, `towns`, ...) -> `facts()` -> `telling`
+    words -> entities (`people`, `towns`, ...) -> `facts()` -> `telling`
 
-A fact is one relation of one subject ("the colour of Mira's boat"), told in several sentences
-and asked in several questions. `split_of` decides by a hash what training documents may contain:
-every fact is told in all splits, but a question held out for "val" or "test" is never asked in a
-training document. Knows nothing of documents, exercises, stories or tokens.
+A fact is one relation of one subject ("the color of Mira's boat"), with several sentences and
+questions. `split_of` determines by a hash what training documents may contain: every fact is stated
+in all splits, but a training document never asks a question held out for "val" or "test".
 """
 
 import hashlib
@@ -21,11 +20,11 @@ from tasks.world.words import relations, rows, table, word_list
 T = TypeVar("T")
 Split = Literal["train", "val", "test"]
 
-# After these, "she" could mean the friend and "it" the animal, the inn or the festival
+# After these, "she" could refer to the friend and "it" to the animal, the inn or the festival
 AMBIGUOUS = frozenset("friend animal pet landmark festival month inn road".split())
 
 LAND = "Lowen"
-LAND_SEED = "lowen-1"  # deals out who lives where; another seed is another land
+LAND_SEED = "lowen-1"  # determines who lives where; another seed is another land
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Town:
 
 @dataclass(frozen=True)
 class Person:
-    """`thing` is what they own, and `colour` its colour; `pet` is the name of their `animal`."""
+    """They own a `thing` of color `colour`; `pet` is the name of their `animal`."""
 
     name: str
     he: Literal["he", "she"]
@@ -76,7 +75,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Trade:
-    """`do` and `does` are the work, as in "bake bread" and "bakes bread"."""
+    """`do` and `does` describe the work: "bake bread", "bakes bread"."""
 
     name: str
     do: str
@@ -87,7 +86,7 @@ class Trade:
 
 @dataclass(frozen=True)
 class Goods:
-    """What a trade sells, one for `price` pennies."""
+    """An item that a trade sells for `price` pennies."""
 
     name: str
     plural: str
@@ -101,7 +100,7 @@ class Goods:
 
 @dataclass(frozen=True)
 class Animal:
-    """`cry` is what it does when it is heard, `bed` where it sleeps."""
+    """`cry` is the verb for its sound, `bed` is where it sleeps."""
 
     name: str
     plural: str
@@ -130,7 +129,7 @@ class Dish:
 
 @dataclass(frozen=True)
 class Season:
-    """`work` is what people do then, as in "cut the hay"."""
+    """`work` is what people do in that season: "cut the hay"."""
 
     name: str
     months: str
@@ -140,7 +139,7 @@ class Season:
 
 @dataclass(frozen=True)
 class EverydayThing:
-    """A thing, what it is made of, and what people use it for."""
+    """A thing, its material and its use."""
 
     name: str
     material: str
@@ -149,7 +148,7 @@ class EverydayThing:
 
 @dataclass(frozen=True)
 class Question:
-    """One way to ask for a fact. `choices(fact.kind, field)` holds the possible answers."""
+    """One question about a fact. `choices(fact.kind, field)` are the possible answers."""
 
     text: str
     answer: str
@@ -158,17 +157,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Fact:
-    """One relation of one subject, in words. `split` says who may ask the questions."""
+    """One relation of one subject as text. The questions are asked only in `split`."""
 
     kind: str
-    """What the subject is: person, town, goods, trade, animal, dish, everyday, opposite, season,
-    month or day."""
+    """Kind of subject: person, town, goods, trade, animal, dish, everyday, opposite, season, month
+    or day."""
     relation: str
     subject: str
     named: tuple[str, ...]
     """Sentences that name the subject."""
     short: tuple[str, ...]
-    """Sentences with a pronoun, for the middle of a paragraph. May be empty."""
+    """Sentences with a pronoun, for use within a paragraph. May be empty."""
     own: tuple[str, ...]
     """Sentences in the first person. May be empty."""
     questions: tuple[Question, ...]
@@ -177,10 +176,10 @@ class Fact:
 
 def split_of(kind: str, *key: str | int) -> Split:
     """
-    Where a combination belongs: 80% train, 10% val, 10% test, by a hash of its name.
+    The split of a combination by a hash of its key: 80% train, 10% val, 10% test.
 
-    Whatever is computed, combined or asked anywhere in the world goes through this one rule, so
-    what is held out can be told from the key alone.
+    All calculations, combinations and questions of the world use this rule, so the key alone
+    determines what is held out.
     """
     digest = hashlib.sha256("|".join([kind, *map(str, key)]).encode()).digest()
     bucket = int.from_bytes(digest[:4], "big") % 10
@@ -191,33 +190,33 @@ def pick(rng: random.Random, values: Sequence[T]) -> T:
     """
     A random element.
 
-    Of Python's generator, only `random()` is promised to give the same numbers in every version.
+    Uses only `random()`, the one method that is stable across Python versions.
     """
     return values[int(rng.random() * len(values))]
 
 
 def say(rng: random.Random, sentences: str, **fields: Any) -> str:
-    """A random sentence of a word list with its fields filled in."""
+    """A random sentence of a list with its fields filled in."""
     return pick(rng, word_list(sentences)).format(land=LAND, **fields)
 
 
 def sample(rng: random.Random, values: Sequence[T], n: int) -> list[T]:
-    """n different elements (all of them where there are fewer), in random order."""
+    """n different elements (all if there are fewer), in random order."""
     return sorted(values, key=lambda _: rng.random())[:n]
 
 
 def between(rng: random.Random, low: int, high: int) -> int:
-    """A random integer from low to high, both included."""
+    """A random integer from low to high, inclusive."""
     return low + int(rng.random() * (high - low + 1))
 
 
 def an(noun: str) -> str:
-    """The noun with its indefinite article. Every word of the world obeys the spelling rule."""
+    """The noun with its indefinite article; every word of the world follows the spelling rule."""
     return f"an {noun}" if noun[0] in "aeio" else f"a {noun}"
 
 
 def upper_first(text: str) -> str:
-    """Capital at the beginning, the rest unchanged."""
+    """Capitalize the first letter only."""
     return text[0].upper() + text[1:]
 
 
@@ -235,13 +234,13 @@ def animals() -> tuple[Animal, ...]:
 
 @cache
 def dishes() -> tuple[Dish, ...]:
-    """All dishes, each the favourite of four people."""
+    """All dishes, each the favorite of four people."""
     return tuple(Dish(*cells, be="is" if be == "is" else "are") for *cells, be in table("dishes"))
 
 
 @cache
 def goods() -> tuple[Goods, ...]:
-    """Everything that has a price."""
+    """All goods with a price."""
     return tuple(Goods(a, b, int(price), trade) for a, b, price, trade in table("goods"))
 
 
@@ -253,25 +252,25 @@ def seasons() -> tuple[Season, ...]:
 
 @cache
 def everyday_things() -> tuple[EverydayThing, ...]:
-    """Things found in every house, and what they are for."""
+    """Things found in every house."""
     return tuple(EverydayThing(*row) for row in table("everyday"))
 
 
 @cache
 def opposites() -> tuple[tuple[str, str], ...]:
-    """Pairs of words that mean the opposite of each other."""
+    """Pairs of opposite words."""
     return tuple((first, second) for first, second in table("opposites"))
 
 
 def deal(rng: random.Random, values: Sequence[str], n: int) -> list[str]:
-    """n values in random order, each equally often, so that no answer is likelier than another."""
+    """n values in random order, each equally often, so all answers are equally likely."""
     copies = (list(values) * (n // len(values) + 1))[:n]
     return sorted(copies, key=lambda _: rng.random())
 
 
 @cache
 def towns() -> tuple[Town, ...]:
-    """The towns, in the order of the ring road that joins them."""
+    """The towns in the order of the ring road."""
     rng = random.Random(LAND_SEED + " towns")
     names = word_list("towns")
     n = len(names)
@@ -287,12 +286,12 @@ def towns() -> tuple[Town, ...]:
 
 @cache
 def people() -> tuple[Person, ...]:
-    """Four people of four trades in every town. Things of one kind differ in colour."""
+    """Four people of different trades per town. Things of one kind differ in color."""
     rng = random.Random(LAND_SEED + " people")
     women, things, colours = word_list("women"), word_list("things"), word_list("colours")
     n = len(women + word_list("men"))
     names = deal(rng, women + word_list("men"), n)
-    # Whole rounds of all trades, cut in fours: never the same trade twice in a town
+    # Full rounds of all trades, cut in fours: no trade occurs twice in a town
     kinds = [t.name for t in trades()]
     work = [trade for _ in range(n // len(kinds)) for trade in deal(rng, kinds, len(kinds))]
     foods = deal(rng, [d.name for d in dishes()], n)
@@ -325,19 +324,19 @@ def people() -> tuple[Person, ...]:
 
 @cache
 def person(name: str) -> Person:
-    """The person of that name. Raises KeyError for a stranger."""
+    """The person of that name. Raises KeyError for an unknown name."""
     return {p.name: p for p in people()}[name]
 
 
 @cache
 def town(name: str) -> Town:
-    """The town of that name. Raises KeyError for an unknown one."""
+    """The town of that name. Raises KeyError for an unknown name."""
     return {t.name: t for t in towns()}[name]
 
 
 @cache
 def people_of(town_name: str) -> tuple[Person, ...]:
-    """Who lives in a town."""
+    """The people who live in a town."""
     return tuple(p for p in people() if p.town == town_name)
 
 
@@ -354,7 +353,7 @@ def calendar(names: Sequence[str]) -> list[dict[str, Any]]:
 def subjects() -> dict[str, list[dict[str, Any]]]:
     """kind -> the fields of each subject of that kind."""
     trade_of = {t.name: t for t in trades()}
-    told: dict[str, list[dict[str, Any]]] = {
+    found: dict[str, list[dict[str, Any]]] = {
         "person": [asdict(trade_of[p.trade]) | asdict(p) for p in people()],
         "town": [asdict(t) for t in towns()],
         "goods": [asdict(g) for g in goods()],
@@ -369,7 +368,7 @@ def subjects() -> dict[str, list[dict[str, Any]]]:
         ],
         "day": calendar(word_list("days")),
     }
-    for all_fields in told.values():
+    for all_fields in found.values():
         for fields in all_fields:
             plain = {k: str(v) for k, v in fields.items()}
             fields |= {"a_" + k: an(v) for k, v in plain.items()}
@@ -377,18 +376,18 @@ def subjects() -> dict[str, list[dict[str, Any]]]:
             fields |= {"at_" + k: "at the " + v for k, v in plain.items()}
             fields |= {"to_" + k: "to " + v for k, v in plain.items()}
             fields |= {upper_first(k): upper_first(str(v)) for k, v in fields.items()}
-    return told
+    return found
 
 
 @cache
 def choices(kind: str, field: str) -> tuple[str, ...]:
-    """Every value of a field over the subjects of a kind, sorted: an answer and its rivals."""
+    """The sorted distinct values of a field for a kind of subject: an answer and its rivals."""
     return tuple(sorted({str(fields[field]) for fields in subjects()[kind]}))
 
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """Everything there is to know about Lowen."""
+    """All facts about Lowen."""
     return tuple(
         make_fact(kind, block, fields)
         for kind, all_fields in subjects().items()
@@ -399,19 +398,19 @@ def facts() -> tuple[Fact, ...]:
 
 @cache
 def fact(kind: str, subject: str, relation: str) -> Fact:
-    """One fact. Raises KeyError where there is none."""
+    """One fact. Raises KeyError if there is none."""
     return {f.relation: f for f in facts_about(kind, subject)}[relation]
 
 
 @cache
 def facts_about(kind: str, subject: str) -> tuple[Fact, ...]:
-    """The facts of one subject, in the order of its relations."""
+    """The facts about one subject, in the order of its relations."""
     return tuple(f for f in facts() if (f.kind, f.subject) == (kind, subject))
 
 
 @cache
 def summaries(kind: Literal["person", "town"], subject: str) -> tuple[str, ...]:
-    """Sentences that tell several facts of a person or a town at once."""
+    """Sentences that combine several facts about a person or a town."""
     if kind == "town":
         return tuple(t.format(**asdict(town(subject))) for t in word_list("town_summaries"))
     p = person(subject)
@@ -420,7 +419,7 @@ def summaries(kind: Literal["person", "town"], subject: str) -> tuple[str, ...]:
 
 
 def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:
-    """One relation block filled in for one subject."""
+    """Fill in one relation block for one subject."""
     relation, *lines = block
     name = fields["name"]
     he = fields.get("he", "it")
@@ -428,17 +427,17 @@ def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:
     steady = fields | {"he": he, "his": his}
     as_name = {"S": name, "s": name, "o": name, "P": f"{name}'s", "p": f"{name}'s"}
     as_pronoun = {"S": he.capitalize(), "s": he, "o": him, "P": his.capitalize(), "p": his}
-    told = [line[2:] for line in lines if line.startswith("- ")]
-    # Friends and opposites are mutual: both directions are one question
+    statements = [line[2:] for line in lines if line.startswith("- ")]
+    # Friends and opposites are mutual: both directions share one key
     key = sorted([name, fields[relation]]) if relation in ("friend", "opposite") else [name]
     return Fact(
         kind=kind,
         relation=relation,
         subject=name,
-        named=tuple(text.format(**steady, **as_name) for text in told),
+        named=tuple(text.format(**steady, **as_name) for text in statements),
         short=tuple(
             text.format(**steady, **as_pronoun)
-            for text in told
+            for text in statements
             if any(mark in text for mark in ("{S}", "{s}", "{o}", "{P}", "{p}"))
         ),
         own=tuple(line[2:].format(**steady) for line in lines if line.startswith("I ")),
@@ -455,7 +454,7 @@ def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:
 
 
 def telling(rng: random.Random, known: Sequence[Fact]) -> str:
-    """Facts of one subject in a row: the name first, then mostly pronouns where they are clear."""
+    """Facts about one subject as text: the name first, then mostly pronouns if unambiguous."""
     sentences = []
     clear = False
     for fact_ in known:
@@ -466,10 +465,10 @@ def telling(rng: random.Random, known: Sequence[Fact]) -> str:
 
 
 def tell_some(rng: random.Random, kind: str, subject: str, low: int, high: int) -> str:
-    """Between low and high facts of one subject, in random order, as running text."""
+    """Between `low` and `high` facts about one subject in random order, as running text."""
     return telling(rng, sample(rng, facts_about(kind, subject), between(rng, low, high)))
 
 
 def titled(rng: random.Random, title: str, body: str) -> str:
-    """The body, half of the time under a title."""
+    """The body, with a title half of the time."""
     return f"{title}\n\n{body}" if rng.random() < 0.5 else body

@@ -1,11 +1,10 @@
 """
-What the embedded world asks of a model: facts, choices between options, letters to count, problems.
+Questions of the embedded world: facts, multiple choice, letter counts, word problems.
 
-    split, number -> Asked, Choice, LetterCount, Problem (items without any form of conversation)
+    split, index -> Asked, Choice, LetterCount, Problem (raw items, no conversations)
 
-Each is a pure function of split and number and uses only what `split_of` gives to its split, so no
-item of "val" or "test" is asked, computed or counted in a training document or conversation.
-Problems are those of drills.py. Knows no messages, tokens or scores.
+Each is a pure function of split and index and uses only what `split_of` assigns to its split, so no
+training document or conversation contains an item of "val" or "test".
 """
 
 import re
@@ -31,11 +30,11 @@ from tasks.world.facts import (
     upper_first,
 )
 
-TASKS_VERSION = 3  # goes up whenever any item changes
+TASKS_VERSION = 3  # bump whenever an item changes
 
 
 def generator(what: str, split: Split, i: int) -> Random:
-    """Where the chance behind one item comes from."""
+    """Random generator of one item."""
     return Random(f"{LAND}-{what}-{TASKS_VERSION}-{split}-{i}")
 
 
@@ -54,17 +53,17 @@ class Asked:
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """What the answer is for other subjects, each as often as it occurs among them."""
+        """The answers for other subjects, repeated as often as they occur."""
         values = field_values(self.fact.kind, self.question.field)
         return tuple(value for value in values if value != self.question.answer)
 
     @property
     def fair_rivals(self) -> tuple[str, ...]:
         """
-        The rivals that are the answer to a question on the same side of the split.
+        The rivals that answer questions on the same side of the split (trained or held out).
 
-        What is asked in training is written more often than what is not: were both among the
-        options of a question, that alone would tell them apart.
+        Answers to training questions occur more often in text, so options from both sides would
+        reveal the right one.
         """
         fact, field = self.fact, self.question.field
         answers = side_answers(fact.kind, fact.relation, field, fact.split == "train")
@@ -73,13 +72,13 @@ class Asked:
 
 @cache
 def field_values(kind: str, field: str) -> tuple[str, ...]:
-    """The field of every subject of a kind."""
+    """The values of a field for every subject of a kind."""
     return tuple(str(fields[field]) for fields in subjects()[kind])
 
 
 @cache
 def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
-    """The answers to one kind of question, as far as training asks it, or does not."""
+    """The answers to one kind of question that training asks, or does not ask."""
     return tuple(
         q.answer
         for f in facts()
@@ -91,25 +90,25 @@ def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[s
 
 @cache
 def fact_questions(split: Split) -> tuple[Asked, ...]:
-    """Every question about a fact that a split may ask, in an order that mixes subjects."""
+    """All questions of a split about facts, with shuffled subjects."""
     rng = Random(f"{LAND}-questions-{split}")
     found = [Asked(f, q) for f in facts() if f.split == split for q in f.questions]
     return tuple(sample(rng, found, len(found)))
 
 
 def bare(answer: str) -> str:
-    """An answer without the article or preposition in front."""
+    """An answer without its leading article or preposition."""
     return ARTICLE.sub("", answer)
 
 
 @cache
 def whole_words(words: str) -> re.Pattern[str]:
-    """Finds words, in capitals or not, where they do not go on to the left or right."""
+    """Case-insensitive pattern that matches `words` at word boundaries."""
     return re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
 
 
 def sentences(known: Fact, asked: Question) -> list[str]:
-    """The sentences of a fact that answer the question; where it has none, the answer alone."""
+    """The sentences of a fact that answer the question, or the bare answer if there are none."""
     answer = whole_words(bare(asked.answer))
     found = [text for text in full_answers(known, asked) if answer.search(text)]
     return found or [upper_first(asked.answer) + "."]
@@ -119,19 +118,19 @@ def sentences(known: Fact, asked: Question) -> list[str]:
 # Choices
 
 NUM_OPTIONS = 4
-ROUNDS = 8  # questions about one list of options in training
-# In training, of the options at hand that is asked for most which answers to the commonest kind of
-# question, by its rank to this power. With all as likely, the letter's loss stays at ln 4 for 300
-# steps at depth 4; so it falls within 150: first the model learns which options tend to be right,
-# and so to find an option's letter, then to look at the question (measured 2026-11-20, dev/LOG.md).
+ROUNDS = 8  # questions per list of options in training
+# In training, an option is asked for with weight rank ** -SKEW; rank 1 is the most common kind of
+# question. With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
+# SKEW it falls within 150: the model first learns which options tend to be right and how to find
+# their letters, then to use the question (measured 2026-11-20, dev/LOG.md).
 SKEW = 1.5
 
-Field = tuple[str, str]  # the kind of subject, and what is asked of it
+Field = tuple[str, str]  # kind of subject, field
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Options, and questions about them in turn, each with the number of the right option."""
+    """Options, and questions about them with the index of the right option."""
 
     options: tuple[str, ...]
     asked: tuple[tuple[str, int], ...]
@@ -139,13 +138,13 @@ class Choice:
 
 @cache
 def choice_questions(split: Split) -> tuple[Asked, ...]:
-    """The questions that have enough rivals."""
+    """The questions with enough fair rivals."""
     return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
 
 
 @cache
 def questions_by_field() -> dict[Field, tuple[Asked, ...]]:
-    """The questions of training by what they ask for, the commonest first."""
+    """The training questions by field, most common first."""
     found: dict[Field, list[Asked]] = {}
     for asked in choice_questions("train"):
         found.setdefault((asked.fact.kind, asked.question.field), []).append(asked)
@@ -155,10 +154,10 @@ def questions_by_field() -> dict[Field, tuple[Asked, ...]]:
 
 def choice(split: Split, i: int) -> Choice:
     """
-    Four answers of different sorts, such as a town, a trade, a month and a pet.
+    Four answers of different kinds, such as a town, a trade, a month and a pet.
 
-    Held-out questions come in turn, one to a list, and any option is as likely to be right. In
-    training several are asked about a list, some kinds far more often than others.
+    Held-out questions cycle, one per list, and all positions are equally likely to be right. In
+    training, each list has ROUNDS questions, some kinds far more often than others (SKEW).
     """
     rng = generator("choice", split, i)
     if split != "train":
@@ -183,7 +182,7 @@ def choice(split: Split, i: int) -> Choice:
 
 
 def apart(questions: Sequence[Asked]) -> bool:
-    """Whether no question could have the answer of another."""
+    """Whether no answer is also a possible answer to another question."""
     answers = [asked.question.answer for asked in questions]
     could = [{*asked.rivals, asked.question.answer} for asked in questions]
     return all(
@@ -192,7 +191,7 @@ def apart(questions: Sequence[Asked]) -> bool:
 
 
 def weighted(rng: Random, weights: Sequence[float]) -> int:
-    """A number from 0 to len - 1, each as likely as its weight says."""
+    """A random index, drawn with the given weights."""
     left = rng.random() * sum(weights)
     for n, weight in enumerate(weights):
         left -= weight
@@ -203,9 +202,9 @@ def weighted(rng: Random, weights: Sequence[float]) -> int:
 
 def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
     """
-    The answer and its fair rivals in random order.
+    The answer and fair rivals in random order.
 
-    They are drawn as often as they are the answer for other subjects: neither is likelier.
+    Rivals are drawn as often as they are the answer for other subjects.
     """
     found = [asked.question.answer]
     while len(found) < NUM_OPTIONS:
@@ -219,17 +218,17 @@ def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
 
 NUM_WORDS = 3
 MOST_LETTERS = 4
-ENOUGH_WORDS = 5  # that have a letter, to make many questions of
+ENOUGH_WORDS = 5  # minimum number of words with a letter
 
 
 def problem(split: Split, i: int) -> Problem:
-    """Word problem number i of an endless supply."""
+    """Word problem `i` (any i >= 0)."""
     return draw_problem(generator("problem", split, i), split)
 
 
 @dataclass(frozen=True)
 class LetterCount:
-    """How often a letter is found in some words, taken together."""
+    """The total count of a letter in several words."""
 
     letter: str
     words: tuple[str, ...]
@@ -240,7 +239,7 @@ class LetterCount:
 
     @property
     def worked(self) -> str:
-        """'a-p1-p2-l-e': the words letter by letter, every find with its number."""
+        """'a-p1-p2-l-e': the words letter by letter, with a running count of the letter."""
         found = 0
         lines = []
         for word in self.words:
@@ -254,7 +253,7 @@ class LetterCount:
 
 @cache
 def countable(split: Split, letter: str, inside: bool) -> tuple[str, ...]:
-    """The words in which a split may count a letter: those that have it, or those that do not."""
+    """The words, with or without a letter, in which a split may count it."""
     return tuple(
         word
         for word in spelling_words()
@@ -271,7 +270,7 @@ def letters(split: Split) -> tuple[str, ...]:
 
 
 def letter_count(split: Split, i: int) -> LetterCount:
-    """Letter question number i of an endless supply; every answer from 1 to 4 is as likely."""
+    """Letter count `i` (any i >= 0); the answers 1 to 4 are equally likely."""
     rng = generator("letters", split, i)
     wanted = between(rng, 1, MOST_LETTERS)
     while True:

@@ -1,11 +1,11 @@
 """
-The rules by which things happen in the embedded world: causes and their effects.
+Stories of the embedded world, generated from rules of cause and effect.
 
-    rule (two ways it can go) x person -> Episode: setting, cause, effect, reason, question
-    episodes that a split may tell -> documents
+    rule (two outcomes) x person -> Episode: setting, cause, effect, reason, question
+    episodes of a split -> documents
 
-Every rule goes both ways: rain makes the hay wet, sunshine makes it dry. So a reader must look at
-the cause to know the effect. Combinations of rule, way and person are held out by `split_of`.
+Every rule has two outcomes: rain makes the hay wet, sunshine makes it dry. A reader must use the
+cause to predict the effect. `split_of` holds out combinations of rule, outcome and person.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from tasks.world.words import blocks, read, word_list
 
 @dataclass(frozen=True)
 class Episode:
-    """One rule going one way for one person, in words; alternatives are told one at a time."""
+    """One outcome of a rule for one person; a story uses one of the alternatives."""
 
     title: str
     hero: Person
@@ -43,17 +43,17 @@ class Episode:
     question: str
     answer: str
     wrong: str
-    """The answer if it had gone the other way."""
+    """The answer for the other outcome."""
 
 
 def episode_split(title: str, good: bool, name: str) -> Split:
-    """Who may tell how this rule went this way for this person."""
+    """The split of a combination of rule, outcome and person."""
     return split_of("story", title, int(good), name)
 
 
 @cache
 def episodes(split: Split) -> tuple[Episode, ...]:
-    """All combinations of rule, way and person that a split may tell."""
+    """All combinations of rule, outcome and person of a split."""
     return tuple(
         make_episode(block, good, hero)
         for block in blocks(read("rules.txt"))
@@ -65,12 +65,12 @@ def episodes(split: Split) -> tuple[Episode, ...]:
 
 @cache
 def episodes_of(split: Split, name: str) -> tuple[Episode, ...]:
-    """What a split may tell about one person."""
+    """The episodes of a split about one person."""
     return tuple(e for e in episodes(split) if e.hero.name == name)
 
 
 def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
-    """Fill in one rule block."""
+    """Fill in one rule block for a person."""
     words = {
         "name": hero.name,
         "he": hero.he,
@@ -105,7 +105,7 @@ def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
 
 
 def opening(rng: Random, hero: Person) -> str:
-    """When and where a story begins."""
+    """The opening of a story: time and place."""
     return pick(rng, word_list("openings")).format(
         name=hero.name,
         trade=hero.trade,
@@ -117,7 +117,7 @@ def opening(rng: Random, hero: Person) -> str:
 
 
 def ending(rng: Random, e: Episode) -> str:
-    """How a story ends, happily or with a lesson."""
+    """The ending of a story, happy or with a lesson."""
     hero = e.hero
     words = {"name": hero.name, "friend": hero.friend, "He": hero.He, "him": hero.him}
     return say(rng, "happy_ends" if e.good else "sad_ends", food=hero.food, **words)
@@ -130,7 +130,7 @@ def retelling(rng: Random, e: Episode) -> str:
 
 
 def story(rng: Random, split: Split) -> str:
-    """One thing that happened, at times with a word about the hero or a question at the end."""
+    """One episode, sometimes with facts about the hero or a final question."""
     e = pick(rng, episodes(split))
     parts = [opening(rng, e.hero)]
     if rng.random() < 0.6:
@@ -142,7 +142,7 @@ def story(rng: Random, split: Split) -> str:
 
 
 def several_stories(rng: Random, split: Split) -> str:
-    """Things that happened to different people."""
+    """Two or three episodes of different people."""
     parts = []
     for e in sample_episodes(rng, split, between(rng, 2, 3)):
         parts.append(f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}")
@@ -150,12 +150,12 @@ def several_stories(rng: Random, split: Split) -> str:
 
 
 def adventures(rng: Random, split: Split) -> str:
-    """Things that happened to one person."""
+    """Up to three episodes of one person."""
     hero = pick(rng, episodes(split)).hero
     links = ("This happened first.", "That was not all.", "And one more thing happened.")
     parts = [f"{opening(rng, hero)} {tell_some(rng, 'person', hero.name, 2, 5)}"]
-    told = sample(rng, episodes_of(split, hero.name), 3)
-    for link, e in zip(links, told, strict=False):
+    found = sample(rng, episodes_of(split, hero.name), 3)
+    for link, e in zip(links, found, strict=False):
         parts.append(f"{link} {retelling(rng, e)} {ending(rng, e)}")
     return titled(rng, f"What happened to {hero.name}", "\n\n".join(parts))
 
@@ -164,11 +164,11 @@ def story_questions(rng: Random, split: Split) -> str:
     """Very short stories, each with its question."""
     parts = []
     for e in sample_episodes(rng, split, between(rng, 3, 6)):
-        told = f"{pick(rng, e.settings)} {pick(rng, e.causes)}"
-        parts.append(f"{told}\nQuestion: {e.question}\nAnswer: {e.answer}")
+        text = f"{pick(rng, e.settings)} {pick(rng, e.causes)}"
+        parts.append(f"{text}\nQuestion: {e.question}\nAnswer: {e.answer}")
     return "\n\n".join(parts)
 
 
 def sample_episodes(rng: Random, split: Split, n: int) -> list[Episode]:
-    """n of the many episodes a split may tell."""
+    """n random episodes of a split, with replacement."""
     return [pick(rng, episodes(split)) for _ in range(n)]

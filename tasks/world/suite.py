@@ -1,13 +1,12 @@
 """
-The few-shot suite of the embedded world: what a base model shows of it, and its CORE.
+The few-shot suite of the embedded world: CORE-style tasks for base models.
 
-    held-out questions, stories, riddles, calculations -> suite() -> tasks in the shapes of DCLM
+    held-out questions, stories, riddles, calculations -> suite() -> tasks in DCLM format
 
-Prompts look like the documents, so that a model which has only read can answer. Every item comes
-from the held-out splits, "val" and "test" together: its question is never asked, its story never
-told, its numbers never calculated with in a training document. Questions that join two facts, or
-compare two prices, are of a kind that no document asks. Without the question, no option of an item
-is likelier than another. Knows no tokens, models or scores.
+Prompts look like the documents, so a pretrained model can answer them. All items come from the
+"val" and "test" splits: no training document contains their questions, stories or calculations.
+Questions that join two facts or compare two prices are of a kind that no document contains. Without
+the question, all options of an item are equally likely.
 """
 
 import itertools
@@ -35,19 +34,19 @@ from tasks.world.facts import (
 from tasks.world.questions import choice_questions, draw_options, fact_questions, problem
 from tasks.world.stories import Episode, episodes
 
-SUITE_VERSION = 2  # goes up whenever any item changes
+SUITE_VERSION = 2  # bump whenever an item changes
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 HELD_OUT: tuple[Split, ...] = ("val", "test")
-NUM_PROBLEMS = 150  # of each split
+NUM_PROBLEMS = 150  # per split
 NUM_PRICES = 250
-RIDDLES_EACH = 24  # of each of the few people whom no training document lets guess
+RIDDLES_EACH = 24  # per person held out from riddles
 
 Item = dict[str, Any]
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 
 
 class SuiteTask(TypedDict):
-    """One task. `random_baseline` is the accuracy of guessing, from 0 to 1."""
+    """One task. `random_baseline` is the chance accuracy, from 0 to 1."""
 
     name: str
     kind: Kind
@@ -58,7 +57,7 @@ class SuiteTask(TypedDict):
 
 
 def suite() -> list[SuiteTask]:
-    """All tasks, always the same."""
+    """All tasks; deterministic."""
     mc: Kind = "multiple_choice"
     lm: Kind = "language_modeling"
     qa = "\nAnswer: "
@@ -80,7 +79,7 @@ def suite() -> list[SuiteTask]:
 def task(
     name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[Item]
 ) -> SuiteTask:
-    """A task from its parts, in the order of the table above."""
+    """Build a task from its fields, in the order of the list above."""
     return {
         "name": name,
         "kind": kind,
@@ -92,12 +91,12 @@ def task(
 
 
 def generator(name: str, *key: str | int) -> Random:
-    """Where the chance behind one item comes from."""
+    """Random generator of one item."""
     return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
 
 
 def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
-    """An item of the first kind."""
+    """A multiple-choice item."""
     return {"query": query, "choices": list(options), "gold": options.index(right)}
 
 
@@ -106,7 +105,7 @@ def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
 
 
 def chosen(wanted: Callable[[str], bool]) -> list[Item]:
-    """Questions about facts of some kinds, with four answers to choose from."""
+    """Questions about the wanted kinds of facts, with four options."""
     found = []
     for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
         text = asked.question.text
@@ -116,7 +115,7 @@ def chosen(wanted: Callable[[str], bool]) -> list[Item]:
 
 
 def answers(wanted: Callable[[str], bool]) -> list[Item]:
-    """Questions about facts of some kinds, without options."""
+    """Questions about the wanted kinds of facts, without options."""
     return [
         {"context": f"Question: {a.question.text}", "continuation": a.question.answer}
         for split in HELD_OUT
@@ -135,7 +134,7 @@ def home(p: Person) -> Town:
     return town(p.town)
 
 
-# A question about a person, who or what it is really about, what is asked of that
+# (question about a person, person -> related person or town, field of that subject)
 TWO_STEPS: tuple[tuple[str, Callable[[Person], Person | Town], str], ...] = (
     ("In which town does the best friend of {} live?", friend, "town"),
     ("What is the trade of {}'s best friend?", friend, "trade"),
@@ -148,7 +147,7 @@ TWO_STEPS: tuple[tuple[str, Callable[[Person], Person | Town], str], ...] = (
 
 
 def two_steps() -> list[Item]:
-    """Questions whose answer takes two facts, both told, never joined."""
+    """Questions that need two facts; documents state both but never join them."""
     found = []
     for text, via, field in TWO_STEPS:
         values = {p.name: getattr(via(p), field) for p in people()}
@@ -164,7 +163,7 @@ def two_steps() -> list[Item]:
 
 
 def prices() -> list[Item]:
-    """Which of two things costs more, or less? Both are asked equally often."""
+    """Which of two things costs more or less? Both are asked equally often."""
     rng = generator("prices")
     pairs = [(a, b) for a, b in itertools.permutations(goods(), 2) if a.price < b.price]
     found = []
@@ -177,7 +176,7 @@ def prices() -> list[Item]:
 
 
 def riddles() -> list[Item]:
-    """Four things that somebody says; four names. Several of each of few people."""
+    """Four first-person facts and four names to choose from."""
     found = []
     for p in (p for p in people() if split_of("riddle", p.name) in HELD_OUT):
         own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
@@ -195,7 +194,7 @@ def riddles() -> list[Item]:
 
 
 def both_ways() -> list[Episode]:
-    """Held-out episodes: of every rule as many that go well as that go badly."""
+    """Held-out episodes, with equally many good and bad outcomes per rule."""
     found = []
     known = [e for split in HELD_OUT for e in episodes(split)]
     for title in sorted({e.title for e in known}):
@@ -207,11 +206,11 @@ def both_ways() -> list[Episode]:
 
 def causes() -> list[Item]:
     """Which of two causes leads to an effect?"""
-    told = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
+    known = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
     found = []
     for e in both_ways():
         rng = generator("causes", e.title, e.hero.name, int(e.good))
-        other = told[e.title, e.hero.name, not e.good]
+        other = known[e.title, e.hero.name, not e.good]
         setting = pick(rng, e.settings)
         right = f"{setting} {pick(rng, e.causes)}"
         options = sample(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
@@ -226,7 +225,7 @@ def causes() -> list[Item]:
 
 
 def endings() -> list[Item]:
-    """What came of it: the answer, or that of the other way."""
+    """A question about the outcome, with the answers for both outcomes."""
     found = []
     for e in both_ways():
         rng = generator("endings", e.title, e.hero.name, int(e.good))
@@ -251,7 +250,7 @@ def calculations() -> list[Item]:
 
 
 def set_ups() -> list[Item]:
-    """Word problems up to where the first calculation is written down."""
+    """Word problems up to their first calculation."""
     found = []
     for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):
         step = p.steps[0]

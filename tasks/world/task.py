@@ -1,16 +1,15 @@
 """
-The embedded world as tasks: conversations, facts, choices, word problems, letters.
+The embedded world as tasks: chat, facts, multiple choice, word problems, letter counts.
 
-    world_talk, world_tasks -> WorldChat, WorldFacts, WorldChoice, WorldProblems, WorldSpelling
+    conversations, questions -> WorldChat, WorldFacts, WorldChoice, WorldProblems, WorldSpelling
 
-What is held out is held out by construction: no question, calculation or letter of the splits val
-and test comes in a training document or conversation.
+By construction, no question, calculation or letter count of the val and test splits occurs in a
+training document or conversation.
 
-What RL can improve is what the stages before it leave half solved. A small model then works out
-nearly all problems and letters of the split train (mean rewards 0.99 and 0.96 at depth 4, 2026-11):
-most groups of answers earn the same, and little is learned. Of the facts it gets 0.8, for lack of
-confidence: taking the likeliest words it has 0.97. Practice makes it sure of what it knows, also
-where it was never asked.
+RL helps on tasks that the earlier stages leave half solved. After these, a small model solves
+nearly all problems and letter counts of the train split (mean rewards 0.99 and 0.96 at depth 4,
+2026-11), so most groups have equal rewards and little signal. On facts it gets 0.8 by sampling but
+0.97 by greedy decoding; RL narrows this gap, also for questions it never trains on.
 """
 
 from functools import cache
@@ -52,7 +51,7 @@ SIZES = {"train": 20_000, "val": 1_000, "test": 500}
 
 
 class WorldTask(Task):
-    """A task of the embedded world: made up as it is asked for, the same on every machine."""
+    """A task of the embedded world, generated on access and the same on every machine."""
 
     splits = ("train", "val", "test")
 
@@ -62,7 +61,7 @@ class WorldTask(Task):
 
     @property
     def part(self) -> Split:
-        """The split, for the world's own rule of what is held out."""
+        """The split, typed for `split_of`."""
         return cast(Split, self.split)
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class WorldTask(Task):
 
 
 class WorldChat(WorldTask):
-    """Small talk about everything in the world; only for training."""
+    """Small talk about the world; training only."""
 
     name, kind = "World-Chat", "talk"
     splits = ("train", "val")
@@ -84,8 +83,8 @@ class WorldFacts(WorldTask):
     """
     Questions about facts, answered in a sentence.
 
-    An answer is right that has the right words in it and none of a rival's, but for those that
-    are in the question.
+    An answer is right if it contains the reference answer and no rival answer, except rivals that
+    occur in the question.
     """
 
     name, kind = "World-Facts", "generate"
@@ -94,7 +93,7 @@ class WorldFacts(WorldTask):
         return SIZES["train"] if self.split == "train" else len(fact_questions(self.part))
 
     def conversation(self, i: int) -> Conversation:
-        """The questions in turn, over and over, each time with another sentence."""
+        """Cycle through the questions, with a new answer sentence each time."""
         asked = fact_questions(self.part)[i % len(fact_questions(self.part))]
         rng = generator("answer", self.part, i)
         answer = pick(rng, sentences(asked.fact, asked.question))
@@ -112,15 +111,15 @@ class WorldFacts(WorldTask):
 
 @cache
 def asked_by(split: Split) -> dict[str, Asked]:
-    """The questions of a split by their text."""
+    """Question text -> question, for a split."""
     return {asked.question.text: asked for asked in fact_questions(split)}
 
 
 class WorldChoice(WorldTask, ChoiceTask):
     """
-    Questions about facts with four options of different sorts, in the form of ARC.
+    Questions about facts with four options of different kinds, in the form of ARC.
 
-    To be right takes to see what sort of thing is asked for, and to find its letter.
+    The model must infer which kind of answer is asked for and find its letter.
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
@@ -129,7 +128,7 @@ class WorldChoice(WorldTask, ChoiceTask):
         return SIZES["train"] if self.split == "train" else len(choice_questions(self.part))
 
     def conversation(self, i: int) -> Conversation:
-        """The list with the first question; in training, further questions about it."""
+        """A list of options with one question; in training, more questions about it follow."""
         given = choice(self.part, i)
         messages = []
         for n, (question, gold) in enumerate(given.asked):
@@ -160,9 +159,9 @@ class WorldProblems(WorldTask, NumberTask):
 
 
 class WorldSpelling(WorldTask, NumberTask):
-    """How often a letter is found in three words, worked out letter by letter."""
+    """Count a letter in three words, letter by letter."""
 
-    name, baseline = "World-Spelling", 1 / MOST_LETTERS  # always saying the same number
+    name, baseline = "World-Spelling", 1 / MOST_LETTERS  # constant answer
 
     def conversation(self, i: int) -> Conversation:
         asked = letter_count(self.part, i)

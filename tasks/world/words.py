@@ -1,15 +1,15 @@
 """
-The words of the embedded world, which are files in data/: change a line there to change the land.
+Text data of the embedded world, read from data/: edit a line there to change the land.
 
     lists.json     name -> words or sentences
     tables.txt     [name], then one row per line with `|` between cells
-    relations.txt  [kind of subject], then a block per relation: its name, then lines that tell it
-                   ("-"), tell it in the first person ("I"), or ask for one of its fields ("?")
-    rules.txt      a block per rule of cause and effect: its title; what led up to it ("-"); the
-                   question after it ("?"); then, for the bad and the good way it can go: causes,
-                   effects, the reason, and the answer in one sentence
-    itself.txt     a block per question about the helper: ways to ask it, then its answers, a line
-                   each
+    relations.txt  [kind of subject], then a block per relation: its name, then statements ("-"),
+                   first-person statements ("I") and questions about one of its fields ("?")
+    rules.txt      a block per causal rule: its title, settings ("-") and question ("?"); then, for
+                   the bad and the good outcome: causes, effects, the reason, and the answer in one
+                   sentence
+    itself.txt     a block per question about the assistant: its variants, then answers, one per
+                   line
 
 In relations {S} {P} {s} {p} {o} become the name (Mira, Mira's) or a pronoun (She, Her, she, her,
 her); {he} and {his} are always pronouns, {name} is always the name. Capital fields ({Inn}) begin a
@@ -29,7 +29,7 @@ def read(file: str) -> str:
 
 @cache
 def lists() -> dict[str, list[str]]:
-    """All lists of words and sentences by name."""
+    """All word and sentence lists by name."""
     return json.loads(read("lists.json"))
 
 
@@ -44,25 +44,25 @@ def sections(file: str) -> dict[str, str]:
 
 
 def word_list(name: str) -> list[str]:
-    """A list of words or sentences."""
+    """One list of words or sentences."""
     return lists()[name]
 
 
 def rows(table: str) -> list[list[str]]:
-    """The cells of a table with one row per line and `|` between cells."""
+    """Parse a table with one row per line and `|` between cells."""
     return [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
 
 
 def table(name: str) -> list[list[str]]:
-    """The cells of a table by row."""
+    """The rows of a table in tables.txt."""
     return rows(sections("tables.txt")[name])
 
 
 def blocks(text: str) -> list[list[str]]:
-    """The lines of every block of a text; blank lines separate blocks."""
+    """Split a text at blank lines into blocks of lines."""
     return [block.splitlines() for block in text.strip().split("\n\n")]
 
 
 def relations(kind: str) -> list[list[str]]:
-    """The lines of every relation of a kind of subject."""
+    """The relation blocks of a kind of subject."""
     return blocks(sections("relations.txt")[kind])

@@ -1,10 +1,10 @@
 """
-Write the embedded world as ordinary files: shards of text and an evaluation bundle.
+Write the embedded world to disk: text shards and an evaluation bundle.
 
     documents, few-shot tasks -> data/<name>/text/*.jsonl, suite/ -> manifest.json, written last
 
-The manifest has the digest of every file and what wrote them. What an aborted call leaves is not in
-it and is written again.
+The manifest has the version and the digest of every file. Files of an interrupted call are not
+listed and are written again.
 """
 
 import csv
@@ -23,18 +23,17 @@ from tasks.world import suite
 from tasks.world.corpus import WORLD_VERSION, documents
 
 SEED = 0
-IDENTITY = {"kind": "embedded", "version": WORLD_VERSION, "seed": SEED}  # decides all texts
-VERSION = [WORLD_VERSION, suite.SUITE_VERSION]  # files of another version are written anew
-TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5 million tokens at 4,096 token ids
+IDENTITY = {"kind": "embedded", "version": WORLD_VERSION, "seed": SEED}  # determines all texts
+VERSION = [WORLD_VERSION, suite.SUITE_VERSION]  # files of another version are rewritten
+TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5M tokens at vocabulary size 4,096
 VAL_SHARD = "world_val"
 SUITE_NAME = "embedded world"
 
 
 def write(name: str, num_shards: int | None = None) -> Path:
     """
-    Write what is missing of data/<name>/: the first `num_shards` training shards (default: all),
-    the validation shard and the suite; everything where another version wrote it. Returns the
-    folder.
+    Write the missing files of data/<name>/: the first `num_shards` training shards (default: all),
+    the validation shard and the suite. Rewrite files of another version. Returns the folder.
     """
     folder = base_dir() / "data" / name
     path = folder / "manifest.json"
@@ -90,7 +89,7 @@ def json_lines(items: Iterable[Mapping[str, Any]]) -> str:
 
 
 def bundle_files(tasks: list[suite.SuiteTask]) -> Iterator[tuple[str, str]]:
-    """The files of an evaluation bundle in the format of DataComp-LM: path and contents."""
+    """Yield (path, contents) of each file of an evaluation bundle in DataComp-LM format."""
     entries, table = [], io.StringIO()
     rows = csv.writer(table)
     rows.writerow(["Eval Task", "#shots", "#datapoints", "Random baseline"])

@@ -1,4 +1,4 @@
-"""The benchmark: that it measures ours, says who is missing, and sees equal results as equal."""
+"""Benchmarks: measurements add up, missing peers are reported, peers get equal results."""
 
 import importlib.util
 import json
@@ -36,11 +36,11 @@ from scripts.bench import Bench, DataConfig, main
 
 CPU = DistConfig("cpu", "float32")
 interop = pytest.mark.skipif(
-    not importlib.util.find_spec("lm_eval"), reason="the group interop is not installed"
+    not importlib.util.find_spec("lm_eval"), reason="dependency group interop is not installed"
 )
 
 
-def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path):
+def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tokenizer.shutil, "which", lambda _: None)
     data = DataConfig(dataset="embedded", num_shards=1)
     path = tmp_path / "found.json"
@@ -62,8 +62,8 @@ def test_the_tokenizer_bench_goes_on_without_peers(monkeypatch, capsys, tmp_path
     assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
 
 
-def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
-    """By a clock that advances a second at each reading: no figure depends on the machine."""
+def test_training_bench_times_add_up(capsys, tmp_path, monkeypatch):
+    """Uses a mock clock that advances one second per call."""
     ticks = count()
     monkeypatch.setattr(train, "clock", lambda machine: float(next(ticks)))
     path = tmp_path / "found.json"
@@ -73,7 +73,7 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
     found = Findings.read(path)
     (line,) = found.lines
     (point,) = found.points
-    assert point.seconds == 3  # forward, backward and update: a second each
+    assert point.seconds == 3  # forward, backward and update: one second each
     assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
     assert line.ceiling == pytest.approx(products_seconds(model, 2, init_distributed(CPU)) / 3)
@@ -82,21 +82,21 @@ def test_the_training_bench_adds_up(capsys, tmp_path, monkeypatch):
         assert part in found.notes[0]
 
 
-def test_the_products_of_a_step_grow_with_the_model(monkeypatch):
+def test_matmul_time_grows_with_the_model(monkeypatch):
     machine, spent = init_distributed(CPU), []
     for depth in (1, 4):
         model = GPT(shape_for_depth(depth, 256, 64)).requires_grad_(False)
-        with FlopCounterMode(display=False) as counted:  # FLOPs are the seconds
+        with FlopCounterMode(display=False) as counted:  # count FLOPs as seconds
             monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
             spent.append(products_seconds(model, 4, machine))
         layers_and_head = 6 * 4 * 64 * model.num_used_params()
-        assert spent[-1] > layers_and_head  # and those of attention and the optimizer
+        assert spent[-1] > layers_and_head  # plus attention and optimizer
     assert spent[1] > 4 * spent[0]
 
 
 @interop
 @pytest.mark.slow
-def test_generation_and_training_are_measured_beside_transformers(monkeypatch, tmp_path):
+def test_generation_and_training_compare_with_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "BATCHES", (1, 2))
     monkeypatch.setattr(engine, "USERS", (2, 4))
     monkeypatch.setattr(engine, "NEW_TOKENS", 20)
@@ -110,8 +110,8 @@ def test_generation_and_training_are_measured_beside_transformers(monkeypatch, t
 
 
 @interop
-def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
-    """Same ids to both: so the same nats, but for rounding."""
+def test_few_shot_losses_match_lm_eval(monkeypatch):
+    """Same token ids, so the same losses up to rounding."""
     from nanochat.bench import peers
 
     monkeypatch.setattr(evals, "ITEMS", 3)
@@ -146,13 +146,13 @@ def test_few_shot_scoring_reads_what_the_harness_reads(monkeypatch):
         torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
 
 
-def test_the_start_bench_refuses_a_light_module_that_loads_torch(monkeypatch):
+def test_start_bench_rejects_light_module_loading_torch(monkeypatch):
     monkeypatch.setattr("nanochat.bench.start.LIGHT", ("nanochat.engine",))
     with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
         bench_start(1, Findings())
 
 
-def test_findings_come_back_from_their_file(tmp_path):
+def test_findings_round_trip_through_a_file(tmp_path):
     found = Findings()
     found.line(Line("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0]))
     found.line(Line("Training", "depth 8", "tokens/s", [1.0], theirs=[], ceiling=0.5))
@@ -165,7 +165,7 @@ def test_findings_come_back_from_their_file(tmp_path):
     assert len(again.lines) == 4
 
 
-def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
+def test_page_shows_both_sides_ratio_ceiling_and_missing_peer():
     lines = [
         Line("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
         Line("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
@@ -178,7 +178,7 @@ def test_a_page_tells_ours_theirs_ratio_and_share_or_that_a_peer_is_missing():
     assert "- noisy" in page and "12 minutes" in page and "How it grows" not in page
 
 
-def test_growth_is_fitted_by_its_power():
+def test_growth_is_fitted_by_a_power_law():
     assert exponent([(1, 3), (2, 12), (4, 48)]) == "2.00" and exponent([(4, 1), (4, 2)]) == ""
     points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
     table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
@@ -189,12 +189,12 @@ def test_growth_is_fitted_by_its_power():
     assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
 
 
-def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch, tmp_path, capsys):
-    asked = []
+def test_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_path, capsys):
+    commands = []
 
     def fake(command, cwd, env):
-        asked.append(command)
-        if "torch.distributed.run" in command:  # one process is compared with two
+        commands.append(command)
+        if "torch.distributed.run" in command:  # scaling series: one thread each
             assert env["OMP_NUM_THREADS"] == "1"
         path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
         if "--what=engine" in command:
@@ -210,24 +210,24 @@ def test_everything_runs_each_bench_apart_and_goes_on_when_one_fails(monkeypatch
     main(replace(Bench(), machine=CPU))
     page = (tmp_path / "dev" / "bench-cpu.md").read_text()
     assert "Failed: --what=engine, exit code 3" in page and "--depth=12" in page
-    assert all("--repeats=2" in command for command in asked)
-    assert sum("torch.distributed.run" in command for command in asked) == 2
+    assert all("--repeats=2" in command for command in commands)
+    assert sum("torch.distributed.run" in command for command in commands) == 2
     assert "--what all --repeats=2" in page
-    assert json.dumps(asked).count("--what=") == len(asked)
+    assert json.dumps(commands).count("--what=") == len(commands)
     page = (tmp_path / "dev" / "bench-cpu.md").read_text()
     monkeypatch.setattr(
         bench.subprocess, "run", lambda *_, **__: type("Ended", (), {"returncode": 3})
     )
-    with pytest.raises(SystemExit, match="nothing could be measured"):
+    with pytest.raises(SystemExit, match="all benchmarks failed"):
         main(replace(Bench(), machine=CPU))
     assert (tmp_path / "dev" / "bench-cpu.md").read_text() == page
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, [1, 2]), (8, [1, 2, 4, 8])])
-def test_as_many_processes_are_compared_as_there_are_gpus(monkeypatch, gpus, ranks):
+def test_scaling_series_matches_the_number_of_gpus(monkeypatch, gpus, ranks):
     monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
     assert [num for num, _ in bench.jobs("cuda") if num] == ranks
 
 
-def test_of_two_equal_flags_the_last_counts():
+def test_last_duplicate_flag_wins():
     assert parse(Bench(), args=["--what", "all", "--what=start", "--depth=8"]).what == "start"

@@ -1,4 +1,4 @@
-"""An artifact is all there is: the same weights, tokenizer and score from the file and its code."""
+"""Artifacts: exact roundtrip of weights, tokenizer and score; size accounting; limit; export."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def model_for(tokenizer, **changes):
 
 
 @given(st.sampled_from([5, 6, 8]), st.lists(st.integers(-(2**31), 2**31), max_size=70))
-def test_packed_levels_come_back(bits, numbers):
+def test_packed_levels_roundtrip(bits, numbers):
     top = 2 ** (bits - 1) - 1
     levels = np.array([n % (2 * top + 1) - top for n in numbers], np.int8)
     data = pack(levels, bits)
@@ -77,7 +77,7 @@ def test_packed_levels_come_back(bits, numbers):
         ("bytes", "zstd", RECURSIVE_CHANGES),
     ],
 )
-def test_a_file_gives_back_what_late_quantisation_trained_with(
+def test_artifact_restores_quantization_aware_weights(
     container, compressor, changes, tokenizer, tmp_path, machine
 ):
     model = model_for(tokenizer, **changes)
@@ -98,7 +98,7 @@ def test_a_file_gives_back_what_late_quantisation_trained_with(
     assert torch.equal(built(tokens), model(tokens))
 
 
-def test_the_smallest_of_all_choices_is_written(tokenizer):
+def test_smallest_file_is_chosen(tokenizer):
     model = model_for(tokenizer)
     stored = store(model.state_dict(), MIXED)
     best = smallest(stored, model.cfg, tokenizer, {})
@@ -107,11 +107,11 @@ def test_the_smallest_of_all_choices_is_written(tokenizer):
     for (container, compressor), size in best.tried.items():
         alone = smallest(stored, model.cfg, tokenizer, {}, container, compressor)
         assert len(alone.data) == size
-    assert "<- written" in describe(best, 10**6, True)
+    assert "<- chosen" in describe(best, 10**6, True)
 
 
-def test_sizes_add_up(tokenizer):
-    """One byte a weight and two a row, but for what is kept: the arithmetic of a known record."""
+def test_artifact_sizes_add_up(tokenizer):
+    """int8: one byte per weight plus two per row; vectors stay fp32."""
     model = model_for(tokenizer)
     written = smallest(
         store(model.state_dict(), QuantConfig("*=int8")), model.cfg, tokenizer, {}, "bytes"
@@ -130,36 +130,36 @@ def test_sizes_add_up(tokenizer):
     assert sum(t.payload for t in packed.tensors) == want
 
 
-def test_more_than_the_limit_is_refused_naming_what_costs_most(tokenizer):
+def test_oversized_artifact_error_lists_largest_tensors(tokenizer):
     model = model_for(tokenizer)
     written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     size = len(written.data)
     require_within(written, size, count_code=False)
-    with pytest.raises(UsageError, match="1 above the limit") as refused:
+    with pytest.raises(UsageError, match="by 1;") as error:
         require_within(written, size - 1, count_code=False)
     costliest = max(written.tensors, key=lambda t: t.compressed)
-    assert f"most cost {costliest.name}" in str(refused.value)
+    assert f"largest tensors: {costliest.name} " in str(error.value)
     require_within(written, size + written.code_bytes, count_code=True)
     with pytest.raises(UsageError, match="of them code"):
         require_within(written, size + written.code_bytes - 1, count_code=True)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_a_damaged_file_is_refused_by_name(compressor, tokenizer, tmp_path):
+def test_corrupt_artifact_is_rejected(compressor, tokenizer, tmp_path):
     model = model_for(tokenizer)
     stored = store(model.state_dict(), MIXED)
     data = smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
     path = tmp_path / "bad.golf"
     rng = np.random.default_rng(0)
-    places = [0, 8, 9, 12, 14, len(data) - 1, *rng.integers(0, len(data), 40)]
-    wrong = [data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in map(int, places)]
-    for content in [*wrong, b"", data[:5], data[:100], data[:-1], b"PK" + data]:
+    offsets = [0, 8, 9, 12, 14, len(data) - 1, *rng.integers(0, len(data), 40)]
+    flipped = [data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in map(int, offsets)]
+    for content in [*flipped, b"", data[:5], data[:100], data[:-1], b"PK" + data]:
         path.write_bytes(content)
         try:
             found = read_artifact(path)
         except ValueError as error:
-            assert "bad.golf is no artifact, or a damaged one" in str(error)
-        else:  # a bit of the stream that decides nothing
+            assert "bad.golf is not a valid artifact" in str(error)
+        else:  # the flipped bit has no effect
             assert found.formats and content not in (b"", data[:5], data[:100])
             path.write_bytes(data)
             good = read_artifact(path).weights
@@ -180,7 +180,7 @@ print("BPB", bpb.value, Path(sys.modules["nanochat"].__path__[0]).resolve().pare
 """
 
 
-def test_the_code_that_is_charged_is_all_it_takes_to_score_a_file(tokenizer, tmp_path, machine):
+def test_counted_code_suffices_to_score_an_artifact(tokenizer, tmp_path, machine):
     model = model_for(tokenizer)
     written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     folder = tmp_path / "empty"
@@ -204,7 +204,7 @@ def test_the_code_that_is_charged_is_all_it_takes_to_score_a_file(tokenizer, tmp
 
 
 def save(tokenizer, tag="golf", seed=0, **settings):
-    """A base checkpoint as training leaves it."""
+    """Save a base checkpoint as training does."""
     model = lively(
         build_model(replace(GOLF, vocab_size=tokenizer.vocab_size), CPU, torch.float32, seed)
     )
@@ -219,16 +219,16 @@ def save(tokenizer, tag="golf", seed=0, **settings):
     save_checkpoint(stage_folder("base") / tag, 3, model, None, tokenizer, state)
 
 
-def export_it(**settings):
+def export_artifact(**settings):
     export.main(export.Export(format="artifact", source="base", **settings))
 
 
-def test_export_and_score_fill_the_section(base, tokenizer, machine, capsys):
+def test_export_and_evaluate_write_report_section(base, tokenizer, machine, capsys):
     for seed in (0, 1):
         save(tokenizer, f"golf-{seed}", seed, quantize="embed.*=int8,*=int6", row_clip="max")
-        export_it(model_tag=f"golf-{seed}")
+        export_artifact(model_tag=f"golf-{seed}")
     table = capsys.readouterr().out
-    assert "embed.weight" in table and "int8" in table and "int6" in table  # as it was trained
+    assert "embed.weight" in table and "int8" in table and "int6" in table  # formats from training
     data = {"dataset": "embedded", "num_shards": 1}
     on_cpu = DistConfig("cpu", "float32")
     cfg = evaluate.GolfEval(max_documents=6, eval_stride=4, machine=on_cpu)
@@ -243,19 +243,19 @@ def test_export_and_score_fill_the_section(base, tokenizer, machine, capsys):
     after = document_bpb(artifact.build(machine), texts, tokenizer, 16, 3, machine)
     sliding = document_bpb(artifact.build(machine), texts, tokenizer, 4, 5, machine)
     assert values["Bytes scored"] == sum(len(text.encode()) for text in texts) == before.bytes
-    told = values["base-golf-1"]
+    summary = values["base-golf-1"]
     for found, name in ((before, "before"), (after, "roundtrip"), (sliding, "sliding")):
-        assert f"{name} {found.value:.4f}" in told
-    assert values["Quantisation gap bpb"]["value"] == pytest.approx(
-        values["Roundtrip bpb"]["value"] - values["Pre-quantisation bpb"]["value"]
+        assert f"{name} {found.value:.4f}" in summary
+    assert values["Quantization gap bpb"]["value"] == pytest.approx(
+        values["Roundtrip bpb"]["value"] - values["Pre-quantization bpb"]["value"]
     )
     assert values["Within the limit"] is True
     assert "Parameter golf" in (base / "report.md").read_text()
 
 
-def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path):
+def test_artifact_without_checkpoint_is_scored(base, tokenizer, tmp_path):
     save(tokenizer)
-    export_it(out=str(tmp_path / "kept.golf"), quantize="*=int5")
+    export_artifact(out=str(tmp_path / "kept.golf"), quantize="*=int5")
     shutil.rmtree(stage_folder("base"))
     cfg = evaluate.GolfEval(
         artifacts=(tmp_path / "kept.golf",),
@@ -267,14 +267,14 @@ def test_without_its_checkpoint_a_file_is_scored_alone(base, tokenizer, tmp_path
     evaluate.main(cfg)
     values = read_json(base / "report" / "parameter-golf.json")["values"]
     assert values["Roundtrip bpb"] > 0
-    assert "Pre-quantisation bpb" not in values and "Roundtrip sliding bpb" not in values
+    assert "Pre-quantization bpb" not in values and "Roundtrip sliding bpb" not in values
 
 
-def test_an_artifact_above_the_limit_is_not_written(base, tokenizer, capsys):
+def test_oversized_artifact_is_not_written(base, tokenizer, capsys):
     save(tokenizer)
-    with pytest.raises(UsageError, match="above the limit of 40,000"):
-        export_it(limit_bytes=40_000)
-    assert "embed.weight" in capsys.readouterr().out  # the table tells where the bytes are
+    with pytest.raises(UsageError, match="exceed the limit of 40,000"):
+        export_artifact(limit_bytes=40_000)
+    assert "embed.weight" in capsys.readouterr().out  # the size table is still printed
     assert not list((base / "export").glob("*"))
-    export_it(limit_bytes=40_000, count_code=False)
+    export_artifact(limit_bytes=40_000, count_code=False)
     assert (base / "export" / "base-golf.golf").stat().st_size <= 40_000

@@ -1,4 +1,4 @@
-"""Bits per byte of documents: every token once, with the promised context, on any ranks."""
+"""Document bits per byte: each token scored once, enough context, any number of ranks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,23 +21,23 @@ from tests.conftest import TINY, lively
 
 
 @given(n=st.integers(1, 60), T=st.integers(1, 12), data=st.data())
-def test_windows_score_every_token_once_with_the_promised_context(n, T, data):
+def test_windows_score_each_token_once_with_enough_context(n, T, data):
     stride = data.draw(st.integers(1, T))
-    ids = np.arange(n + 1)  # ids are positions, so that what is scored names itself
+    ids = np.arange(n + 1)  # ids are positions
     scored = []
     for tokens, targets in windows(ids, T, stride):
         assert tokens.shape == targets.shape == (T,)
-        (places,) = np.nonzero(targets != IGNORE)
-        for i in places:
+        (scored_here,) = np.nonzero(targets != IGNORE)
+        for i in scored_here:
             position = int(targets[i])
             assert tokens[i] == position - 1
-            context = i  # tokens in front of tokens[i] in this window
+            context = i  # tokens before tokens[i] in this window
             assert context >= min(position - 1, T - stride)
             scored.append(position)
     assert scored == list(range(1, n + 1))
 
 
-def test_plain_windows_are_consecutive_pieces_that_start_anew():
+def test_full_stride_windows_do_not_overlap():
     got = [t[t2 != IGNORE].tolist() for t, t2 in windows(np.arange(8), 3, 3)]
     assert got == [[0, 1, 2], [3, 4, 5], [6]]
 
@@ -57,7 +57,7 @@ def model_of(tokenizer):
 
 @dataclass(frozen=True)
 class Together(DistContext):
-    """One of several ranks that are threads of this process."""
+    """A rank that runs as a thread of this process."""
 
     box: list = field(kw_only=True)
     all_here: threading.Barrier = field(kw_only=True)
@@ -69,7 +69,7 @@ class Together(DistContext):
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(3, 2), (2, 4), (7, 1)])
-def test_documents_are_scored_the_same_by_any_number_of_ranks(tokenizer, machine, ranks, rows):
+def test_document_bpb_is_independent_of_number_of_ranks(tokenizer, machine, ranks, rows):
     model, shared = model_of(tokenizer), {"box": [()] * ranks, "all_here": threading.Barrier(ranks)}
 
     def measure(rank):
@@ -83,25 +83,23 @@ def test_documents_are_scored_the_same_by_any_number_of_ranks(tokenizer, machine
 
 
 @pytest.mark.parametrize(("stride", "rows"), [(16, 1), (16, 4), (8, 3), (1, 7), (3, 2)])
-def test_documents_are_scored_as_if_token_by_token_and_bytes_are_those_of_the_text(
-    stride, rows, tokenizer, machine
-):
-    """Against the definition: each token from its own window, alone, with the context promised."""
+def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, machine):
+    """The reference scores each token separately, in its own window."""
     model, nats = model_of(tokenizer), 0.0
     for text in TEXTS:
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
-        for place in range(1, len(ids)):  # the first 16 share a window, then each `stride`
-            late = max(0, place - 16)
+        for i in range(1, len(ids)):  # the first 16 share a window, then each `stride`
+            late = max(0, i - 16)
             begin = 0 if not late else -(-late // stride) * stride
-            seen = torch.tensor([ids[begin:place]])
-            nats -= float(model(seen)[0, -1].detach().log_softmax(-1)[ids[place]])
+            seen = torch.tensor([ids[begin:i]])
+            nats -= float(model(seen)[0, -1].detach().log_softmax(-1)[ids[i]])
     found = document_bpb(model, TEXTS, tokenizer, stride, rows, machine)
     assert found.bytes == sum(len(text.encode()) for text in TEXTS)
     assert found.nats == pytest.approx(nats, rel=1e-5)
 
 
-def test_a_token_that_was_not_scored_is_noticed(tokenizer, machine, monkeypatch):
-    """As upstream's sliding window did the other way round: it scored its tail twice."""
+def test_unscored_token_raises(tokenizer, machine, monkeypatch):
+    """The counterpart of an upstream bug whose sliding window scored its tail twice."""
     whole = documents.windows
     monkeypatch.setattr(documents, "windows", lambda *args: list(whole(*args))[:-1])
     with pytest.raises(AssertionError, match="the texts have"):
@@ -109,6 +107,6 @@ def test_a_token_that_was_not_scored_is_noticed(tokenizer, machine, monkeypatch)
 
 
 @pytest.mark.parametrize("stride", [0, 17])
-def test_a_stride_outside_the_window_is_refused(stride, tokenizer, machine):
+def test_stride_outside_window_is_rejected(stride, tokenizer, machine):
     with pytest.raises(ValueError, match=str(stride)):
         document_bpb(model_of(tokenizer), TEXTS, tokenizer, stride, 2, machine)

@@ -1,4 +1,4 @@
-"""Grids against their definition; what training sees is what an artifact gives back."""
+"""Quantization matches its definition; training uses exactly the weights of the artifact."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ CLIPS = ("max", "quantile", "mse", "std")
 
 
 def draw(rows=9, columns=40):
-    """Rows of very different sizes, one of them zero, one tiny."""
+    """Rows of very different magnitudes, one zero and one tiny."""
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     w *= torch.logspace(-3, 1, rows)[:, None]
     w[3], w[4] = 0.0, 1e-9 * w[4]
@@ -27,7 +27,7 @@ def draw(rows=9, columns=40):
 
 
 def reference(w, bits, cfg):
-    """One row at a time, in numpy."""
+    """Quantize one row at a time, in numpy."""
     top = 2 ** (bits - 1) - 1
     scales, found = [], []
     for row in w.numpy().astype(np.float32):
@@ -47,7 +47,7 @@ def reference(w, bits, cfg):
 
 @pytest.mark.parametrize("form", BITS)
 @pytest.mark.parametrize("clip", ["max", "quantile", "std"])
-def test_levels_and_scales_are_those_of_the_definition(form, clip):
+def test_levels_and_scales_match_reference(form, clip):
     w, cfg = draw(), QuantConfig(row_clip=clip, row_clip_std=2.0)
     scale, level = quantize_rows(w, form, cfg)
     want_scale, want_level = reference(w, BITS[form], cfg)
@@ -58,17 +58,17 @@ def test_levels_and_scales_are_those_of_the_definition(form, clip):
 
 
 @pytest.mark.parametrize("form", BITS)
-def test_without_clipping_a_weight_moves_by_half_a_step_at_most(form):
+def test_unclipped_rounding_error_is_at_most_half_a_step(form):
     w, cfg = draw(), QuantConfig()
     scale, level = quantize_rows(w, form, cfg)
     moved = (dequantize_rows(scale, level) - w).abs()
-    # a scale is rounded to float16, which may put the largest weight just beyond its grid
+    # rounding the scale to float16 may put the largest weight just outside the grid
     reach = scale.float()[:, None] * (0.5 + 2**-10 * (2 ** (BITS[form] - 1)))
     assert bool((moved <= reach).all())
     assert bool((dequantize_rows(scale, level)[3] == 0).all())
 
 
-def test_mse_chooses_the_clip_that_errs_least():
+def test_mse_clip_minimizes_squared_error():
     w = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
     w[:, 0] *= 4
 
@@ -81,7 +81,7 @@ def test_mse_chooses_the_clip_that_errs_least():
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("form", [*BITS, "fp16", "fp32"])
-def test_what_training_sees_is_what_the_file_gives_back_bit_for_bit(form, clip):
+def test_training_weights_equal_stored_weights_bitwise(form, clip):
     w, cfg = draw(), QuantConfig(row_clip=clip)
     if form in BITS:
         want = dequantize_rows(*quantize_rows(w, form, cfg))
@@ -93,26 +93,26 @@ def test_what_training_sees_is_what_the_file_gives_back_bit_for_bit(form, clip):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("form", BITS)
-def test_a_gpu_trains_with_what_a_cpu_writes(form):
+def test_gpu_and_cpu_quantize_identically(form):
     w = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0))
     on_gpu = as_stored(w.cuda(), form, QuantConfig())
     assert torch.equal(on_gpu.cpu(), dequantize_rows(*quantize_rows(w, form, QuantConfig())))
 
 
 @pytest.mark.parametrize("form", BITS)
-def test_what_is_on_the_grid_stays_there(form):
+def test_quantization_is_idempotent(form):
     once = as_stored(draw(), form, QuantConfig())
     assert torch.equal(as_stored(once, form, QuantConfig()), once)
 
 
-def test_weights_beyond_the_scales_are_refused():
+def test_scale_overflow_and_float_formats_are_rejected():
     with pytest.raises(ValueError, match="float16"):
         quantize_rows(torch.full((2, 2), 1e8), "int6", QuantConfig())
     with pytest.raises(ValueError, match="fp16"):
         quantize_rows(torch.ones(2, 2), "fp16", QuantConfig())
 
 
-def test_the_first_rule_that_fits_decides_and_vectors_are_kept():
+def test_first_matching_rule_wins_and_vectors_stay_fp32():
     tensors = dict(build_model(TINY, torch.device("cpu"), torch.float32, 0).named_parameters())
     formats = QuantConfig("embed.*=fp16, *.mlp.*=int5,blocks.1.*=int8,*=int6").formats(tensors)
     assert formats["embed.weight"] == "fp16"
@@ -123,29 +123,29 @@ def test_the_first_rule_that_fits_decides_and_vectors_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("rules", "named"),
+    ("rules", "message"),
     [
-        ("*.mlp.fc.*=int6,*=int8", "fits none"),  # of a run where no tensor was int6 after all
-        ("*.mlp.*=int6", "no rule fits"),
+        ("*.mlp.fc.*=int6,*=int8", "matches none"),  # a misspelled layer name
+        ("*.mlp.*=int6", "no rule matches"),
         ("*=int7", "int7"),
-        ("int8", "is no rule"),
-        ("", "is no rule"),
+        ("int8", "invalid rule"),
+        ("", "invalid rule"),
     ],
 )
-def test_rules_that_would_do_something_else_are_refused(rules, named):
+def test_invalid_quantize_rules_are_rejected(rules, message):
     tensors = dict(build_model(TINY, torch.device("cpu"), torch.float32, 0).named_parameters())
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=message):
         QuantConfig(rules).formats(tensors)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("row_clip", "most"), ("row_clip_std", 0.0)])
-def test_clips_that_are_none_are_refused(setting, value):
+def test_invalid_clips_are_rejected(setting, value):
     with pytest.raises(ValueError, match=str(value)):
         QuantConfig(**{setting: value})
 
 
-def test_late_quantisation_changes_the_forward_pass_of_a_compiled_program_and_compiles_nothing():
-    """What once was folded away: a flag that the compiler took for a constant."""
+def test_late_quantization_works_compiled_without_recompiling():
+    """A flag would be constant-folded by the compiler."""
     model = lively(build_model(TINY, torch.device("cpu"), torch.float32, seed=0))
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     eager = model.loss(tokens, tokens).item()
@@ -171,7 +171,7 @@ def test_late_quantisation_changes_the_forward_pass_of_a_compiled_program_and_co
     assert model.loss(tokens, tokens).item() == on
 
 
-def test_weights_come_back_when_a_step_fails():
+def test_weights_are_restored_after_a_failed_step():
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed=0)
     named = dict(model.named_parameters())
     before = {n: p.detach().clone() for n, p in named.items()}

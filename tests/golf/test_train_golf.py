@@ -1,4 +1,4 @@
-"""scripts/train_golf.sh in its smallest profile: trained by the clock, exported, scored alone."""
+"""scripts/train_golf.sh with the smoke profile: timed training, export, evaluation of the file."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ def run(words: list[str], base: Path, **extra: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.timeout(400)
-def test_golf_end_to_end_and_the_file_alone_scores_what_was_reported(tmp_path):
+def test_train_golf_artifact_alone_reproduces_reported_bpb(tmp_path):
     base = tmp_path / "base"
     done = run(["bash", "scripts/train_golf.sh"], base, SEEDS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     values = read_json(base / SECTION)["values"]
     assert values["Seeds"] == 1 and values["Within the limit"] is True
-    assert abs(values["Quantisation gap bpb"]) < 0.05
+    assert abs(values["Quantization gap bpb"]) < 0.05
     assert "## Parameter golf" in (base / "report.md").read_text()
     record = read_json(base / "seeds" / "1" / "base-model-training.json")
     assert 3 < record["values"]["Calculated number of iterations"] < 2000
@@ -43,12 +43,12 @@ def test_golf_end_to_end_and_the_file_alone_scores_what_was_reported(tmp_path):
     found = read_json(alone.parent / SECTION)["values"]
     for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
         assert found[name] == pytest.approx(values[name], abs=1e-4)
-    assert "Pre-quantisation bpb" not in found
+    assert "Pre-quantization bpb" not in found
 
-    refused = run(["bash", "scripts/train_golf.sh", "--qat_start=2"], base)
-    assert refused.returncode != 0 and "qat_start" in refused.stdout + refused.stderr
+    failed = run(["bash", "scripts/train_golf.sh", "--qat_start=2"], base)
+    assert failed.returncode != 0 and "qat_start" in failed.stdout + failed.stderr
 
 
-def test_an_unknown_profile_is_refused_by_name(tmp_path):
+def test_unknown_golf_profile_is_rejected(tmp_path):
     done = run(["bash", "scripts/train_golf.sh"], tmp_path, PROFILE="tpu")
     assert done.returncode == 2 and "'tpu'" in done.stderr

@@ -1,4 +1,4 @@
-"""Hugging Face's format: the same logits, ids, prompts and words there, and the way back."""
+"""Hugging Face export and import: equal logits, token ids, prompts and generations."""
 
 import copy
 import itertools
@@ -67,7 +67,7 @@ def model_of(tokenizer, name):
 
 
 def load(folder):
-    """Model and tokenizer as a user of transformers gets them."""
+    """Load model and tokenizer through transformers' Auto classes."""
     options = (
         {}
         if read_json(folder / "config.json")["model_type"] == "nanochat"
@@ -79,7 +79,7 @@ def load(folder):
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def exported(request, tokenizer, tmp_path_factory):
-    """Our model, its folder, and what transformers makes of that."""
+    """Our model, its export folder, and the model and tokenizer that transformers loads from it."""
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     ours = model_of(tokenizer, request.param)
     write_hf(folder, ours, tokenizer)
@@ -90,7 +90,7 @@ def exported(request, tokenizer, tmp_path_factory):
 # The model
 
 
-def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exported):
+def test_only_non_classic_exports_contain_remote_code(exported):
     ours, folder, theirs, _ = exported
     code = {path.stem for path in folder.glob("*.py")}
     if is_native(ours.cfg):
@@ -101,42 +101,42 @@ def test_the_plain_architecture_needs_no_code_and_any_other_brings_gpt_along(exp
 
 
 @torch.no_grad()
-def test_logits_are_ours_on_a_hundred_texts(exported, tokenizer, texts):
+def test_exported_logits_equal_ours_on_100_texts(exported, tokenizer, texts):
     ours, _, theirs, _ = exported
     for text in texts:
         ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text)][: ours.cfg.max_seq_len]])
         assert (theirs(ids).logits - ours(ids)).abs().max() < 1e-4
 
 
-def test_generation_says_what_the_engine_says(exported, tokenizer, texts):
+def test_greedy_generation_equals_the_engine(exported, tokenizer, texts):
     ours, _, theirs, _ = exported
     engine = Engine(ours, tokenizer, 4)
     prompts = [
         [tokenizer.bos_id, *tokenizer.encode(text)][: 9 + 5 * i] for i, text in enumerate(texts[:8])
     ]
-    for prompt, (said,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+    for prompt, (want,) in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         ids = torch.tensor([prompt])
         answer = theirs.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )[0, len(prompt) :].tolist()
-        assert answer == said.ids + ([said.end] if said.end is not None else [])
+        assert answer == want.ids + ([want.end] if want.end is not None else [])
 
 
-def test_prompts_padded_on_the_left_go_on_as_they_do_alone(exported, texts):
+def test_left_padded_batch_equals_single_prompts(exported, texts):
     _, _, theirs, tokenizer = exported
     prompts = [" ".join(text.split()[: 3 + 4 * i]) for i, text in enumerate(texts[:5])]
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
     together = theirs.generate(**batch, max_new_tokens=10, do_sample=False)
     for prompt, row in zip(prompts, together, strict=True):
         alone = tokenizer(prompt, return_tensors="pt")
-        said = theirs.generate(**alone, max_new_tokens=10, do_sample=False)[0]
-        new = said[alone["input_ids"].shape[1] :].tolist()
+        output = theirs.generate(**alone, max_new_tokens=10, do_sample=False)[0]
+        new = output[alone["input_ids"].shape[1] :].tolist()
         assert row[batch["input_ids"].shape[1] :].tolist()[: len(new)] == new
         assert alone["input_ids"][0, 0] == tokenizer.bos_token_id
 
 
 @torch.no_grad()
-def test_labels_give_the_mean_loss_of_what_counts(exported, tokenizer, texts):
+def test_loss_ignores_labels_of_minus_100(exported, tokenizer, texts):
     ours, _, theirs, _ = exported
     ids = torch.tensor([tokenizer.encode(texts[0])[:60]])
     labels = ids.clone()
@@ -146,7 +146,7 @@ def test_labels_give_the_mean_loss_of_what_counts(exported, tokenizer, texts):
 
 
 @torch.no_grad()
-def test_the_last_logits_can_be_had_alone(exported):
+def test_logits_to_keep_returns_the_last_logits(exported):
     _, _, theirs, _ = exported
     ids = torch.tensor([[1, 2, 3, 4]])
     whole, last = theirs(ids).logits, theirs(ids, logits_to_keep=1).logits
@@ -154,7 +154,7 @@ def test_the_last_logits_can_be_had_alone(exported):
 
 
 # ------------------------------------------------------------------------------------------------
-# What else users of transformers ask of a model
+# Other features of transformers
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def ids(tokenizer):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_a_static_cache_generates_what_a_dynamic_one_does(exported, num_beams):
+def test_static_and_dynamic_cache_generate_the_same(exported, num_beams):
     _, _, theirs, tokenizer = exported
     batch = tokenizer(
         ["The market", "Quin lives in Fennick and"], padding=True, return_tensors="pt"
@@ -175,7 +175,7 @@ def test_a_static_cache_generates_what_a_dynamic_one_does(exported, num_beams):
 
 
 @torch.no_grad()
-def test_prefill_in_chunks_generates_the_same(exported, ids):
+def test_chunked_prefill_generates_the_same(exported, ids):
     _, _, theirs, _ = exported
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     want = theirs.generate(ids, **options)
@@ -183,20 +183,20 @@ def test_prefill_in_chunks_generates_the_same(exported, ids):
 
 
 @torch.no_grad()
-def test_hidden_states_are_those_of_every_layer(exported, ids):
+def test_hidden_states_cover_every_layer(exported, ids):
     ours, _, theirs, _ = exported
     found = theirs(ids, output_hidden_states=True)
     assert len(found.hidden_states) == len(ours.cfg.order) + 1
     torch.testing.assert_close(found.hidden_states[-1], ours.hidden(ids), rtol=0, atol=1e-5)
     assert theirs(ids).hidden_states is None
-    said = theirs.generate(
+    output = theirs.generate(
         ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
     )
-    assert len(said.hidden_states[0]) == len(ours.cfg.order) + 1
+    assert len(output.hidden_states[0]) == len(ours.cfg.order) + 1
 
 
 @torch.no_grad()
-def test_remote_code_and_native_class_agree_on_hidden_states(tokenizer, ids, tmp_path):
+def test_remote_code_hidden_states_equal_native_class(tokenizer, ids, tmp_path):
     ours = model_of(tokenizer, "classic")
     write_hf(tmp_path, ours, tokenizer)
     native, _ = load(tmp_path)
@@ -205,12 +205,12 @@ def test_remote_code_and_native_class_agree_on_hidden_states(tokenizer, ids, tmp
     want = native(ids, output_hidden_states=True).hidden_states
     found = remote(ids, output_hidden_states=True).hidden_states
     for state, other in zip(found, want, strict=True):
-        # theirs begin with the embeddings as they are, ours with what the first layer reads
+        # theirs start with the raw embeddings, ours with the input of the first layer
         torch.testing.assert_close(F.rms_norm(state, (32,)), F.rms_norm(other, (32,)))
 
 
 @torch.no_grad()
-def test_prompts_as_vectors_give_what_their_ids_give(exported, ids):
+def test_inputs_embeds_equal_input_ids(exported, ids):
     ours, _, theirs, _ = exported
     embeds, mask = theirs.get_input_embeddings()(ids), torch.ones_like(ids)
     both = {"inputs_embeds": embeds} | ({} if is_native(ours.cfg) else {"input_ids": ids})
@@ -222,7 +222,7 @@ def test_prompts_as_vectors_give_what_their_ids_give(exported, ids):
 
 
 @torch.no_grad()
-def test_vectors_alone_need_a_model_that_looks_up_no_ids(tokenizer, ids):
+def test_inputs_embeds_alone_need_a_model_without_id_lookups(tokenizer, ids):
     shape = replace(TINY, vocab_size=tokenizer.vocab_size, value_every=0)
     remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
     embeds = remote.get_input_embeddings()(ids)
@@ -232,18 +232,18 @@ def test_vectors_alone_need_a_model_that_looks_up_no_ids(tokenizer, ids):
     assert torch.equal(remote.generate(inputs_embeds=embeds, **options), want)
     for change in ({"value_every": 2}, {"bigram_rows": 97}):
         other = NanochatForCausalLM(NanochatConfig(gpt=asdict(replace(shape, **change)))).eval()
-        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*give input_ids"):
+        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*pass input_ids"):
             other(inputs_embeds=embeds)
-        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*give input_ids"):
+        with pytest.raises(ValueError, match="value embeddings or hash-bigram.*pass input_ids"):
             other.generate(inputs_embeds=embeds, **options)
 
 
 @torch.no_grad()
-def test_position_ids_separate_packed_documents_or_turn_them(exported, ids):
+def test_position_ids_pack_documents_or_set_rotary_positions(exported, ids):
     ours, _, theirs, _ = exported
     counted, mask = torch.arange(40)[None], torch.ones_like(ids)
     packed = theirs(ids, position_ids=torch.cat((counted[:, :15], counted[:, :25]), 1)).logits
-    if is_native(ours.cfg):  # theirs is told of the cache that it would fill
+    if is_native(ours.cfg):  # the native class packs only without a cache
         packed = theirs(
             ids, position_ids=torch.cat((counted[:, :15], counted[:, :25]), 1), use_cache=False
         ).logits
@@ -251,13 +251,13 @@ def test_position_ids_separate_packed_documents_or_turn_them(exported, ids):
     torch.testing.assert_close(packed[:, 15:], ours(ids[:, 15:]), rtol=0, atol=1e-4)
     shifted = theirs(ids, position_ids=counted + 7, attention_mask=mask).logits
     torch.testing.assert_close(shifted, ours(ids), rtol=0, atol=1e-3)
-    apart = theirs(ids, position_ids=2 * counted, attention_mask=mask).logits
-    assert (apart - ours(ids)).abs().max() > 0.01
+    spread = theirs(ids, position_ids=2 * counted, attention_mask=mask).logits
+    assert (spread - ours(ids)).abs().max() > 0.01
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["default", "bigrams"])
-def test_padding_anywhere_leaves_real_tokens_as_they_are(tokenizer, tmp_path, ids, name):
+def test_padding_anywhere_does_not_change_real_tokens(tokenizer, tmp_path, ids, name):
     ours = model_of(tokenizer, name)
     write_hf(tmp_path, ours, tokenizer)
     theirs, _ = load(tmp_path)
@@ -271,7 +271,7 @@ def test_padding_anywhere_leaves_real_tokens_as_they_are(tokenizer, tmp_path, id
 
 
 @torch.no_grad()
-def test_a_resized_vocabulary_survives_a_round_trip(exported, ids, tmp_path):
+def test_resized_vocabulary_survives_a_round_trip(exported, ids, tmp_path):
     ours, _, theirs, tokenizer = exported
     larger, size = copy.deepcopy(theirs), ours.cfg.vocab_size
     larger.resize_token_embeddings(size + 20)
@@ -296,7 +296,7 @@ def gradients(model, ids, mask, **options):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_checkpointing_leaves_gradients_as_they_are(exported, ids):
+def test_gradient_checkpointing_does_not_change_gradients(exported, ids):
     model = copy.deepcopy(exported[2])
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
@@ -321,7 +321,7 @@ def test_checkpointing_leaves_gradients_as_they_are(exported, ids):
     assert float(model(ids, labels=ids).loss) < before
 
 
-def test_the_embedding_of_bos_is_trained(exported, ids):
+def test_bos_embedding_gets_gradients(exported, ids):
     _, _, theirs, tokenizer = exported
     model = copy.deepcopy(theirs)
     ids = torch.cat((torch.full((2, 1), tokenizer.bos_token_id), ids), 1)
@@ -330,7 +330,7 @@ def test_the_embedding_of_bos_is_trained(exported, ids):
 
 
 @torch.no_grad()
-def test_the_loss_is_divided_by_the_items_of_all_batches(exported, ids):
+def test_num_items_in_batch_normalizes_the_loss(exported, ids):
     _, _, theirs, _ = exported
     mean = theirs(ids, labels=ids).loss
     shared = theirs(ids, labels=ids, num_items_in_batch=torch.tensor(1000)).loss
@@ -343,18 +343,18 @@ def test_the_loss_is_divided_by_the_items_of_all_batches(exported, ids):
     [
         (lambda m, x: m(x, output_attentions=True), "output_attentions=True"),
         (lambda m, x: m(x, token_type_ids=x), "no argument token_type_ids"),
-        (lambda m, x: m(), "give input_ids"),
-        (lambda m, x: m(x, inputs_embeds=torch.ones(2, 3, 32)), "inputs_embeds are"),
-        (lambda m, x: m(x, attention_mask=torch.ones(2, 3)), r"attention_mask is \(2, 3\)"),
-        (lambda m, x: m(x, attention_mask=torch.ones(2, 1, 40, 40)), "attention_mask is"),
-        (lambda m, x: m(x, position_ids=torch.ones(2, 3)), "position_ids are"),
+        (lambda m, x: m(), "input_ids and inputs_embeds are"),
+        (lambda m, x: m(x, inputs_embeds=torch.ones(2, 3, 32)), "inputs_embeds: shape"),
+        (lambda m, x: m(x, attention_mask=torch.ones(2, 3)), r"attention_mask has shape \(2, 3\)"),
+        (lambda m, x: m(x, attention_mask=torch.ones(2, 1, 40, 40)), "attention_mask has"),
+        (lambda m, x: m(x, position_ids=torch.ones(2, 3)), "position_ids: shape"),
         (lambda m, x: m(x, position_ids=0 * x, use_cache=True), "position_ids.*use_cache=False"),
         (lambda m, x: m.gradient_checkpointing_enable(every_n_layers=2), "every_n_layers=2"),
         (lambda m, x: m.gradient_checkpointing_enable(offload=True), "offload=True"),
         (lambda m, x: m.gradient_checkpointing_enable({"debug": True}), "debug"),
     ],
 )
-def test_what_the_remote_code_cannot_do_is_named(tokenizer, ids, call, named):
+def test_remote_code_rejects_unsupported_arguments_by_name(tokenizer, ids, call, named):
     shape = replace(TINY, vocab_size=tokenizer.vocab_size)
     remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
     with pytest.raises(ValueError, match=named):
@@ -363,9 +363,9 @@ def test_what_the_remote_code_cannot_do_is_named(tokenizer, ids, call, named):
 
 
 @torch.no_grad()
-def test_a_model_made_of_a_config_alone_guesses_evenly(exported, ids):
+def test_model_from_config_starts_at_uniform_loss(exported, ids):
     ours, _, theirs, _ = exported
-    torch.empty(1_000_000).fill_(math.nan)  # what uninitialized memory may hold
+    torch.empty(1_000_000).fill_(math.nan)  # possible content of uninitialized memory
     options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
     new = transformers.AutoModelForCausalLM.from_config(theirs.config, **options)
     assert float(new(ids, labels=ids).loss) == pytest.approx(math.log(ours.cfg.vocab_size), abs=0.1)
@@ -386,7 +386,7 @@ def test_half_precision_and_device_maps_keep_the_logits(exported, ids):
         torch.testing.assert_close(mapped(ids).logits, ours(ids), rtol=0, atol=1e-4)
 
 
-def test_adapters_on_all_linear_layers_learn(exported, ids):
+def test_lora_on_all_linear_layers_gets_gradients(exported, ids):
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(copy.deepcopy(exported[2]), adapter)
@@ -402,7 +402,7 @@ def test_adapters_on_all_linear_layers_learn(exported, ids):
 # The tokenizer
 
 
-def test_ids_are_ours_for_any_text(exported, texts):
+def test_exported_tokenizer_ids_equal_ours(exported, texts):
     _, _, _, theirs = exported
     tokenizer = read_hf(exported[1]).tokenizer
     rng = np.random.default_rng(0)
@@ -412,18 +412,18 @@ def test_ids_are_ours_for_any_text(exported, texts):
         assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text), text
 
 
-def test_ids_are_ours_on_a_shard_of_real_text(hub, tmp_path):
+def test_ids_equal_ours_on_a_shard_of_real_text(hub, tmp_path):
     compare_ids(hub, tmp_path, "shard_00005")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ids_are_ours_on_all_real_text(hub, tmp_path):
+def test_ids_equal_ours_on_all_real_text(hub, tmp_path):
     compare_ids(hub, tmp_path, "shard_")
 
 
 def compare_ids(hub, tmp_path, stem):
-    """Encode the shards of mini-pretrain whose names begin so, with both tokenizers."""
+    """Compare both tokenizers on the shards of mini-pretrain whose names start with `stem`."""
     import pyarrow.parquet as pq
 
     folder = hub / "datasets" / "local" / "mini-pretrain"
@@ -451,7 +451,7 @@ def drawn_text(rng):
 
 
 def drawn_parts(rng, role):
-    """Parts of a message of any type that the role may have, in any order."""
+    """Random message parts of the types allowed for the role."""
     parts = []
     for _ in range(rng.randrange(5)):
         kind = rng.choice(["text", "python", "python_output"] if role == "assistant" else ["text"])
@@ -464,7 +464,7 @@ def full_stop(text):
 
 
 def drawn_conversation(rng):
-    """Messages of all roles in any order."""
+    """Random messages of all roles, in any order."""
     messages = []
     for _ in range(rng.randrange(1, 9)):
         role = rng.choice(["system", "user", "user", "assistant", "assistant"])
@@ -472,8 +472,8 @@ def drawn_conversation(rng):
         messages.append({"role": role, "content": content})
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     if "python_output" in kinds:
-        # transformers takes the first token of the last character for the end of trained text
-        # that no special token ends: here it is a character of one token
+        # If no special token ends trained text, transformers ends the mask at the first token of
+        # the last character: make that a single-token character
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = full_stop(message["content"])
@@ -491,7 +491,7 @@ def conversations():
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tokenizer, tmp_path_factory):
-    """Our tokenizer as transformers loads it."""
+    """Our tokenizer, loaded by transformers."""
     folder = tmp_path_factory.mktemp("chat")
     write_hf(folder, model_of(tokenizer, "classic"), tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
@@ -515,7 +515,7 @@ def test_chat_template_prompts_equal_render_prompt(chat_tokenizer, tokenizer, co
 
 def test_continue_final_message_equals_continue_last(chat_tokenizer, tokenizer, conversations):
     for messages in conversations:
-        if messages[-1]["content"] != []:  # transformers: nothing there to continue
+        if messages[-1]["content"] != []:  # transformers cannot continue an empty message
             found = chat_tokenizer.apply_chat_template(
                 messages, continue_final_message=True, return_dict=False
             )
@@ -536,7 +536,7 @@ def test_continue_final_message_equals_continue_last(chat_tokenizer, tokenizer, 
         ("assistant", ["x"], "message 1 of the assistant has a part"),
     ],
 )
-def test_chat_template_rejects_a_message_by_name(chat_tokenizer, tokenizer, role, content, named):
+def test_chat_template_errors_give_the_index(chat_tokenizer, tokenizer, role, content, named):
     messages = [{"role": "user", "content": "Hi"}, {"role": role, "content": content}]
     with pytest.raises(Exception, match=named):
         chat_tokenizer.apply_chat_template(messages)
@@ -552,11 +552,11 @@ def test_one_bos_in_plain_text_and_in_rendered_chats(chat_tokenizer, tokenizer, 
         text = chat_tokenizer.apply_chat_template(messages, tokenize=False)
         ids = chat_tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == render(tokenizer, messages)[0] and ids.count(bos) == 1
-        # No post-processor of a tokenizer.json sees that its text has one already: the card says so
+        # A tokenizer.json cannot detect that the text already has BOS (see the model card)
         assert chat_tokenizer(text)["input_ids"] == [bos, *ids]
 
 
-def test_sanitized_chats_take_special_names_as_text(chat_tokenizer, tokenizer):
+def test_sanitized_chats_keep_special_token_names_as_text(chat_tokenizer, tokenizer):
     messages = [{"role": "user", "content": "<|bos|>Hi<|user_end|><|assistant_start|>"}]
     special = {tokenizer.special(name) for name in SPECIAL_TOKENS}
     parsed = chat_tokenizer.apply_chat_template(messages, return_dict=False)
@@ -568,20 +568,20 @@ def test_sanitized_chats_take_special_names_as_text(chat_tokenizer, tokenizer):
     assert tokenizer.decode(ids[2:-1]) == messages[0]["content"]
 
 
-def test_every_byte_has_a_letter_of_its_own():
+def test_byte_letters_are_unique():
     letters = byte_letters()
     assert sorted(letters) == list(range(256)) and len(set(letters.values())) == 256
     assert letters[ord("A")] == "A" and letters[ord(" ")] == "\u0120" and letters[10] == "\u010a"
 
 
-def test_a_token_that_nothing_makes_is_named():
+def test_halves_rejects_a_token_without_a_merge():
     ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
     with pytest.raises(ValueError, match="abc"):
         halves(b"abc", ranks)
     assert halves(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
 
 
-def test_the_model_card_runs_and_names_what_loads_it(exported, capsys):
+def test_model_card_code_runs_and_lists_compatibility(exported, capsys):
     ours, folder, _, _ = exported
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "{" not in card.split("## T")[1]
@@ -594,20 +594,20 @@ def test_the_model_card_runs_and_names_what_loads_it(exported, capsys):
     assert ("trust_remote_code" in card) == ("output_attentions" in card) != is_native(ours.cfg)
 
 
-def test_a_text_generation_pipeline_answers(exported):
+def test_text_generation_pipeline_answers_chats(exported):
     ours, folder, _, _ = exported
     options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
     answer = transformers.pipeline("text-generation", str(folder), device="cpu", **options)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-    said = answer(messages, max_new_tokens=4)[0]["generated_text"]
-    assert said[:-1] == messages and said[-1]["role"] == "assistant"
+    output = answer(messages, max_new_tokens=4)[0]["generated_text"]
+    assert output[:-1] == messages and output[-1]["role"] == "assistant"
 
 
 # ------------------------------------------------------------------------------------------------
-# The way back
+# Import
 
 
-def test_the_same_weights_configuration_and_tokenizer_come_back(exported, tokenizer):
+def test_import_restores_weights_config_and_tokenizer(exported, tokenizer):
     ours, folder, _, _ = exported
     back = read_hf(folder)
     assert back.cfg == ours.cfg and back.tokenizer.fingerprint == tokenizer.fingerprint
@@ -628,13 +628,13 @@ def test_bfloat16_weights_are_rounded_once(tokenizer, tmp_path):
     ("file", "change", "message"),
     [
         ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
-        ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
+        ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.*not 15"),
         ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
-        ("config.json", {"num_hidden_layers": 3}, "tensors missing or too many"),
+        ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
         ("tokenizer.json", {"model": {"vocab": {"a": 5}}}, "tokenizer.json"),
     ],
 )
-def test_what_is_not_ours_is_refused_by_name(tokenizer, tmp_path, file, change, message):
+def test_unsupported_models_are_rejected_with_a_reason(tokenizer, tmp_path, file, change, message):
     write_hf(tmp_path, model_of(tokenizer, "classic"), tokenizer)
     content = read_json(tmp_path / file)
     (tmp_path / file).write_text(json.dumps({**content, **change}))
@@ -642,7 +642,7 @@ def test_what_is_not_ours_is_refused_by_name(tokenizer, tmp_path, file, change, 
         read_hf(tmp_path)
 
 
-def test_a_folder_without_a_model_is_refused(tokenizer, tmp_path):
+def test_folder_without_a_model_is_rejected(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json"):
         read_hf(tmp_path)
     write_hf(tmp_path, model_of(tokenizer, "classic"), tokenizer)
@@ -681,7 +681,7 @@ def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name, stage
     assert foreign.state["files"] == saved.state["files"]
 
 
-def test_export_takes_source_tag_and_step_as_letters(base, tokenizer, command):
+def test_export_accepts_short_flags(base, tokenizer, command):
     inputs = {"tokenizer": tokenizer.fingerprint}
     state = {"source": {}, "provenance": {"run_id": "run-1", "seed": 4, "inputs": inputs}}
     state |= {"stage": "base", "identity": {"batch_tokens": 4096}}
@@ -695,20 +695,20 @@ def test_export_takes_source_tag_and_step_as_letters(base, tokenizer, command):
 
 
 @pytest.mark.parametrize("script", ["base_eval", "base_loss"])
-def test_base_evaluators_take_tag_and_step_as_letters(base, script, command, tokenizer):
+def test_base_evaluators_accept_short_flags(base, script, command, tokenizer):
     state = {"source": {}, "provenance": {"inputs": {"tokenizer": tokenizer.fingerprint}}}
     model = model_of(tokenizer, "classic")
     save_checkpoint(stage_folder("base") / "d2", 9, model, None, tokenizer, state)
-    said = command.rejects(script, "-g", "d2", "-s", "3")
-    assert "base_checkpoints/d2" in said and "3" in said and "unrecognized" not in said.lower()
+    error = command.rejects(script, "-g", "d2", "-s", "3")
+    assert "base_checkpoints/d2" in error and "3" in error and "unrecognized" not in error.lower()
 
 
 # ------------------------------------------------------------------------------------------------
-# Models of Hugging Face under our scorer
+# Few-shot evaluation of Hugging Face models
 
 
 def score(base, folder, **settings):
-    """scripts.base_eval of a model in Hugging Face's format; returns the record."""
+    """Run scripts.base_eval on a Hugging Face model folder; returns the record."""
     machine = DistConfig("cpu", "float32")
     base_eval.main(
         base_eval.BaseEval(
@@ -722,7 +722,7 @@ def score(base, folder, **settings):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_any_causal_model_is_scored_by_the_same_code(base, tokenizer, tmp_path, kind):
+def test_other_hf_architectures_can_be_scored(base, tokenizer, tmp_path, kind):
     shape = {"vocab_size": tokenizer.vocab_size}
     if kind == "gpt2":
         config = transformers.GPT2Config(**shape, n_embd=32, n_layer=2, n_head=2, n_positions=256)
@@ -749,7 +749,7 @@ def test_any_causal_model_is_scored_by_the_same_code(base, tokenizer, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["classic", "default"])
-def test_an_exported_model_scores_item_by_item_as_ours(base, tokenizer, tmp_path, name):
+def test_exported_model_scores_equal_ours_item_by_item(base, tokenizer, tmp_path, name):
     state = {
         "source": {"dataset": "embedded"},
         "provenance": {"run_id": "run-1", "seed": 4, "inputs": {}},
@@ -763,13 +763,13 @@ def test_an_exported_model_scores_item_by_item_as_ours(base, tokenizer, tmp_path
     assert theirs["values"]["CORE metric"] == ours["values"]["CORE metric"]
 
 
-def test_code_of_strangers_runs_only_where_it_is_allowed(tokenizer, tmp_path):
+def test_remote_code_requires_trust_remote_code(tokenizer, tmp_path):
     write_hf(tmp_path, model_of(tokenizer, "default"), tokenizer)
     with pytest.raises(ValueError, match="trust_remote_code"):
         base_eval.find_hf_model(base_eval.BaseEval(hf_path=str(tmp_path)), None)
 
 
-def test_without_the_optional_packages_the_command_that_installs_them_is_named(monkeypatch):
+def test_missing_interop_packages_error_names_the_command(monkeypatch):
     for name in ("nanochat.hf.eval_model", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
@@ -777,7 +777,7 @@ def test_without_the_optional_packages_the_command_that_installs_them_is_named(m
         base_eval.find_hf_model(base_eval.BaseEval(hf_path="x"), None)
 
 
-def test_a_rebuilt_model_computes_what_the_first_did(exported):
+def test_reimported_model_has_identical_logits(exported):
     ours, folder, _, _ = exported
     back = read_hf(folder)
     twin = new_model(back.cfg)

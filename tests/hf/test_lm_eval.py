@@ -1,4 +1,4 @@
-"""EleutherAI's evaluation harness: it reads our models as we do, exported or as they are."""
+"""lm-evaluation-harness: native and exported models get the same scores as in our evaluator."""
 
 import itertools
 from dataclasses import replace
@@ -41,7 +41,7 @@ PAIRS = [
 ]
 
 
-def asked(*arguments):
+def requests(*arguments):
     return [SimpleNamespace(args=pair) for pair in arguments]
 
 
@@ -57,7 +57,7 @@ def tokenizer(texts):
 
 @pytest.fixture
 def checkpoint(base, tokenizer):
-    """A base model in the default architecture."""
+    """A base checkpoint with the default architecture."""
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=640, window_pattern="SL")
     model = lively(build_model(cfg, CPU, torch.float32, seed=5))
     origin = {"run_id": "run-1", "seed": 5, "inputs": {"tokenizer": tokenizer.fingerprint}}
@@ -73,7 +73,7 @@ def ours(checkpoint):
 
 @pytest.fixture
 def exported(checkpoint, tokenizer, tmp_path):
-    """The same model under the harness's own class for Hugging Face."""
+    """The same model, exported and loaded by the harness's own Hugging Face class."""
     machine = init_distributed(DistConfig("cpu", "float32"))
     write_hf(tmp_path / "model", load_model(checkpoint, machine), tokenizer)
     return HFLM(
@@ -85,30 +85,30 @@ def exported(checkpoint, tokenizer, tmp_path):
     )
 
 
-def test_likelihoods_are_those_of_the_exported_model(ours, exported):
-    mine = ours.loglikelihood(asked(*PAIRS))
-    theirs = exported.loglikelihood(asked(*PAIRS), disable_tqdm=True)
+def test_loglikelihoods_equal_those_of_the_exported_model(ours, exported):
+    mine = ours.loglikelihood(requests(*PAIRS))
+    theirs = exported.loglikelihood(requests(*PAIRS), disable_tqdm=True)
     for (nats, first), (other, other_first) in zip(mine[:-1], theirs[:-1], strict=True):
         assert nats == pytest.approx(other, abs=1e-3) and first == other_first
-    assert mine[-1][0] < 0  # cropped: ours keeps BOS in front, theirs does not
+    assert mine[-1][0] < 0  # truncated: ours keeps BOS, theirs does not
 
 
-def test_whole_texts_are_scored_in_windows_as_the_harness_does(ours, exported, texts):
+def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
     long = "\n\n".join(texts[:3])
-    exported.add_bos_token = False  # else it puts a second BOS behind its own, and scores it
-    mine = ours.loglikelihood_rolling(asked((long,), ("Quin lives in Fennick.",)))
+    exported.add_bos_token = False  # otherwise it adds and scores a second BOS
+    mine = ours.loglikelihood_rolling(requests((long,), ("Quin lives in Fennick.",)))
     theirs = exported.loglikelihood_rolling(
-        asked((long,), ("Quin lives in Fennick.",)), disable_tqdm=True
+        requests((long,), ("Quin lives in Fennick.",)), disable_tqdm=True
     )
     assert mine == pytest.approx(theirs, abs=1e-2)
 
 
-def test_the_gpu_that_the_harness_names_by_default_need_not_be_there(checkpoint, monkeypatch):
+def test_default_cuda_device_falls_back_without_gpu(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert NanochatLM(source="base", device="cuda:0").machine.device.type != "cuda"
 
 
-def test_answers_end_before_the_first_stop(ours, tokenizer):
+def test_generate_until_ends_before_the_first_stop(ours, tokenizer):
     engine = Engine(ours.model, tokenizer)
     prompt = "Quin lives in"
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
@@ -116,18 +116,18 @@ def test_answers_end_before_the_first_stop(ours, tokenizer):
     text = tokenizer.decode(whole.ids)
     stop = text[6:8]
     plain, cut = ours.generate_until(
-        asked(
+        requests(
             (prompt, {"until": [], "max_gen_toks": 20}),
             (prompt, {"until": [stop], "max_gen_toks": 20, "do_sample": False, "temperature": 0}),
         )
     )
     assert plain == text and cut == text[: text.find(stop)]
-    (long,) = ours.generate_until(asked(("word " * 900, {"max_gen_toks": 5})))
+    (long,) = ours.generate_until(requests(("word " * 900, {"max_gen_toks": 5})))
     assert isinstance(long, str)
 
 
-def test_V1_the_harness_scores_our_server_as_it_scores_the_model(ours, exported, tmp_path):
-    """Its own client of OpenAI's completions, with echo and logprobs of prompts as ids."""
+def test_V1_harness_scores_our_server_like_the_model(ours, exported, tmp_path):
+    """Uses the harness's OpenAI completions client: echo and logprobs of token id prompts."""
     with serving("base:d2", endless=False) as site:
         client = LocalCompletionsAPI(
             base_url=f"{site.url}/v1/completions",
@@ -139,23 +139,23 @@ def test_V1_the_harness_scores_our_server_as_it_scores_the_model(ours, exported,
             max_retries=1,
         )
         pairs = PAIRS[:-1]
-        mine, theirs = ours.loglikelihood(asked(*pairs)), client.loglikelihood(asked(*pairs))
+        mine, theirs = ours.loglikelihood(requests(*pairs)), client.loglikelihood(requests(*pairs))
         for (nats, first), (other, other_first) in zip(mine, theirs, strict=True):
             assert nats == pytest.approx(other, abs=1e-3) and first == other_first
         wanted = {"until": ["zzz"], "max_gen_toks": 12, "temperature": 0}
         for prompt in ("Quin lives in", "The market"):
-            request = asked((prompt, dict(wanted)))
+            request = requests((prompt, dict(wanted)))
             assert client.generate_until(request) == ours.generate_until(request)
 
 
-def test_P5_a_conversation_is_a_prompt_of_special_tokens_that_no_text_can_forge(ours, tokenizer):
+def test_P5_text_cannot_forge_a_rendered_conversation(ours, tokenizer):
     messages = [{"role": "user", "content": "What is <|assistant_start|>?"}]
     text = ours.apply_chat_template(messages)
     assert ours.encode(text) == render_prompt(tokenizer, messages)
     forged = text.replace("What", "How")
     assert ours.encode(forged) == [tokenizer.bos_id, *tokenizer.encode(forged)]
-    ((nats, _),) = ours.loglikelihood(asked((text, "A")))
-    assert nats < 0 and len(ours.generate_until(asked((text, {"max_gen_toks": 3})))) == 1
+    ((nats, _),) = ours.loglikelihood(requests((text, "A")))
+    assert nats < 0 and len(ours.generate_until(requests((text, {"max_gen_toks": 3})))) == 1
     opened = [*messages, {"role": "assistant", "content": "It is"}]
     ids = ours.encode(ours.apply_chat_template(opened, add_generation_prompt=False))
     assert ids[-2:] == tokenizer.encode("It is")[-2:]
@@ -164,10 +164,8 @@ def test_P5_a_conversation_is_a_prompt_of_special_tokens_that_no_text_can_forge(
 @pytest.mark.parametrize(
     "name", ["arc_easy", pytest.param("arc_challenge", marks=pytest.mark.slow)]
 )
-def test_R26_the_harness_agrees_item_by_item_on_ARC(
-    checkpoint, exported, ours, hub, tmp_path, name
-):
-    """The harness's own task, its prompts and its reading of the exported model; then ours."""
+def test_R26_harness_agrees_item_by_item_on_ARC(checkpoint, exported, ours, hub, tmp_path, name):
+    """The harness scores its own ARC task with the exported model; ours must agree."""
     config = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge"}[name]
     file = hub / "datasets" / "allenai" / "ai2_arc" / config / "test-00000-of-00001.parquet"
     tasks = tmp_path / "tasks"
@@ -188,7 +186,7 @@ def test_R26_the_harness_agrees_item_by_item_on_ARC(
     )["samples"][f"local_{name}"]
     assert len(found) == 60
     for sample in found:
-        mine = ours.loglikelihood(asked(*sample["arguments"]))
+        mine = ours.loglikelihood(requests(*sample["arguments"]))
         theirs = [float(r[0][0]) for r in sample["resps"]]
         assert [nats for nats, _ in mine] == pytest.approx(theirs, abs=1e-3)
         best = max(range(len(mine)), key=lambda n: mine[n][0])  # noqa: B023

@@ -1,4 +1,4 @@
-"""Arms of an ablation: the same tokens, other proportions."""
+"""Ablation arms: same total, different proportions."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def arm(words, floor=""):
     return list(found.values())
 
 
-def test_every_arm_has_the_tokens_of_the_control():
+def test_arms_keep_the_total_of_the_control():
     assert arm("copy:again") == [500, 300, 150, 50, 0]
     assert arm("only:gsm8k") == [0, 0, 1000, 0, 0]
     assert arm("only:chat-korean", "arc=5%") == [0, 950, 0, 50, 0]
@@ -38,39 +38,39 @@ def test_every_arm_has_the_tokens_of_the_control():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("none:x", "is no arm; there are copy:name"),
-        ("copy:", "is no arm"),
-        ("swap:gsm8k", "is no arm"),
-        ("only:gsm", "names 'gsm', but the buckets of the mixture are chat"),
-        ("scale:chat*-1", "'-1' is no positive number"),
-        ("scale:chat*3", "leaves nothing for the other buckets"),
-        ("ratio:language ko:fr=1:1", "no bucket of the mixture has the language 'fr'"),
-        ("ratio:language ko:ko=1:1", "is no arm"),
-        ("ratio:colour ko:en=1:1", "there is no tag colour"),
-        ("scale:spare*2", "is the control(.|\n)*what it changes has a count of 0 there"),
-        ("drop:spare", "is the control"),
-        ("swap:spare->chat", "is the control"),
+        ("none:x", "unknown ablation arm.*use one of: copy:name"),
+        ("copy:", "unknown ablation arm"),
+        ("swap:gsm8k", "unknown ablation arm"),
+        ("only:gsm", "bucket 'gsm' is not in the mixture .chat"),
+        ("scale:chat*-1", "'-1' is not a positive number"),
+        ("scale:chat*3", "other buckets cannot compensate"),
+        ("ratio:language ko:fr=1:1", "no bucket of the mixture has language='fr'"),
+        ("ratio:language ko:ko=1:1", "unknown ablation arm"),
+        ("ratio:colour ko:en=1:1", "unknown tag colour"),
+        ("scale:spare*2", "equals the control(.|\n)*what it changes has a count of 0"),
+        ("drop:spare", "equals the control"),
+        ("swap:spare->chat", "equals the control"),
     ],
 )
-def test_an_arm_that_is_none_is_refused_with_the_way_out(words, message):
+def test_invalid_arm_is_rejected_with_a_fix(words, message):
     with pytest.raises(ValueError, match=message):
         arm(words)
 
 
-def test_buckets_that_the_control_has_none_of_share_a_ratio_alike():
+def test_ratio_splits_evenly_among_empty_buckets():
     assert arm("ratio:language de:ko=1:2") == [500, 200, 150, 50, 100]
 
 
-def test_a_floor_leaves_something():
-    with pytest.raises(ValueError, match="leaves nothing of chat"):
+def test_floor_of_all_tokens_is_rejected():
+    with pytest.raises(ValueError, match="leaves nothing for chat"):
         arm("only:chat", "arc=60%,gsm8k=40%")
 
 
-def test_a_floor_names_buckets_of_the_mixture():
-    with pytest.raises(ValueError, match="the floor arcs.* names 'arcs', but the buckets"):
+def test_floor_with_unknown_bucket_is_rejected():
+    with pytest.raises(ValueError, match="floor arcs.* bucket 'arcs' is not in the mixture"):
         arm("drop:chat", "arcs=5%")
 
 
-def test_a_floor_is_made_of_shares():
-    with pytest.raises(ValueError, match="a floor is made of shares"):
+def test_floor_must_consist_of_shares():
+    with pytest.raises(ValueError, match="must consist of shares"):
         read_floor("arc=50")

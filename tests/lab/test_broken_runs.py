@@ -1,11 +1,11 @@
-"""Trainings with something planted that breaks them end early; the same without it does not."""
+"""Canaries stop training runs with injected bugs and let healthy runs finish."""
 
 import shutil
 
 import pytest
 
 from dev.plant import PLANTS
-from nanochat import chat_packing, finetune
+from nanochat import chat_packing
 from nanochat.checkpoint import stage_folder
 from nanochat.common import UsageError, read_json
 from nanochat.distributed import DistConfig
@@ -23,12 +23,12 @@ STEPS = 20
 
 @pytest.fixture
 def tune(trained_base, base, monkeypatch):
-    """Fine-tunes a small base model on facts; what was planted is gone afterwards."""
+    """Fine-tune a small base model on facts; injected bugs are undone afterwards."""
     shutil.copytree(trained_base, base)
     for module, name in (
         (chat_packing, "render"),
         (chat_packing, "CHAT_RULE"),
-        (finetune, "signed_inputs_and_targets"),
+        (chat_packing, "signed_inputs_and_targets"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -49,7 +49,7 @@ def tune(trained_base, base, monkeypatch):
     return run_tuning
 
 
-def test_a_healthy_run_ends_with_a_checkpoint_and_says_what_its_canaries_saw(tune, base):
+def test_healthy_run_finishes_and_records_canaries(tune, base):
     tune()
     record = read_json(base / "report" / "chat-sft.json")
     assert record["values"]["Canaries"] != "broken"
@@ -64,14 +64,14 @@ def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, ca
     monkeypatch.setattr(canary_module, "open_texts", unreachable)
     tune()
     assert (
-        "canaries without pretraining text, which cannot be opened: the hub is"
+        "canaries skip the pretraining text, which cannot be opened: the hub is"
         in capsys.readouterr().out
     )
     assert read_json(base / "report" / "chat-sft.json")["values"]["Number of iterations"] == STEPS
 
 
 @pytest.mark.parametrize("plant", ["mask", "template"])
-def test_a_slip_in_the_rows_stops_the_first_step(tune, capsys, plant):
+def test_bug_in_packed_rows_stops_the_first_step(tune, capsys, plant):
     PLANTS[plant]()
     with pytest.raises(Broken, match="the run is broken: (.|\n)*--canaries=warn continues"):
         tune()
@@ -79,13 +79,13 @@ def test_a_slip_in_the_rows_stops_the_first_step(tune, capsys, plant):
     assert not list((stage_folder("sft") / "tuned").glob("step_*"))
 
 
-def test_thirty_times_the_rate_is_stopped_before_a_tenth_of_the_run(tune, capsys):
+def test_30x_learning_rate_is_stopped_within_10_percent(tune, capsys):
     with pytest.raises(Broken, match="pretraining is forgotten"):
         tune(init_lr_frac=21)
     assert f"step {STEPS // 10}/" not in capsys.readouterr().out
 
 
-def test_a_broken_run_goes_on_where_that_is_asked_for(tune, base):
+def test_broken_run_continues_with_canaries_warn(tune, base):
     PLANTS["mask"]()
     tune(canaries="warn")
     values = read_json(base / "report" / "chat-sft.json")["values"]

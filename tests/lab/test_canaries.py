@@ -1,4 +1,4 @@
-"""Canaries: what triggers them, and that a healthy run triggers none."""
+"""Canaries: each triggers on its failure, and none on a healthy run."""
 
 import math
 from types import SimpleNamespace
@@ -71,17 +71,17 @@ def monitor_of(machine):
 
 
 def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
-    """What the second of two looks says that see the same."""
+    """Levels other than fine at the second of two identical checks."""
     now = {**monitor.parent, **changes}
     monkeypatch.setattr(Suite, "measure", lambda self, model: now)
     monitor.check(step - 1, None, smooth_loss)
     return {f.name: f.level for f in monitor.check(step, None, smooth_loss) if f.level != "fine"}
 
 
-def test_a_suite_measures_text_conversations_and_answers(model):
+def test_suite_measures_text_conversations_and_answers(model):
     suite = suite_of()
     found = suite.measure_parent(model)
-    assert found["knowing_nothing"] == pytest.approx(math.log2(265), rel=0.02)  # a byte a token
+    assert found["knowing_nothing"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
     assert 0 < found["text_bpb"] < 2 * found["knowing_nothing"]
     assert found["taught_loss"] == pytest.approx(math.log(265), rel=0.3)
     assert found["no_end"] > 0.5 and found["unreadable"] > 0.5 and found["length"] > 3
@@ -101,7 +101,7 @@ def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, ac
     assert opened == ["opening the pretraining text"]
 
 
-def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
+def test_healthy_run_prints_no_canary(monkeypatch, machine, capsys):
     monitor = monitor_of(machine)
     assert not checked(monkeypatch, monitor, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
     assert [f.level for f in monitor.check_first_step(1.2)] == ["fine"]
@@ -119,16 +119,14 @@ def test_what_is_well_is_not_told_of(monkeypatch, machine, capsys):
         ({"length": 9.0}, "length"),
     ],
 )
-def test_each_canary_calls_a_run_broken(monkeypatch, machine, capsys, changes, name):
+def test_each_canary_detects_a_broken_run(monkeypatch, machine, capsys, changes, name):
     monitor = monitor_of(machine)
     assert checked(monkeypatch, monitor, **changes)[name] == "broken"
     assert f"canary broken at step 10: {CANARIES[name].meaning}" in capsys.readouterr().out
     assert monitor.table()["rows"][0][0] in CANARIES and monitor.values()["Canaries"] == "broken"
 
 
-def test_what_one_look_sees_is_warned_of_and_forgotten_when_the_next_one_does_not(
-    monkeypatch, machine
-):
+def test_broken_needs_two_consecutive_checks(monkeypatch, machine):
     monitor = monitor_of(machine)
     for value, level in ((2.7, "warn"), (1.1, "fine"), (2.7, "warn"), (2.7, "broken")):
         now = {**monitor.parent, "text_bpb": value}
@@ -138,14 +136,14 @@ def test_what_one_look_sees_is_warned_of_and_forgotten_when_the_next_one_does_no
 
 
 def rows_of(count):
-    """Conversations as a training would have them; `count` says which tokens carry loss."""
+    """Packed rows as in training; `count` selects the tokens that have targets."""
     pairs = [render(TOKENIZER, Letters()[i], 64) for i in range(10, 18)]  # of one length
     ids, masks = [np.array(ids) for ids, _ in pairs], [np.array(mask, bool) for _, mask in pairs]
     targets = [np.where(count(t, m), t, IGNORE) for t, m in zip(ids, masks, strict=True)]
     return np.stack(ids)[:, :-1], np.stack(targets)[:, 1:]
 
 
-def test_rows_that_hold_what_is_asked_are_well_however_full_they_are():
+def test_correct_rows_pass_regardless_of_padding():
     tokens, targets = rows_of(lambda ids, mask: mask)
     found = suite_of().compare_rows(tokens, targets)
     assert found["lead"] == 0 and found["counted"] < CANARIES["counted"].note
@@ -163,40 +161,40 @@ def test_rows_that_hold_what_is_asked_are_well_however_full_they_are():
         lambda ids, mask: np.ones_like(mask),  # everything
     ],
 )
-def test_the_first_step_shows_a_wrong_mask(machine, count):
+def test_wrong_loss_mask_is_found_at_the_first_step(machine, count):
     monitor = monitor_of(machine)
     monitor.rows = monitor.suite.compare_rows(*rows_of(count))
     assert {f.name: f.level for f in monitor.check_first_step(1.0)}["lead"] == "broken"
 
 
-def test_the_first_step_shows_another_loss_than_the_parents(machine):
+def test_first_loss_that_differs_from_the_parent_is_broken(machine):
     assert {f.name: f.level for f in monitor_of(machine).check_first_step(4.0)} == {"gap": "broken"}
 
 
-def test_a_suite_without_conversations_compares_no_rows():
+def test_suite_without_conversations_compares_no_rows():
     suite = Suite(TOKENIZER, [], {})
     assert suite.compare_rows(*rows_of(lambda ids, mask: mask)) == {}
 
 
-def test_a_gap_means_nothing_once_rows_come_again(monkeypatch, machine):
+def test_loss_gap_is_ignored_after_the_first_epoch(monkeypatch, machine):
     monitor = monitor_of(machine)
     assert "apart" in checked(monkeypatch, monitor, step=40, smooth_loss=0.1, taught_loss=3.0)
     assert not checked(monkeypatch, monitor, step=60, smooth_loss=0.1, taught_loss=3.0)
 
 
-def test_how_answers_look_says_nothing_of_a_run_whose_parent_could_not_answer(monkeypatch, machine):
+def test_answer_canaries_are_off_if_the_parent_cannot_answer(monkeypatch, machine):
     monitor = monitor_of(machine)
     monitor.parent = {**monitor.parent, "no_end": 0.0, "length": 20.0}
     assert not checked(monkeypatch, monitor, length=200.0, no_end=1.0, repeated=1.0, unreadable=1.0)
 
 
-def test_a_parent_that_knows_nothing_has_nothing_to_forget(monkeypatch, machine):
+def test_forgetting_canary_is_off_for_an_untrained_parent(monkeypatch, machine):
     monitor = monitor_of(machine)
     monitor.parent = {**monitor.parent, "text_bpb": 2.9}
     assert "forgotten" not in checked(monkeypatch, monitor, text_bpb=5.0)
 
 
-def test_a_long_conversation_is_not_asked():
+def test_long_conversation_is_not_generated():
     class Long(Letters):
         def conversation(self, i):
             return [user("tell me"), assistant("a long story " * 10)]
@@ -206,7 +204,7 @@ def test_a_long_conversation_is_not_asked():
     assert set(suite.measure(model)) == {"taught_loss"}
 
 
-def test_a_broken_run_stops_unless_it_is_only_to_be_told():
+def test_broken_run_stops_unless_canaries_warn():
     findings = [Finding(5, "forgotten", 0.9, "broken")]
     with pytest.raises(Broken, match="the run is broken: pretraining is forgotten") as error:
         stop_if_broken(findings, CanaryConfig("stop"))
@@ -215,13 +213,13 @@ def test_a_broken_run_stops_unless_it_is_only_to_be_told():
     stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig("stop"))
 
 
-def test_the_suite_is_asked_before_a_tenth_of_the_run_is_over():
+def test_checks_are_due_at_2_5_and_10_percent():
     assert [step for step in range(1, 201) if due(step, 200)][:4] == [4, 10, 20, 40]
     assert due(1, 5) and due(5, 5)
 
 
 @pytest.mark.parametrize("flag", ["--canary_every=5", "--on-broken=warn", "--sentinel-answers=0"])
-def test_old_names_of_canary_flags_are_rejected_with_the_new(flag, capsys):
+def test_retired_canary_flags_are_rejected_with_a_fix(flag, capsys):
     with pytest.raises(SystemExit):
         parse(ChatRL(), None, [flag], retired=RETIRED_FLAGS)
     assert ("--canaries=" in capsys.readouterr().err) == ("answers" not in flag)

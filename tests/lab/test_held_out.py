@@ -1,4 +1,4 @@
-"""Held-out discipline: final benchmarks are refused, looked at by name only, and written down."""
+"""Final benchmarks are rejected by default, and every access is logged."""
 
 import random
 
@@ -18,12 +18,12 @@ from tasks.base import (
 from tasks.overlap import overlaps
 
 
-def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_written_down():
-    held_out.require_access(["ARC-Easy"], False, {})  # dev: nobody minds
+def test_final_benchmark_needs_permission_and_is_logged():
+    held_out.require_access(["ARC-Easy"], False, {})  # dev benchmark
     held_out.declare({"ARC-Easy": "arc", "HumanEval": "humaneval"})
     held_out.require_access(["MMLU"], False, {})
-    for name in ("ARC-Easy", "arc_easy"):  # under any spelling
-        with pytest.raises(UsageError, match=f"{name} is final(.|\n)*there is a flag --final"):
+    for name in ("ARC-Easy", "arc_easy"):  # in any spelling
+        with pytest.raises(UsageError, match=f"{name} is final(.|\n)*or pass --final"):
             held_out.require_access(["MMLU", name], False, {})
     assert held_out.accesses() == []
     held_out.require_access(["MMLU", "ARC-Easy"], True, {"checkpoint": "x", "section": "y"})
@@ -32,7 +32,7 @@ def test_a_final_benchmark_is_refused_unless_it_is_allowed_and_every_access_is_w
     assert held_out.access_table()["rows"][0][1:] == ["ARC-Easy", "x", "y"]
 
 
-def test_what_is_final_stays_final_and_keeps_its_date():
+def test_declaring_final_is_permanent_and_keeps_the_date():
     held_out.declare({"KMMLU": "kmmlu"})
     first = read_json(held_out.base_dir() / held_out.FILE)["since"]["KMMLU"]
     held_out.declare({"GSM8K": "gsm8k"})
@@ -40,15 +40,15 @@ def test_what_is_final_stays_final_and_keeps_its_date():
     assert set(found["final"]) == {"KMMLU", "GSM8K"} and found["since"]["KMMLU"] == first
 
 
-def test_a_bucket_of_the_family_of_a_final_benchmark_is_refused():
+def test_bucket_in_the_family_of_a_final_one_is_rejected():
     held_out.declare({"ARC-Challenge": "arc"})
     held_out.require_other_families({"gsm8k": "gsm8k", "mine": ""})
-    with pytest.raises(UsageError, match="is made of arc, as is ARC-Challenge, which is final"):
+    with pytest.raises(UsageError, match="is made from arc, like ARC-Challenge, which is final"):
         held_out.require_other_families({"arc_easy": "arc"})
 
 
 def flips(path, count):
-    """A file with one bit flipped, `count` times; whole again afterwards."""
+    """Flip one random bit of a file, `count` times; restore it afterwards."""
     whole, rng = path.read_bytes(), random.Random(0)
     for _ in range(count):
         data = bytearray(whole)
@@ -58,7 +58,7 @@ def flips(path, count):
     path.write_bytes(whole)
 
 
-def test_R29_every_flipped_bit_of_the_ledger_is_found(base):
+def test_R29_every_flipped_bit_of_the_access_log_is_found(base):
     held_out.declare({"ARC-Easy": "arc"})
     for name in "abc":
         held_out.require_access(["ARC-Easy"], True, {"checkpoint": name})
@@ -70,7 +70,7 @@ def test_R29_every_flipped_bit_of_the_ledger_is_found(base):
     assert [entry["checkpoint"] for entry in held_out.accesses()] == ["a", "b", "c"]
 
 
-def test_R29_damage_to_what_is_final_is_refused_and_frees_no_benchmark(base):
+def test_R29_damaged_final_list_blocks_evaluation(base):
     held_out.declare({"ARC-Easy": "arc"})
     for _ in flips(base / held_out.FILE, 100):
         with pytest.raises(
@@ -98,7 +98,7 @@ class Asked(ChoiceTask):
         return self.questions[i]
 
 
-def test_short_questions_are_looked_for_as_a_whole():
+def test_short_questions_are_matched_whole():
     long = " ".join(f"w{i}" for i in range(20))
     held = Asked("what is the capital of France", long, "too short", "a b c d e f g h i j k l")
     train = Asked(
@@ -112,27 +112,27 @@ def test_short_questions_are_looked_for_as_a_whole():
     assert found.shared == (1,) and found.whole == (0,)
 
 
-def test_the_script_declares_shows_and_scans(capsys):
+def test_script_declares_and_lists_final_benchmarks(capsys):
     hold_out.main(HoldOut(final="kmmlu|HumanEval"))
     out = capsys.readouterr().out
-    assert "final: KMMLU, made of kmmlu" in out and "final: HumanEval, made of humaneval" in out
+    assert "final: KMMLU, made from kmmlu" in out and "final: HumanEval, made from humaneval" in out
     assert "Access to final benchmarks" in out
 
 
-def test_an_evaluation_leaves_final_tasks_out_unless_they_are_asked_for():
+def test_evaluation_skips_final_tasks_without_the_flag():
     every, said = ["arc_easy", "gsm8k"], []
     assert held_out.admitted(None, every, False, said.append) == every
     held_out.declare({"ARC-Easy": "arc"})
     assert held_out.admitted(None, every, False, said.append) == ["gsm8k"]
-    assert said == ["left out, being final: arc_easy; --final looks at them"]
+    assert said == ["skipping final benchmarks: arc_easy; --final evaluates them"]
     assert held_out.admitted(None, every, True, said.append) == every
-    # by name it is not left out but refused, before anything is asked
+    # a named task is rejected instead of skipped, before any evaluation
     named = held_out.admitted("ARC-Easy|GSM8K", every, False, said.append)
     with pytest.raises(UsageError, match="ARC-Easy is final"):
         held_out.require_access(named, False, {})
 
 
-def test_whoever_asks_the_same_questions_in_another_form_is_final_too(capsys):
+def test_other_formats_of_a_final_benchmark_are_final_too(capsys):
     hold_out.main(HoldOut(final="arc_easy|AQUA-Letter"))
     for name in ("ARC-Easy-10", "arc_easy", "AQUA", "aqua_letter"):
         assert held_out.is_final(name), name
@@ -140,12 +140,12 @@ def test_whoever_asks_the_same_questions_in_another_form_is_final_too(capsys):
 
 
 @pytest.mark.parametrize("name", ["smoltalk", "jsonl"])
-def test_what_scores_nobody_cannot_be_final(name):
-    with pytest.raises(ValueError, match=f"'{name}' scores nobody"):
+def test_unscored_task_cannot_be_final(name):
+    with pytest.raises(ValueError, match=f"'{name}' is not scored"):
         hold_out.main(HoldOut(final=name))
 
 
-def test_a_question_is_found_in_our_own_rendering_and_without_its_options():
+def test_question_is_found_rendered_and_without_its_options():
     class Choice(QuestionTask):
         name, splits, baseline = "Choice", ("test",), 0.25
         texts = ("Which sort of tree is it that grows?", "Which tree is it now?")
@@ -165,4 +165,4 @@ def test_a_question_is_found_in_our_own_rendering_and_without_its_options():
     assert found.shared == () and set(found.whole) == {0, 1}
     alone = Asked(*Choice.texts)
     [found] = overlaps([alone], [held])
-    assert found.whole == (0,)  # the other one is too short to be told from chance
+    assert found.whole == (0,)  # the other one is too short to match reliably

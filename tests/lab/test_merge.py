@@ -1,4 +1,4 @@
-"""Merging weights: what must come back unchanged, and what each method does."""
+"""Weight merging: identities and the effect of each method."""
 
 import math
 
@@ -37,32 +37,32 @@ def same(one, other, **close):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_merged_with_itself_is_itself(method):
-    # nothing is dropped: that of what is kept would not be the whole
+def test_merging_a_model_with_itself_is_the_identity(method):
+    # density 1: dropping entries would change the result
     found = merge([A, A], MergeConfig(method, density=1.0), BASE)
     assert same(found, A, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
-def test_weights_1_and_0_give_the_first_back(method):
+def test_weights_1_and_0_return_the_first_model(method):
     found = merge([A, B], MergeConfig(method, weights="1,0"), BASE)
     assert same(found, A, rtol=0, atol=1e-6)
     assert method != "linear" or same(found, A, rtol=0, atol=0)
 
 
-def test_slerp_begins_at_the_first_and_ends_at_the_second():
+def test_slerp_endpoints_are_the_models():
     assert same(merge([A, B], MergeConfig("slerp", t=0.0)), A, rtol=0, atol=0)
     assert same(merge([A, B], MergeConfig("slerp", t=1.0)), B, rtol=0, atol=0)
 
 
-def test_a_soup_is_the_weighted_mean():
+def test_soup_is_the_weighted_mean():
     found = merge([A, B, C], MergeConfig(weights="1,1,2"))
     for name in A:
         torch.testing.assert_close(found[name], (A[name] + B[name] + 2 * C[name]) / 4)
     assert found["blocks.0.q"].dtype == torch.float32
 
 
-def test_slerp_keeps_the_length_and_halves_the_angle():
+def test_slerp_keeps_the_norm_and_splits_the_angle():
     x, y = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
     middle = slerp(x, y, 0.5)
     torch.testing.assert_close(middle, torch.full((1, 2), math.sqrt(0.5)))
@@ -71,22 +71,22 @@ def test_slerp_keeps_the_length_and_halves_the_angle():
     torch.testing.assert_close(slerp(x, 3 * x, 0.5), 2 * x)  # parallel: linear
 
 
-def test_matrices_alone_go_by_the_method():
+def test_method_applies_to_matrices_only():
     found, plain = (merge([A, B], MergeConfig(method)) for method in ("slerp", "linear"))
     for name in A:
         assert torch.equal(found[name], plain[name]) == (name != "blocks.0.q")
 
 
-def test_task_arithmetic_goes_from_the_base_by_the_scale():
+def test_task_arithmetic_scales_the_mean_task_vector():
     found = merge([A, B], MergeConfig("task_arithmetic", scale=2.0), BASE)
     for name in A:
         moved = (A[name] + B[name]) / 2 - BASE[name]
         torch.testing.assert_close(found[name], BASE[name] + 2 * moved)
-    alone = merge([A], MergeConfig("task_arithmetic", scale=-1.0), BASE)  # to forget what A learned
+    alone = merge([A], MergeConfig("task_arithmetic", scale=-1.0), BASE)  # negation: unlearn A
     torch.testing.assert_close(alone["scale"], 2 * BASE["scale"] - A["scale"])
 
 
-def test_ties_keeps_the_largest_and_lets_the_signs_vote():
+def test_ties_keeps_largest_entries_and_elects_signs():
     assert largest(torch.tensor([3.0, -4.0, 1.0, 2.0]), 0.5).tolist() == [3.0, -4.0, 0.0, 0.0]
     votes = [
         torch.tensor([1.0, 2.0, 0.0]),
@@ -94,11 +94,11 @@ def test_ties_keeps_the_largest_and_lets_the_signs_vote():
         torch.tensor([1.0, 0, 5]),
     ]
     found = elect_signs(votes, [1 / 3] * 3)
-    # -1 wins the first place by weight, 2 and 4 agree in the second, 5 is alone in the third
+    # index 0: negative sum wins; index 1: 2 and 4 agree; index 2: 5 alone is nonzero
     torch.testing.assert_close(found, torch.tensor([-3.0, 3.0, 5.0]))
 
 
-def test_dare_drops_at_random_and_goes_as_far_on_average():
+def test_dare_drops_randomly_and_preserves_the_mean():
     x = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
     found = drop(x, 0.25, torch.Generator().manual_seed(5))
     assert (found != 0).float().mean() == pytest.approx(0.25, abs=0.01)
@@ -115,12 +115,12 @@ def test_dare_drops_at_random_and_goes_as_far_on_average():
             [A, B, C],
             MergeConfig("slerp"),
             None,
-            "slerp goes from one model to another by --t; here are 3",
+            "slerp merges two models, weighted by --t; got 3",
         ),
-        ([A, B], MergeConfig("ties"), None, "ties adds task vectors to a base"),
-        ([A, B], MergeConfig(weights="1,2,3"), None, "2 models have 2 weights"),
-        ([A, B], MergeConfig(weights="1,-1"), None, "none below 0"),
-        ([A, B], MergeConfig(weights="a,b"), None, "2 models have 2 weights"),
+        ([A, B], MergeConfig("ties"), None, "ties adds task vectors to a base model; set --base"),
+        ([A, B], MergeConfig(weights="1,2,3"), None, "2 models need 2 weights"),
+        ([A, B], MergeConfig(weights="1,-1"), None, "none negative"),
+        ([A, B], MergeConfig(weights="a,b"), None, "2 models need 2 weights"),
         (
             [A, model(1, (6, 9))],
             MergeConfig(),
@@ -130,12 +130,12 @@ def test_dare_drops_at_random_and_goes_as_far_on_average():
         ([A, {**B, "more": B["scale"]}], MergeConfig(), None, "more is None in one model"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(models, cfg, base, message):
+def test_incompatible_models_are_rejected(models, cfg, base, message):
     with pytest.raises(ValueError, match=message):
         merge(models, cfg, base)
 
 
-def test_settings_out_of_range_are_refused():
+def test_out_of_range_settings_are_rejected():
     for wrong in ({"density": 0.0}, {"density": 1.5}, {"t": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             MergeConfig(**wrong)

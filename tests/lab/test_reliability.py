@@ -1,4 +1,4 @@
-"""The report's section on seeds, noise, accesses and the cost of all runs."""
+"""The report section Reliability: seeds, noise, accesses and cost of all runs."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_accesses_to_final_benchmarks_are_listed(monkeypatch):
     assert titles(records, records) == ["Seeds", "Access"]
 
 
-def test_the_final_run_is_compared_with_all_runs_that_led_to_it():
+def test_recipe_compares_the_final_run_with_all_runs():
     base, evaluation = (
         record("Base model training", 600.0),
         record("Chat evaluation sft", 90.0, 30.0),
@@ -49,7 +49,7 @@ def test_the_final_run_is_compared_with_all_runs_that_led_to_it():
     assert rows["All"][:3] == ["11.50m", "29.50m", "2.6"]
 
 
-def test_seeds_and_sections_that_measure_noise_are_listed():
+def test_seeds_and_noise_sections_are_listed():
     records = [record("Chat SFT"), record("Sweep lr", seed=3)]
     found = seeds(records)
     assert found["rows"] == [["0", "Chat SFT"], ["3", "Sweep lr"], ["several", "Sweep lr"]]

@@ -1,4 +1,4 @@
-"""Searching for the best value: wide, tight, seeds, and no optimum at the edge."""
+"""Value search: wide grid, tight grid, seeds, and rejection of edge optima."""
 
 import math
 import random
@@ -20,7 +20,7 @@ CFG = SearchConfig("lr", low=0.01, high=3.0)
 
 
 def valley(optimum, noise=0.0, sign=1):
-    """Scores that are best at an optimum; their calls are noted."""
+    """Scores with an optimum, and the list of recorded calls."""
     calls = []
 
     def tried(values, seeds):
@@ -37,7 +37,7 @@ def valley(optimum, noise=0.0, sign=1):
     return tried, calls
 
 
-def test_the_best_value_is_found_and_judged_by_seeds_that_did_not_choose_it():
+def test_search_finds_the_best_value_and_uses_new_seeds():
     tried, calls = valley(0.2)
     found = seek(CFG, tried, True, 3)
     assert 0.15 < found.chosen < 0.27
@@ -50,20 +50,20 @@ def test_the_best_value_is_found_and_judged_by_seeds_that_did_not_choose_it():
     assert set(found.series()) == {"wide", "tight", "mean of seeds"}
 
 
-def test_higher_can_be_better():
+def test_search_supports_higher_is_better():
     tried, _ = valley(0.2, sign=-1)
     assert 0.15 < seek(CFG, tried, False, 3).chosen < 0.27
 
 
 @pytest.mark.parametrize("optimum, flag", [(0.0001, "--low"), (50.0, "--high"), (0.01, "--low")])
-def test_an_optimum_at_the_edge_is_refused_with_the_way_out(optimum, flag):
+def test_optimum_at_the_edge_is_rejected_with_a_fix(optimum, flag):
     tried, calls = valley(optimum)
-    with pytest.raises(UsageError, match=f"optimum may lie beyond(.|\n)*extend the grid by {flag}"):
+    with pytest.raises(UsageError, match=f"may be outside the grid(.|\n)*extend it with {flag}"):
         seek(CFG, tried, True, 3)
     assert len(calls) == 1
 
 
-def test_a_run_that_broke_is_the_worst():
+def test_broken_runs_rank_last():
     tried, _ = valley(0.2)
 
     def breaking(values, seeds):
@@ -76,7 +76,7 @@ def test_a_run_that_broke_is_the_worst():
         seek(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
 
 
-def test_a_finalist_of_which_a_seed_broke_is_not_chosen_and_the_table_says_so():
+def test_finalist_with_a_broken_seed_is_not_chosen():
     tried, _ = valley(0.2)
 
     def breaking(values, seeds):
@@ -90,12 +90,12 @@ def test_a_finalist_of_which_a_seed_broke_is_not_chosen_and_the_table_says_so():
     assert len(found.series()["mean of seeds"]) == 1
 
 
-def test_values_are_shown_as_flags_take_them():
+def test_values_are_formatted_as_flags():
     assert [shown(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 
 
-def test_the_best_seed_looks_too_good_by_about_what_is_told():
-    excess, told = [], []
+def test_reported_inflation_matches_the_best_seed_excess():
+    excess, reported = [], []
     for i in range(200):
         rng = random.Random(i)
 
@@ -105,18 +105,18 @@ def test_the_best_seed_looks_too_good_by_about_what_is_told():
         found = seek(CFG, tried, True, 3)
         scores = found.finals[found.chosen]
         excess.append(fmean(scores) - scores[found.lucky])
-        told.append(found.inflation)
-    # the deviation of 3 values is 0.886 times that of their source, on average
+        reported.append(found.inflation)
+    # the sample standard deviation of 3 values is 0.886 sigma on average
     assert fmean(excess) == pytest.approx(0.05 * expected_maximum(3), rel=0.15)
-    assert fmean(told) == pytest.approx(0.886 * fmean(excess), rel=0.15)
+    assert fmean(reported) == pytest.approx(0.886 * fmean(excess), rel=0.15)
 
 
-def test_grids_are_even_on_a_logarithmic_scale_and_whole_where_asked():
+def test_grids_are_log_spaced_and_rounded_to_the_unit():
     assert spaced(0.01, 1.0, 3) == [0.01, 0.1, 1.0]
     assert spaced(1000, 16000, 5, unit=1024) == [1024, 2048, 4096, 8192, 15360 + 1024]
     assert inside(1.0, 16.0, 3) == [2.0, 4.0, 8.0]
     for wrong in ((1.0, 0.1, 5), (0.0, 1.0, 5), (0.1, 1.0, 2)):
-        with pytest.raises(ValueError, match="no grid of"):
+        with pytest.raises(ValueError, match="need n >= 3 and 0 < low < high"):
             spaced(*wrong)
-    with pytest.raises(ValueError, match="not all different"):
+    with pytest.raises(ValueError, match="not distinct"):
         spaced(1000, 2000, 5, unit=1024)

@@ -1,4 +1,4 @@
-"""Soups that take only what helps, the lines between models, and the script that keeps them."""
+"""Greedy soups, linear interpolation between models, and the merge script."""
 
 import shutil
 
@@ -16,7 +16,7 @@ ROWS = np.random.default_rng(0).normal(3.0, 0.3, 200)
 
 
 def score(tensors):
-    """Best at 1: rows cost more the farther a model is from it, some more than others."""
+    """Loss with its optimum at 1; rows differ in loss."""
     distance = float((tensors["x"] - 1).abs())
     return ByRow(ROWS * (1 + 0.1 * distance**2), np.ones(200))
 
@@ -25,43 +25,43 @@ def at(x):
     return {"x": torch.tensor(float(x))}
 
 
-def test_a_greedy_soup_takes_what_makes_it_better_and_nothing_else():
+def test_greedy_soup_keeps_only_models_that_help():
     models = [at(0.4), at(1.5), at(9.0), at(1.52)]
     shares = greedy(models, [score(m) for m in models], score)
     assert shares == [0.5, 0.5, 0.0, 0.0]  # the best, 1.5, and 0.4 on the other side of 1
     assert greedy([at(1.0), at(1.0)], [score(at(1.0))] * 2, score) == [1.0, 0.0]
 
 
-def test_a_line_that_rises_between_two_models_is_told_of():
+def test_loss_barrier_between_models_triggers_a_warning():
     models = [at(0.0), at(2.0)]
     flat = paths(["a", "b"], models, [score(m) for m in models], score)
-    assert rise(flat["a to b"]) < 0 and not warnings(flat)  # the best lies between them
+    assert rise(flat["a to b"]) < 0 and not warnings(flat)  # the optimum lies between them
 
     def hill(tensors):
         return ByRow(ROWS * (2 - 0.5 * float((tensors["x"] - 1) ** 2)), np.ones(200))
 
     steep = paths(["a", "b"], models, [hill(m) for m in models], hill)
-    assert [place for place, _ in steep["a to b"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [t for t, _ in steep["a to b"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert rise(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
 
 
 @pytest.fixture
 def two(trained_base, base):
-    """A base directory with two trainings of the same settings."""
+    """A base directory with two training runs of the same settings."""
     shutil.copytree(trained_base, base)
     return base
 
 
-def test_a_merge_is_an_ordinary_checkpoint_that_names_its_parents(two):
+def test_merge_saves_a_checkpoint_that_records_its_parents(two):
     words = dict(models="base:one|base:two", tag="soup", eval_tokens=2048)
-    with pytest.raises(UsageError, match="nothing says that these models come from one checkpoint"):
+    with pytest.raises(UsageError, match="no record that these models come from one checkpoint"):
         merge_script.main(MergeScript(**words))
     merge_script.main(MergeScript(**words, unrelated=True, merging=MergeConfig(weights="3,1")))
     merged = find_checkpoint("base", "soup")
     parents = [find_checkpoint("base", tag) for tag in ("one", "two")]
-    said = merged.state["merge"]["parents"]
-    assert [p["fingerprint"] for p in said] == [p.fingerprint for p in parents]
-    assert [p["weight"] for p in said] == [0.75, 0.25]
+    recorded = merged.state["merge"]["parents"]
+    assert [p["fingerprint"] for p in recorded] == [p.fingerprint for p in parents]
+    assert [p["weight"] for p in recorded] == [0.75, 0.25]
     tensors = [c.model_tensors() for c in (*parents, merged)]
     for name in tensors[0]:
         torch.testing.assert_close(
@@ -74,7 +74,7 @@ def test_a_merge_is_an_ordinary_checkpoint_that_names_its_parents(two):
     assert [len(line) for line in record["series"].values()] == [5]
 
 
-def test_a_model_merged_with_itself_scores_the_same(two):
+def test_merging_a_model_with_itself_keeps_its_score(two):
     merge_script.main(MergeScript(models="base:one|base:one", eval_tokens=2048))
     values = read_json(two / "report" / "merge.json")["values"]
     assert values["Merged bpb"] == values["Best parent's bpb"]
@@ -83,7 +83,7 @@ def test_a_model_merged_with_itself_scores_the_same(two):
     assert all(torch.equal(merged.model_tensors()[n], t) for n, t in one.model_tensors().items())
 
 
-def test_a_merge_can_be_merged_and_a_base_must_be_where_all_come_from(two):
+def test_merges_can_be_merged_and_base_must_be_an_ancestor(two):
     words = dict(eval_tokens=2048, unrelated=True)
     merge_script.main(MergeScript(models="base:one|base:two", tag="first", **words))
     merge_script.main(MergeScript(models="base:first|base:one", tag="again", eval_tokens=2048))
@@ -92,24 +92,24 @@ def test_a_merge_can_be_merged_and_a_base_must_be_where_all_come_from(two):
     merge_script.main(
         MergeScript(models="base:first", base="base:two", merging=towards, eval_tokens=2048)
     )
-    with pytest.raises(UsageError, match="nothing says that these models come from .*first"):
+    with pytest.raises(UsageError, match="no record that these models come from .*first"):
         merge_script.main(MergeScript(models="base:one", base="base:first", merging=towards))
 
 
-def test_slerp_keeps_where_it_went_and_soups_take_no_method(two):
+def test_slerp_records_t_and_greedy_rejects_a_method(two):
     arc = MergeConfig(method="slerp", t=0.25)
     merge_script.main(
         MergeScript(models="base:one|base:two", merging=arc, unrelated=True, eval_tokens=2048)
     )
-    said = find_checkpoint("base", "merged").state["merge"]
-    assert [p["weight"] for p in said["parents"]] == [0.75, 0.25] and said["t"] == 0.25
-    with pytest.raises(ValueError, match="slerp goes from one model to another by --t; here are 3"):
+    state = find_checkpoint("base", "merged").state["merge"]
+    assert [p["weight"] for p in state["parents"]] == [0.75, 0.25] and state["t"] == 0.25
+    with pytest.raises(ValueError, match="slerp merges two models, weighted by --t; got 3"):
         arc.shares(3)
-    with pytest.raises(ValueError, match="--greedy takes plain means"):
+    with pytest.raises(ValueError, match="--greedy uses plain means"):
         MergeScript(models="base:one|base:two", greedy=True, merging=arc)
 
 
-def test_what_cannot_be_merged_is_refused(two):
-    for models, message in (("", "name two or more"), ("base:one", "name two or more")):
+def test_too_few_models_are_rejected(two):
+    for models, message in (("", "list two or more"), ("base:one", "list two or more")):
         with pytest.raises(ValueError, match=message):
             merge_script.main(MergeScript(models=models))

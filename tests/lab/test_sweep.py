@@ -1,4 +1,4 @@
-"""Sweeps: every run once, whatever happens; what it took; what it says."""
+"""Sweeps: each job runs once, device time is recorded, and arms are compared."""
 
 import json
 import math
@@ -44,7 +44,7 @@ from scripts.lab.sweep import SweepScript, data_of
 
 @pytest.fixture(autouse=True)
 def fixed_code(monkeypatch):
-    """The code does not change while a test runs."""
+    """Fix the code fingerprint during a test."""
     monkeypatch.setattr(sweep, "code_print", lambda: "code")
 
 
@@ -57,7 +57,7 @@ def calls(done):
     return (done.folder / "report" / "calls.txt").read_text().splitlines()
 
 
-def test_a_run_that_is_done_is_never_repeated_whichever_sweep_asks():
+def test_finished_run_is_shared_between_sweeps():
     jobs = [job("a", 1.0), job("b", 2.0)]
     with Sweep(SweepConfig(), "one") as runner:
         done = runner.run_all(jobs)
@@ -65,12 +65,12 @@ def test_a_run_that_is_done_is_never_repeated_whichever_sweep_asks():
         assert len(runner.ledger()) == 2
     with Sweep(SweepConfig(), "two") as runner:
         again = runner.run_all([*jobs, job("c", 3.0)])
-        assert len(runner.ledger()) == 1  # only what was new
+        assert len(runner.ledger()) == 1  # only the new job
     assert all(len(calls(again[name])) == 1 for name in "abc")
     assert calls(done["a"])[0].split()[1] == done["a"].tag  # its own checkpoints
 
 
-def test_a_key_changes_with_the_commands_their_inputs_and_the_code():
+def test_key_depends_on_commands_inputs_and_code():
     one = job("a")
     assert one.key("x") == Job("other name", one.commands).key("x")
     keys = {
@@ -82,7 +82,7 @@ def test_a_key_changes_with_the_commands_their_inputs_and_the_code():
     assert len(keys) == 4
 
 
-def test_runs_of_other_code_are_repeated_unless_they_are_good_enough(monkeypatch):
+def test_runs_of_old_code_are_repeated_unless_no_same_code(monkeypatch):
     jobs = [job("a", 1.0), job("b", 2.0)]
     with Sweep(SweepConfig(), "one") as runner:
         first = runner.run_all(jobs)
@@ -96,27 +96,27 @@ def test_runs_of_other_code_are_repeated_unless_they_are_good_enough(monkeypatch
         assert len(runner.ledger()) == 5
 
 
-def test_several_runs_at_a_time_share_the_cores(monkeypatch):
+def test_parallel_runs_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     with Sweep(SweepConfig(devices=3), "one") as runner:
         done = runner.run_all([job(f"j{i}", i) for i in range(5)])
     assert {calls(run)[0].split()[0] for run in done.values()} == {"2"}
 
 
-def test_every_run_has_one_of_the_gpus_that_are_ours(monkeypatch):
+def test_each_run_gets_one_visible_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["2", "3"]
-    with pytest.raises(ValueError, match="--devices=3, but this machine has 2"):
+    with pytest.raises(ValueError, match="--devices=3, but only 2 GPUs are visible"):
         sweep.environments(3)
 
 
-def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
+def test_failed_run_is_reported_and_retried_on_rerun():
     bad = job("bad", status=3)
     with Sweep(SweepConfig(), "one") as runner:
-        with pytest.raises(UsageError, match="1 of 2 runs are not done: bad failed with status 3"):
+        with pytest.raises(UsageError, match="1 of 2 runs unfinished: bad failed with status 3"):
             runner.run_all([job("good"), bad])
         with pytest.raises(UsageError):
             runner.run_all([job("good"), bad])
@@ -132,7 +132,7 @@ def test_a_run_that_fails_is_told_of_and_tried_again_next_time():
     assert table["rows"][2][1] == f"{lost / 3600:.3f}"
 
 
-def test_a_run_that_its_canaries_broke_is_an_outcome_and_scores_nothing():
+def test_broken_run_is_finished_but_has_no_scores():
     broken = Job("x", [["tests.fake_run", "--status=78"], ["tests.fake_run", "--score=1"]])
     with Sweep(SweepConfig(), "one") as runner:
         done = runner.run_all([broken])["x"]
@@ -140,31 +140,31 @@ def test_a_run_that_its_canaries_broke_is_an_outcome_and_scores_nothing():
         assert runner.run_all([broken])["x"].is_broken and len(runner.ledger()) == 1
 
 
-def test_a_cap_ends_a_sweep_between_two_runs_and_a_higher_one_goes_on():
+def test_cap_stops_a_sweep_and_a_higher_cap_continues_it():
     jobs = [job(f"j{i}", i) for i in range(4)]
     with Sweep(SweepConfig(), "one") as runner:
         runner.run_all(jobs[:1])
         each = runner.typical_seconds() / 3600
     with (
         Sweep(SweepConfig(cap_hours=2.9 * each), "one") as runner,
-        pytest.raises(UsageError, match=r"more than the cap(.|\n)*--cap_hours raises"),
+        pytest.raises(UsageError, match=r"would exceed the cap(.|\n)*--cap_hours raises"),
     ):
         runner.run_all(jobs)
     assert 1 <= len(runner.ledger()) <= 3
     with (
         Sweep(SweepConfig(devices=2, cap_hours=1.5 * each), "one") as runner,
-        pytest.raises(UsageError, match="more than the cap"),
+        pytest.raises(UsageError, match="would exceed the cap"),
     ):
-        runner.run_all(jobs)  # what is under way counts too
+        runner.run_all(jobs)  # runs in progress count too
     with Sweep(SweepConfig(), "one") as runner:
         assert len(runner.run_all(jobs)) == 4
         assert len(runner.ledger()) == 4
 
 
-def test_two_sweeps_of_a_name_do_not_run_at_once():
+def test_two_sweeps_with_one_name_cannot_run_concurrently():
     with (
         Sweep(SweepConfig(), "one"),
-        pytest.raises(UsageError, match=r"another run writes there(.|\n)*another --name"),
+        pytest.raises(UsageError, match=r"another run is using this folder(.|\n)*another --name"),
         Sweep(SweepConfig(), "one"),
     ):
         pass
@@ -181,7 +181,7 @@ with s.Sweep(s.SweepConfig(), "one") as runner:
 
 
 @pytest.mark.parametrize("how, status", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_a_sweep_that_is_stopped_loses_no_run_that_is_done(how, status):
+def test_stopped_sweep_keeps_finished_runs(how, status):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
@@ -201,7 +201,7 @@ def test_a_sweep_that_is_stopped_loses_no_run_that_is_done(how, status):
 
 
 def still_running(words, seconds=20.0):
-    """Whether a command of these words outlives what began it."""
+    """Whether a process with these words in its command is still running."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
@@ -219,7 +219,7 @@ def job_of_slow():
 # Studies
 
 
-def test_arms_and_grids_are_read_from_words():
+def test_arms_and_grids_are_parsed():
     assert split_arms("only:a| drop:b") == ["only:a", "drop:b"]
     grid = of_grid("lr=0.1,0.2;--decay=0,1")
     assert [arm.flags for arm in grid] == [
@@ -232,13 +232,13 @@ def test_arms_and_grids_are_read_from_words():
     for wrong in ("lr", "lr=", "=1"):
         with pytest.raises(ValueError, match="is not flag=value,value"):
             of_grid(wrong)
-    with pytest.raises(ValueError, match="names an arm twice"):
+    with pytest.raises(ValueError, match="lists an arm twice"):
         split_arms("only:a|only:a")
 
 
 @pytest.fixture
 def study(monkeypatch):
-    """A study of a base that is not there; `steps` of 10 on 64 tokens."""
+    """A study of a mock base: 10 steps of 64 tokens."""
     found = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
     return Study(StudyConfig(num_iterations=10, total_batch_size=64), MixConfig("world_chat"))
@@ -248,10 +248,10 @@ def flags_of(job):
     return dict(word.removeprefix("--").split("=", 1) for word in job.commands[0] if "=" in word)
 
 
-def test_an_arm_with_another_batch_has_as_many_tokens(study):
+def test_arm_with_another_batch_size_keeps_total_tokens(study):
     flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
     assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
-    with pytest.raises(ValueError, match="runs of a study are of one length"):
+    with pytest.raises(ValueError, match="all runs have one length"):
         study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
 
 
@@ -264,7 +264,7 @@ def study_of(mixture, stage="sft"):
 
 
 def resolved(monkeypatch, stage="sft", max_seq_len=64, **tokens):
-    """The finished run of a control that came to `tokens` of each bucket."""
+    """A finished control run trained on `tokens` of each bucket."""
     mixture = {"buckets": [{"name": name, "tokens": count} for name, count in tokens.items()]}
     state = {
         "model": {"max_seq_len": max_seq_len},
@@ -274,7 +274,7 @@ def resolved(monkeypatch, stage="sft", max_seq_len=64, **tokens):
     return [Done(Job("d4 control seed 0", []), Path("runs/key"))]
 
 
-def test_an_arm_takes_the_tokens_of_the_control_in_other_proportions(study, monkeypatch):
+def test_arm_flags_redistribute_the_tokens_of_the_control(study, monkeypatch):
     found = study_of("world_chat,WorldChoice=300,world_facts*2,world_problems=0%")
     counts = {"world_chat": 500, "world_choice": 300, "world_facts": 200, "world_problems": 0}
     control = resolved(monkeypatch, **counts)
@@ -296,7 +296,7 @@ def mixture_flag(chat, choice, facts, problems):
     return ("--mixture=" + ",".join(f"world_{name}={n}" for name, n in buckets.items()),)
 
 
-def test_an_arm_of_text_takes_whole_rows(tmp_path, monkeypatch):
+def test_text_arm_uses_whole_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module.Tokenizer, "load", lambda: SimpleNamespace(fingerprint="0"))
     control = resolved(monkeypatch, "base", en=7 * 64, de=2 * 64, ko=0)
     found = study_of("en=75%,de=25%,ko=0%", "base")
@@ -304,37 +304,37 @@ def test_an_arm_of_text_takes_whole_rows(tmp_path, monkeypatch):
         Arm("scale:de*2", (f"--mixture=en={5 * 64}t,de={4 * 64}t,ko=0%",)),
         Arm("drop:de", (f"--mixture=en={9 * 64}t,de=0%,ko=0%",)),
     ]
-    with pytest.raises(ValueError, match="give --mixture"):
+    with pytest.raises(ValueError, match="set --mixture"):
         study_of("", "base").check_arms(["drop:de"], {})
 
 
 @pytest.mark.parametrize(
     "arm, message",
     [
-        ("without:world_chat", "is no arm; there are copy:name"),
-        ("drop:gsm8k", "the buckets of the mixture are world_chat, world_choice"),
-        ("drop:world_facts", "is the control"),
-        ("scale:world_chat*3", "leaves nothing for the other buckets"),
+        ("without:world_chat", "unknown ablation arm.*use one of: copy:name"),
+        ("drop:gsm8k", "bucket 'gsm8k' is not in the mixture .world_chat, world_choice"),
+        ("drop:world_facts", "equals the control"),
+        ("scale:world_chat*3", "the other buckets cannot compensate"),
     ],
 )
-def test_arms_are_checked_before_anything_is_trained(study, arm, message):
+def test_arms_are_validated_before_training(study, arm, message):
     found = study_of("world_chat=60%,world_choice=40%,world_facts=0%")
     with pytest.raises(ValueError, match=message):
         found.check_arms(["drop:world_chat", arm], FLOOR)
 
 
-def test_an_ablation_needs_the_mixture_that_its_control_learned(study, monkeypatch):
+def test_ablation_needs_the_mixture_of_its_control(study, monkeypatch):
     found, control = study_of("world_chat,world_choice"), resolved(monkeypatch, world_facts=10)
     with pytest.raises(ValueError, match="was trained on world_facts, not on world_chat"):
         found.ablation("d4", control, ["drop:world_chat"], {})
-    with pytest.raises(ValueError, match="no run of the control of d4 was whole"):
+    with pytest.raises(ValueError, match="all control runs of d4 broke"):
         found.ablation("d4", [replace(control[0], is_broken=True)], ["drop:world_chat"], {})
     monkeypatch.setattr(study_module, "newest_state", lambda folder: None)
     with pytest.raises(UsageError, match=r"checkpoints of d4 control seed 0 are gone(.|\n)*delete"):
         found.ablation("d4", control, ["drop:world_chat"], {})
 
 
-def test_a_key_changes_with_what_is_learned_and_measured(tmp_path):
+def test_key_depends_on_training_and_validation_data(tmp_path):
     rows = tmp_path / "own.jsonl"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     prints = []
@@ -348,7 +348,7 @@ def test_a_key_changes_with_what_is_learned_and_measured(tmp_path):
     assert prints[0] != prints[3] and data_of(SweepScript()) == ""
 
 
-def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path):
+def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
     job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
     again = study.confirmation(Done(job, tmp_path / "key"))
     assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
@@ -358,13 +358,13 @@ def test_a_model_is_measured_anew_on_the_other_half_of_the_rows(study, tmp_path)
 
 @pytest.fixture
 def faked(monkeypatch):
-    """Trainings of studies take no time and score what --score says."""
+    """Replace training by a mock run that reports --score."""
     monkeypatch.setattr(study_module, "SCRIPTS", {"sft": "tests.fake_run"})
     found = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
 
 
-def test_the_script_compares_a_grid(faked, base, capsys):
+def test_script_compares_a_grid(faked, base, capsys):
     sweep_script.main(SweepScript(grid="score=1,2", sweep=SweepConfig(devices=2)))
     record = read_json(base / "report" / "sweep.json")
     assert record["values"]["score=2, d4"] == "+1.0000 (worse)"
@@ -373,7 +373,7 @@ def test_the_script_compares_a_grid(faked, base, capsys):
     assert (base / "sweeps" / "sweep" / "arms.csv").exists()
 
 
-def test_texts_of_the_family_of_a_final_benchmark_are_refused(base, monkeypatch):
+def test_text_in_the_family_of_a_final_one_is_rejected(base, monkeypatch):
     declare({"ARC-Easy": "arc"})
     tokenizer = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module.Tokenizer, "load", lambda: tokenizer)
@@ -382,13 +382,13 @@ def test_texts_of_the_family_of_a_final_benchmark_are_refused(base, monkeypatch)
     mixture.write_text(json.dumps({"mixture": "a=50%,b=50%", "buckets": buckets}))
     of_texts = StudyConfig(stage="base")
     script = SweepScript(arms="drop:a", study=of_texts, mix=MixConfig(str(mixture)))
-    with pytest.raises(UsageError, match="a is made of arc, as is ARC-Easy"):
+    with pytest.raises(UsageError, match="a is made from arc, like ARC-Easy"):
         sweep_script.main(script)
 
 
-def test_the_script_searches_a_value_and_measures_it_anew(faked, base, monkeypatch):
+def test_script_searches_a_value_and_re_evaluates_it(faked, base, monkeypatch):
     search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
-    with pytest.raises(UsageError, match="smallest that was tried"):
+    with pytest.raises(UsageError, match="smallest value tried"):
         sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
     monkeypatch.setattr(Done, "metric", lambda run, name: abs(math.log(score_of(run))))
     sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
@@ -400,13 +400,13 @@ def score_of(run):
     return float(flags_of(run.job)["score"])
 
 
-def test_a_study_of_which_all_runs_broke_says_so(tmp_path):
+def test_study_with_only_broken_runs_is_an_error(tmp_path):
     runs = {("d4", "control", i): Done(Job("x", []), tmp_path, True) for i in range(3)}
     with pytest.raises(ValueError, match="all 3 runs broke"):
         judge(runs, 1.0, "Final validation bpb")
 
 
-def test_a_study_is_judged_metric_by_metric_and_base_by_base():
+def test_arms_are_judged_by_metric_and_base():
     items = {"control": "1,1,1,1,0,0,0,0", "drop:x": "1,0,0,0,0,0,0,0"}
     others = "1,1,1,0,1,0,0,0"
     scores = {
@@ -424,7 +424,7 @@ def test_a_study_is_judged_metric_by_metric_and_base_by_base():
     }
     with Sweep(SweepConfig(devices=2), "one") as runner:
         done = runner.run_all(list(jobs.values()))
-    runs = {place: done[each.name] for place, each in jobs.items()}
+    runs = {key: done[each.name] for key, each in jobs.items()}
     found, table = judge(runs, 2.0, "Final validation bpb")
     verdicts = {(c.base, c.arm, c.metric): c for c in found}
     assert len(found) == 2 * 2 * 3  # bases, arms, metrics

@@ -1,4 +1,4 @@
-"""How much scores vary, and which of two checkpoints is better: measured, stored, used, shown."""
+"""Evaluation variance and checkpoint comparison: statistics, storage and scripts."""
 
 import math
 from dataclasses import replace
@@ -29,17 +29,17 @@ CPU = DistConfig("cpu", "float32")
 
 
 def runs(rng, chances, num_runs):
-    """Scores [item][run] of answers that are right by chance."""
+    """Scores [item][run] of answers correct with the given probabilities."""
     return (
         (rng.random((len(chances), num_runs)) < np.array(chances)[:, None]).astype(float).tolist()
     )
 
 
 # ------------------------------------------------------------------------------------------------
-# The figures
+# Statistics
 
 
-def test_the_spread_is_that_of_a_run_and_the_rest_belongs_to_the_items():
+def test_sampling_and_item_errors_are_separated():
     rng = np.random.default_rng(0)
     chances = rng.choice([0.1, 0.5, 0.9], 400).tolist()
     found = measure("t", [runs(rng, chances, 40) for _ in range(5)])
@@ -53,7 +53,7 @@ def test_the_spread_is_that_of_a_run_and_the_rest_belongs_to_the_items():
     ("std", "label"),
     [(0.0, "very stable"), (0.0029, "very stable"), (0.0031, "stable"), (0.007, "high")],
 )
-def test_a_task_belongs_to_the_class_of_its_spread(std, label):
+def test_variance_class_follows_the_standard_deviation(std, label):
     assert Variance("t", 100, 3, (std, std), 0.02).label == label
 
 
@@ -68,22 +68,22 @@ def test_a_task_belongs_to_the_class_of_its_spread(std, label):
         (0.1, 0.0, 16),
     ],
 )
-def test_repeats_keep_the_error_of_sampling_under_half_of_that_of_the_items(std, item_se, repeats):
+def test_repeats_keep_sampling_error_below_half_item_error(std, item_se, repeats):
     found = Variance("t", 100, 3, (std,), item_se)
     assert found.repeats == repeats
     if item_se and repeats < variance.MAX_REPEATS:
         assert std / math.sqrt(repeats) <= item_se / 2 + 1e-12
 
 
-def test_checkpoints_must_have_been_asked_the_same():
+def test_checkpoints_must_have_the_same_items_and_runs():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="differ"):
         measure("t", [runs(rng, [0.5] * 9, 3), runs(rng, [0.5] * 8, 3)])
-    with pytest.raises(ValueError, match="twice or more"):
+    with pytest.raises(ValueError, match="two or more"):
         measure("t", [runs(rng, [0.5] * 9, 1)])
 
 
-def test_what_is_stored_gives_the_default_and_only_where_answers_vary(base):
+def test_saved_variance_sets_default_repeats_for_sampling(base):
     assert default_repeats("t", 1.0) == 1 and load() == {}
     save([Variance("t", 100, 3, (0.02,), 0.02)])
     save([Variance("u", 100, 3, (0.0,), 0.02)])
@@ -92,7 +92,7 @@ def test_what_is_stored_gives_the_default_and_only_where_answers_vary(base):
     assert load()["t"] == Variance("t", 100, 3, (0.02,), 0.02)
 
 
-def test_the_table_has_the_noisiest_first_in_points():
+def test_table_lists_the_noisiest_task_first():
     found = [
         Variance("calm", 50, 3, (0.001, 0.003), 0.02),
         Variance("loud", 50, 3, (0.02, 0.04), 0.02),
@@ -105,7 +105,7 @@ def test_the_table_has_the_noisiest_first_in_points():
 
 
 # ------------------------------------------------------------------------------------------------
-# The scripts
+# Scripts
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def tokenizer():
 
 
 def save_model(tokenizer, stage, tag, step, seed):
-    """A checkpoint of a model that knows nothing, of the embedded world."""
+    """A checkpoint of an untrained model of the embedded world."""
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=192)
     model = lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
     state = {
@@ -133,7 +133,7 @@ def evaluate(stage, tag, **settings):
     )
 
 
-def test_eval_variance_stores_what_chat_eval_then_uses(base, tokenizer, capsys):
+def test_chat_eval_uses_the_saved_repeats(base, tokenizer, capsys):
     for stage in ("sft", "rl"):
         save_model(tokenizer, stage, "d2", 5, seed=ord(stage[0]))
     eval_variance.main(
@@ -153,7 +153,7 @@ def test_eval_variance_stores_what_chat_eval_then_uses(base, tokenizer, capsys):
     assert "4 answers each" in capsys.readouterr().out
 
 
-def test_what_varies_not_cannot_be_measured():
+def test_eval_variance_rejects_settings_without_variance():
     for settings in ({"runs": 1}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="otherwise nothing varies"):
             eval_variance.EvalVariance(**settings)
@@ -161,7 +161,7 @@ def test_what_varies_not_cannot_be_measured():
         eval_variance.main(eval_variance.EvalVariance(machine=CPU))
 
 
-def test_every_metric_has_items_answers_and_both_errors(base, tokenizer):
+def test_metrics_record_items_repeats_and_both_errors(base, tokenizer):
     save_model(tokenizer, "sft", "d2", 5, seed=1)
     names = "world_choice|world_facts"
     path = base / "report" / "chat-evaluation-sft.json"
@@ -176,10 +176,10 @@ def test_every_metric_has_items_answers_and_both_errors(base, tokenizer):
     thrice = read_json(path)["values"]["World-Facts"]
     assert thrice["k"] == 3
     assert thrice["se"] == pytest.approx(math.hypot(thrice["item_se"], thrice["repeat_se"]))
-    assert read_json(path)["values"]["World-Choice"]["k"] == 1  # from the call before
+    assert read_json(path)["values"]["World-Choice"]["k"] == 1  # from the earlier call
 
 
-def test_two_checkpoints_of_one_run_are_compared_item_by_item(base, tokenizer, capsys):
+def test_checkpoints_are_compared_on_paired_items(base, tokenizer, capsys):
     for step, seed in ((5, 1), (10, 2)):
         save_model(tokenizer, "base", "d2", step, seed)
         base_eval.main(
@@ -194,7 +194,7 @@ def test_two_checkpoints_of_one_run_are_compared_item_by_item(base, tokenizer, c
     rows = {row[0]: row for row in record["tables"][0]["rows"]}
     assert record["section"] == "Comparison of base:d2:5 and base:d2:10"
     assert {"CORE", "World-Choice", "world_sums"} <= rows.keys()
-    assert all("won" in row[5] for row in rows.values())  # every metric had the same items
+    assert all("won" in row[5] for row in rows.values())  # every metric is paired
     assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
     old, new = (
         [
@@ -216,7 +216,7 @@ def records_of(base):
     return read_history(base / "report")
 
 
-def test_what_was_not_scored_is_named_with_the_command(base, tokenizer):
+def test_compare_reports_missing_scores_with_the_command(base, tokenizer):
     save_model(tokenizer, "base", "d2", 5, 1)
     save_model(tokenizer, "sft", "d2", 7, 1)
     with pytest.raises(MissingInput, match="scripts.base_eval --model_tag=d2 --model_step=5"):
@@ -232,12 +232,12 @@ def test_what_was_not_scored_is_named_with_the_command(base, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["d4", "base:d4:x", "sft:a:1:2", ""])
-def test_a_name_of_no_checkpoint_is_refused(base, name):
+def test_invalid_checkpoint_ref_is_rejected(base, name):
     with pytest.raises(ValueError, match="stage"):
         parse_checkpoint_ref(name)
 
 
-def test_repeats_tell_hard_items_from_unsteady_answers():
+def test_repeated_splits_item_and_sampling_error():
     rng = np.random.default_rng(4)
     n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
     scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
@@ -249,6 +249,6 @@ def test_repeats_tell_hard_items_from_unsteady_answers():
 
 
 @pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
-def test_missing_repeats_are_refused(scores):
+def test_missing_repeats_are_rejected(scores):
     with pytest.raises(ValueError, match="two items"):
         repeated(scores)

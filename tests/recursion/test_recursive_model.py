@@ -1,4 +1,4 @@
-"""The recursive model: the plain one where it must be, causal, honest in what it trains."""
+"""Recursive model: equivalence to the plain model, causality, losses, counts and metrics."""
 
 import math
 from dataclasses import asdict, replace
@@ -57,7 +57,7 @@ def logits_by_loop(model: RecursiveGPT, tokens: torch.Tensor, loops: int) -> lis
     return [model.logits(model.read_out(ctx, state, k)) for k, state in states]
 
 
-# ---- the plain model, exactly --------------------------------------------------------------------
+# ---- equivalence to the plain model --------------------------------------------------------------
 
 
 def test_preset_none_is_the_plain_model():
@@ -66,7 +66,7 @@ def test_preset_none_is_the_plain_model():
     assert type(build_model(PLAIN, CPU, torch.float32, 0)) is GPT
 
 
-def test_one_loop_of_a_new_model_is_the_plain_model_of_its_layers():
+def test_one_loop_of_new_model_equals_plain_model():
     plain, looped = model_of(PLAIN), build_model(recursive(n_loops=1), CPU, torch.float32, 0)
     missing = looped.load_state_dict(plain.state_dict(), strict=False)
     assert missing.missing_keys == ["inject.weight"] and not missing.unexpected_keys
@@ -80,7 +80,7 @@ def test_one_loop_of_a_new_model_is_the_plain_model_of_its_layers():
         torch.testing.assert_close(ours[name].grad, p.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_new_recursive_and_plain_models_begin_with_the_same_weights():
+def test_recursive_and_plain_models_start_from_equal_weights():
     plain = build_model(PLAIN, CPU, torch.float32, seed=3).state_dict()
     ours = build_model(recursive(), CPU, torch.float32, seed=3).state_dict()
     assert all(torch.equal(ours[name], weight) for name, weight in plain.items())
@@ -90,7 +90,7 @@ def test_new_recursive_and_plain_models_begin_with_the_same_weights():
 
 
 @pytest.mark.parametrize("position", [0, 7, 15])
-def test_a_token_cannot_change_earlier_logits_at_any_loop(position):
+def test_every_loop_is_causal(position):
     model, (tokens, _) = model_of(recursive()), rows(1)
     changed = tokens.clone()
     changed[0, position] = (changed[0, position] + 1) % 64
@@ -101,7 +101,7 @@ def test_a_token_cannot_change_earlier_logits_at_any_loop(position):
 
 
 @pytest.mark.parametrize("n_loops", [1, 2, 4])
-def test_cached_logits_are_those_of_a_full_pass(n_loops):
+def test_cached_logits_match_full_forward_pass(n_loops):
     model, (tokens, _) = model_of(recursive(n_loops=n_loops)), rows(2)
     whole = model(tokens)
     cache = model.new_cache(2)
@@ -114,7 +114,7 @@ def test_cached_logits_are_those_of_a_full_pass(n_loops):
     torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
-# ---- what is trained -----------------------------------------------------------------------------
+# ---- losses and gradients ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base,want", [
@@ -122,14 +122,14 @@ def test_cached_logits_are_those_of_a_full_pass(n_loops):
     (5, (0.0064, 0.0321, 0.1603, 0.8013)),
     (10, (0.0009, 0.0090, 0.0900, 0.9001)),
 ])  # fmt: skip
-def test_weights_of_the_loops_are_powers_that_sum_to_one(base, want):
+def test_loop_weights_are_powers_that_sum_to_one(base, want):
     shares = recursive(n_loops=4, supervision_base=base).shares((1, 2, 3, 4))
     assert list(shares.values()) == pytest.approx(want, abs=6e-5)
     assert sum(shares.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("bonus", [0.0, 1.0])
-def test_the_gradient_is_that_of_the_weighted_losses_and_the_value_that_of_the_last(bonus):
+def test_loss_value_is_last_loop_gradient_is_weighted_sum(bonus):
     cfg = recursive(supervise="full", supervision_base=3.0, improvement_bonus=bonus)
     model, twin, (tokens, targets) = model_of(cfg), model_of(cfg), rows()
     loss = model.loss(tokens, targets)
@@ -155,28 +155,28 @@ def test_the_gradient_is_that_of_the_weighted_losses_and_the_value_that_of_the_l
 
 @pytest.mark.parametrize("bonus", [0.0, 2.0, 1e6])
 @pytest.mark.parametrize("preset", GIVEN)
-def test_no_loop_is_ever_trained_to_be_worse(preset, bonus, monkeypatch):
+def test_no_loop_is_trained_to_get_worse(preset, bonus, monkeypatch):
     given = RecursionConfig(recursion_preset=preset, improvement_bonus=bonus)
     cfg = given.apply(PLAIN)
     assert isinstance(cfg, RecursiveConfig)
     model, (tokens, targets) = model_of(cfg), rows()
-    read, shown = model.read_out, {}
+    read_out, outputs = model.read_out, {}
 
-    def remember(ctx, state, loops):
-        shown[loops] = read(ctx, state, loops)
-        shown[loops].retain_grad()
-        return shown[loops]
+    def record(ctx, state, loops):
+        outputs[loops] = read_out(ctx, state, loops)
+        outputs[loops].retain_grad()
+        return outputs[loops]
 
-    monkeypatch.setattr(model, "read_out", remember)
+    monkeypatch.setattr(model, "read_out", record)
     model.loss(tokens, targets).backward()
     shares = cfg.shares((1, 2, 3, 4))
-    for k, hidden in shown.items():
+    for k, hidden in outputs.items():
         free = hidden.detach().requires_grad_()
         logits = model.logits(free)
         logits.retain_grad()
         nats = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="sum")
         nats.backward()
-        # a readout leads nowhere but to its own loss: its gradient is a weight times that one's
+        # a readout only affects its own loss: its gradient is a weight times the loss gradient
         weight = (hidden.grad * free.grad).sum((1, 2)) / free.grad.square().sum((1, 2))
         torch.testing.assert_close(
             hidden.grad, weight[:, None, None] * free.grad, rtol=1e-3, atol=1e-5
@@ -185,24 +185,24 @@ def test_no_loop_is_ever_trained_to_be_worse(preset, bonus, monkeypatch):
         assert (weight >= shares[k] * (1 - 1e-4)).all() and (weight <= most * (1 + 1e-4)).all()
         right = targets.clamp(min=0)[..., None]
         at_target = (weight[:, None] * logits.grad.gather(2, right)[..., 0])[targets != IGNORE]
-        assert (at_target < 0).all(), f"loop {k} learns to find the right token unlikely"
+        assert (at_target < 0).all(), f"loop {k} is trained to lower the target's probability"
     if bonus == 1e6:
         assert weight.tolist() == pytest.approx([5 * shares[4]] * 3, rel=1e-3), "not clamped"
 
 
-def test_a_bonus_does_not_depend_on_the_rows_beside():
+def test_bonus_is_independent_of_other_rows_in_batch():
     cfg = recursive(supervise="full", improvement_bonus=2.0)
-    together, apart, (tokens, targets) = model_of(cfg), model_of(cfg), rows(4)
-    together.loss(tokens, targets).backward()
+    whole, split, (tokens, targets) = model_of(cfg), model_of(cfg), rows(4)
+    whole.loss(tokens, targets).backward()
     for i in range(0, 4, 2):
-        apart.loss(tokens[i : i + 2], targets[i : i + 2]).backward()
-    for one, other in zip(together.parameters(), apart.parameters(), strict=True):
+        split.loss(tokens[i : i + 2], targets[i : i + 2]).backward()
+    for one, other in zip(whole.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
-    for name, value in together.noted.items():
-        torch.testing.assert_close(apart.noted[name], value)
+    for name, value in whole.noted.items():
+        torch.testing.assert_close(split.noted[name], value)
 
 
-def test_the_sampled_loop_follows_from_seed_and_step_and_all_have_their_turn():
+def test_sampled_loop_depends_on_seed_and_step():
     model, other = model_of(recursive(n_loops=4, supervise="sampled")), model_of(recursive())
     drawn = []
     for step in range(60):
@@ -221,7 +221,7 @@ def test_the_sampled_loop_follows_from_seed_and_step_and_all_have_their_turn():
     assert other.supervised == (3,)
 
 
-def test_weighted_targets_train_the_last_loop_alone():
+def test_weighted_targets_train_only_the_last_loop():
     model, (tokens, targets) = model_of(recursive(supervise="full", improvement_bonus=1.0)), rows()
     weights = torch.linspace(-1, 1, tokens.numel()).view_as(tokens)
     got = model.loss(tokens, targets, weights=weights)
@@ -230,7 +230,7 @@ def test_weighted_targets_train_the_last_loop_alone():
     torch.testing.assert_close(got, (weights * nats).sum(), rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_stop_where_they_were_told_to():
+def test_bptt_loops_limits_gradient_flow():
     tokens, targets = rows()
     grads = {}
     for bptt in (None, 3, 2, 1):
@@ -254,7 +254,7 @@ def test_gradients_stop_where_they_were_told_to():
     assert prelude[0] == prelude[1] != prelude[2] > 0 and prelude[3] > 0
 
 
-def test_documents_of_a_row_are_kept_apart_at_every_loop():
+def test_document_mask_applies_to_every_loop():
     model, (tokens, _) = model_of(recursive()), rows(1)
     segments = torch.tensor([[0] * 6 + [1] * 10])
     apart = model.hidden(tokens, segments=segments)
@@ -275,13 +275,13 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*COUNTED, "plain"])
-def test_flops_are_those_that_torch_counts(name):
+def test_flops_per_token_match_torch_flop_counter(name):
     model = model_of(PLAIN if name == "plain" else recursive(**COUNTED[name]))
     for block in model.blocks:
         block.attention.backend = "plain"
     tokens = torch.randint(64, (2, 16))
     draws = [{1: 1}]
-    if "sampled" in name:  # every draw once, each as likely as the others
+    if "sampled" in name:  # every draw once; all are equally likely
         draws = [{k: 1} for k in range(1, model.cfg.n_loops)]
     total = 0
     for draw in draws:
@@ -293,7 +293,7 @@ def test_flops_are_those_that_torch_counts(name):
     assert total / len(draws) / tokens.numel() == pytest.approx(model.flops_per_token(), rel=1e-6)
 
 
-def test_parameters_count_once_and_by_use():
+def test_parameter_counts_with_and_without_reuse():
     plain, model = model_of(PLAIN), model_of(recursive())
     inject = 2 * 32 * 32
     assert model.num_params() == plain.num_params() + inject
@@ -309,12 +309,12 @@ def test_parameters_count_once_and_by_use():
     {"n_core": 3}, {"n_core": 0, "n_coda": 3}, {"n_prelude": -1, "n_core": 4}, {"n_loops": 0},
     {"supervision_base": 0.5}, {"improvement_bonus": -1.0}, {"bptt_loops": 0},
 ])  # fmt: skip
-def test_a_shape_that_cannot_be_is_refused_by_name(change):
+def test_invalid_recursive_shape_is_rejected(change):
     with pytest.raises(ValueError, match=list(change)[0]):
         recursive(**change)
 
 
-def test_a_configuration_survives_being_written_down():
+def test_recursive_config_roundtrips_through_dict():
     for cfg in (PLAIN, recursive(bptt_loops=2)):
         assert checkpoint.read_config(asdict(cfg)) == cfg
 
@@ -322,7 +322,7 @@ def test_a_configuration_survives_being_written_down():
 @pytest.mark.parametrize(
     "preset,loops,supervise", [("share2", 2, "last"), *((preset, 4, "full") for preset in GIVEN)]
 )
-def test_presets_are_what_they_are_called(preset, loops, supervise):
+def test_preset_values(preset, loops, supervise):
     cfg = RecursionConfig(recursion_preset=preset).apply(replace(PLAIN, n_layer=8))
     assert isinstance(cfg, RecursiveConfig)
     assert (cfg.n_prelude, cfg.n_core, cfg.n_coda) == (2, 4, 2)
@@ -335,32 +335,32 @@ def test_presets_are_what_they_are_called(preset, loops, supervise):
 @pytest.mark.parametrize("depth,want", [
     (1, (0, 1, 0)), (2, (0, 2, 0)), (3, (1, 1, 1)), (4, (1, 2, 1)), (12, (3, 6, 3)), (13, (3, 7, 3))
 ])  # fmt: skip
-def test_a_depth_is_cut_into_quarters(depth, want):
+def test_default_prelude_and_coda_are_a_quarter_of_depth(depth, want):
     cfg = RecursionConfig(n_loops=2).apply(replace(PLAIN, n_layer=depth))
     assert isinstance(cfg, RecursiveConfig)
     assert (cfg.n_prelude, cfg.n_core, cfg.n_coda) == want
 
 
-def test_flags_override_a_preset_and_say_what_they_miss():
+def test_flags_override_preset_and_require_loops():
     given = RecursionConfig(recursion_preset="extreme", n_loops=3, n_core=1, n_prelude=2)
     cfg = given.apply(PLAIN)
     assert isinstance(cfg, RecursiveConfig)
     assert (cfg.n_prelude, cfg.n_core, cfg.n_coda, cfg.n_loops) == (2, 1, 1, 3)
-    with pytest.raises(ValueError, match="bptt_loops belong to a recursive model"):
+    with pytest.raises(ValueError, match="bptt_loops require a recursive model"):
         RecursionConfig(bptt_loops=1).apply(PLAIN)
 
 
-# ---- figures -------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 
-def test_figures_of_loops():
+def test_loop_figures():
     figures = loop_figures(recursive(), [3.0, 2.0, 1.5])
     assert figures["bpb_loop_2"] == 2.0 and figures["loops_in_order"] == 1.0
     assert figures["refinement_percent"] == pytest.approx(50)
     assert not in_order([3.0, 2.0, 2.1]) and in_order([2.0, 2.0])
 
 
-def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: DistContext):
+def test_step_figures_report_losses_and_norms_by_part(machine: DistContext):
     model = model_of(recursive(supervise="full"))
     table = rules(OptimConfig(weight_decay=0.1), 32)
     optimizer = MuonAdamW(model, table, machine)
@@ -382,21 +382,21 @@ def test_figures_of_a_step_are_means_and_norms_of_the_parts(machine: DistContext
         2 * math.hypot(*(float(g.norm()) for g in core)), rel=1e-5
     )
     fresh = model_of(recursive())
-    assert step_figures(fresh, optimizer, 1.0) == {}  # nothing was learned from yet
+    assert step_figures(fresh, optimizer, 1.0) == {}  # no loss recorded yet
 
 
 # ---- checkpoints of earlier commits --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg", [PLAIN, recursive()])
-def test_a_model_that_repeats_layers_is_rejected_by_name(cfg):
-    earlier = {**asdict(cfg), "repeat_layers": None}  # the field that every model had
+def test_checkpoint_with_repeat_layers_is_rejected(cfg):
+    earlier = {**asdict(cfg), "repeat_layers": None}  # field in all older checkpoints
     assert checkpoint.read_config(earlier) == cfg
     with pytest.raises(ValueError, match="repeat_layers.*27c376f"):
         checkpoint.read_config({**earlier, "repeat_layers": "1-2"})
 
 
-def test_the_configuration_decides_the_class_and_its_callbacks():
+def test_config_selects_model_class_and_callbacks():
     for cfg, kind in ((PLAIN, GPT), (recursive(), RecursiveGPT)):
         model = checkpoint.new_model(cfg)
         assert type(model) is kind

@@ -1,4 +1,4 @@
-"""scripts/train_h100_fast.sh in its smallest profile: trained, compared, judged, logged."""
+"""scripts/train_h100_fast.sh with the smoke profile: training, comparison, verdict, log."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def run(script: str, base: Path, *flags: str, **extra: str) -> subprocess.Comple
 
 
 @pytest.mark.timeout(400)
-def test_a_phase_of_recursion_is_trained_and_judged(tmp_path):
+def test_recursion_phase_trains_and_reports_verdict(tmp_path):
     base, log = tmp_path / "base", REPOSITORY / "logs" / "train.log"
     written = log.stat().st_size if log.exists() else 0
     done = run("train_h100_fast", base, "--hourly_rate=3600", SEEDS="1")
@@ -39,12 +39,12 @@ def test_a_phase_of_recursion_is_trained_and_judged(tmp_path):
     assert len(record["tables"][1]["rows"]) == 8
     report = (base / "report.md").read_text()
     assert "## Recursion" in report and "## Base model training" in report
-    told = log.read_bytes()[written:].decode()
-    assert "fast: preset aggressive, profile smoke, seeds 1" in told
-    assert WARNING.format("aggressive") in told
-    assert re.search(r"\$[1-9]\d*\.\d\d at \$3600\.00 an hour", told), "seconds cost dollars here"
+    logged = log.read_bytes()[written:].decode()
+    assert "fast: preset aggressive, profile smoke, seeds 1" in logged
+    assert WARNING.format("aggressive") in logged
+    assert re.search(r"\$[1-9]\d*\.\d\d at \$3600\.00 an hour", logged), "a second costs $1"
 
 
-def test_an_unknown_profile_is_refused_by_name(tmp_path):
+def test_unknown_recursion_profile_is_rejected(tmp_path):
     done = run("train_h100_extreme", tmp_path, PROFILE="tpu")
     assert done.returncode == 2 and "'tpu'" in done.stderr

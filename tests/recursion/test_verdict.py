@@ -1,4 +1,4 @@
-"""Whether recursion pays is judged by what runs cost, and only where the seeds allow it."""
+"""Recursion verdicts compare runs of equal cost and require enough seeds."""
 
 import math
 
@@ -23,8 +23,8 @@ REPEATED = Arm("repeated", [2.0, 2.0, 2.0], 4, 64, 6, 97, 194, 1000, 1e9)
 ALL = [LONGER, DEEPER, TWIN]
 
 
-def test_arms_are_compared_as_what_they_cost():
-    assert "deeper" in pays(RECURSIVE, ALL).why, "the best of those with as many FLOPs"
+def test_arms_are_compared_at_equal_cost():
+    assert "deeper" in pays(RECURSIVE, ALL).why, "the best arm of equal FLOPs"
     assert "longer" in pays(RECURSIVE, [LONGER, TWIN]).why
     assert twin(RECURSIVE, [REPEATED, *ALL]) is TWIN
     assert twin(RECURSIVE, [LONGER, DEEPER, REPEATED]) is None
@@ -33,50 +33,50 @@ def test_arms_are_compared_as_what_they_cost():
 
 
 @pytest.mark.parametrize("bpb,params,met", [
-    ([2.00, 2.01, 1.99], 100, True),  # as good as the deeper one, with two thirds of the parameters
-    ([2.00, 2.01, 1.99], 140, False),  # as good, with as many: for nothing
-    ([1.90, 1.91, 1.89], 140, True),  # better by more than two spreads
+    ([2.00, 2.01, 1.99], 100, True),  # as good as deeper, with two thirds of its parameters
+    ([2.00, 2.01, 1.99], 140, False),  # as good, but with as many parameters
+    ([1.90, 1.91, 1.89], 140, True),  # better by more than two standard deviations
     ([1.97, 1.98, 1.96], 140, False),  # better by less
-    ([2.10, 2.11, 2.09], 100, False),  # worse, however small
-    ([2.02, 2.03, 2.01], 100, True),  # as good: within two spreads of .02
+    ([2.10, 2.11, 2.09], 100, False),  # worse, although smaller
+    ([2.02, 2.03, 2.01], 100, True),  # as good: within two standard deviations of 0.02
 ])  # fmt: skip
-def test_it_pays_when_better_or_as_good_and_clearly_smaller(bpb, params, met):
+def test_pays_if_better_or_as_good_and_clearly_smaller(bpb, params, met):
     criterion = pays(RECURSIVE._replace(bpb=bpb, params=params), ALL)
     assert criterion.met is met and "deeper" in criterion.why
 
 
-def test_as_good_as_a_larger_model_is_nothing_where_one_of_its_own_size_is_as_good():
+def test_matching_a_larger_model_is_not_enough_if_a_peer_does():
     assert pays(RECURSIVE, [DEEPER]).met is True
     as_good = LONGER._replace(bpb=[2.01, 2.02, 2.00])
     assert pays(RECURSIVE, [DEEPER, as_good]).met is False
 
 
-def test_what_cannot_be_judged_is_not():
+def test_missing_arms_seeds_or_logs_are_inconclusive():
     assert pays(RECURSIVE, [TWIN]).met is None
     one = pays(RECURSIVE._replace(bpb=[1.0]), ALL)
     assert one.met is None and "-1.0000" in one.why and "spread" in one.why
     alone = [LONGER._replace(bpb=[2.0])]
-    assert pays(RECURSIVE._replace(bpb=[2.1]), alone).met is False, "no spread could mend that"
+    assert pays(RECURSIVE._replace(bpb=[2.1]), alone).met is False, "worse and not smaller"
     assert pays(RECURSIVE._replace(bpb=[2.1], params=50), alone).met is None
     assert not_held_back(RECURSIVE, [2.0], [LONGER], trained=True).met is None
     assert not_held_back(RECURSIVE, [9.0], ALL, trained=False).met is None
     assert healthy([], 0).met is None and falling([[]]).met is None
 
 
-def test_a_first_loop_may_not_be_sacrificed_for_the_last():
+def test_first_loop_may_not_be_held_back():
     assert not_held_back(RECURSIVE, [2.13, 2.13, 2.14], ALL, trained=True).met is True
     assert not_held_back(RECURSIVE, [2.15, 2.15, 2.15], ALL, trained=True).met is False
 
 
-def test_order_is_that_of_the_means_over_seeds():
+def test_loop_order_uses_means_over_seeds():
     assert ordered([[3.0, 3.0], [2.0, 2.9], [2.1, 2.7]]).met is True
     assert ordered([[3.0], [2.0], [2.1]]).met is False
 
 
-def test_health_is_finite_gradients_and_a_loss_that_falls():
+def test_health_needs_finite_gradients_and_falling_loss():
     assert healthy([0.3, 0.2], 0).met is True
     assert healthy([0.3, 0.2], 1).met is False
     curve = [5 - 0.1 * i for i in range(40)]
     assert falling([curve, curve]).met is True
     assert falling([curve, curve[::-1]]).met is False
-    assert falling([[math.log(64)]]).met is False, "a single step has fallen nowhere"
+    assert falling([[math.log(64)]]).met is False, "one step shows no decrease"

@@ -1,4 +1,4 @@
-"""scripts.chat_web as a user starts and stops it."""
+"""scripts.chat_web in a subprocess: flags, startup errors and signals."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.web_server import HELLO, write_model
 
 @pytest.fixture
 def start(base):
-    """Starts the script in the test's base directory; gives the process and the page's address."""
+    """Run the script in the base directory; returns process, URL and output."""
     running = []
 
     def begin(*flags):
@@ -32,12 +32,12 @@ def start(base):
             env={**os.environ, "NANOCHAT_BASE_DIR": str(base)},
         )
         running.append(process)
-        said = ""
-        while "API" not in said and (line := process.stdout.readline()):
-            said += line
-        found = re.search(r"^page +(http://\S+)$", said, re.MULTILINE)
-        assert found, said
-        return process, found[1], said
+        output = ""
+        while "API" not in output and (line := process.stdout.readline()):
+            output += line
+        found = re.search(r"^page +(http://\S+)$", output, re.MULTILINE)
+        assert found, output
+        return process, found[1], output
 
     yield begin
     for process in running:
@@ -45,18 +45,18 @@ def start(base):
         process.wait()
 
 
-def test_V11_without_flags_it_serves_the_last_stage_until_sigterm(start):
+def test_V11_default_flags_serve_latest_stage_until_sigterm(start):
     for name in ("base:d2", "sft:d2", "mid:d2"):
         write_model(name, context=2048, n_layer=4)
-    process, url, said = start()
-    assert url.startswith("http://127.0.0.1:") and "sft:d2, step 1" in said
+    process, url, output = start()
+    assert url.startswith("http://127.0.0.1:") and "sft:d2, step 1" in output
     assert "<title>nanochat</title>" in httpx.get(url).text
     listed = httpx.get(f"{url}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["sft:d2", "mid:d2", "base:d2"]
     assert listed["defaults"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 50, "max_tokens": 256}
     body = {"messages": HELLO, "stream": True, "max_tokens": 2000, "stop": ["\u4e00\u4e8c"]}
-    asked = {"method": "POST", "url": f"{url}/v1/chat/completions", "json": body}
-    with httpx.stream(**asked, timeout=30) as response:
+    request = {"method": "POST", "url": f"{url}/v1/chat/completions", "json": body}
+    with httpx.stream(**request, timeout=30) as response:
         lines = response.iter_lines()
         while "content" not in next(lines):
             pass
@@ -70,7 +70,7 @@ def test_V11_without_flags_it_serves_the_last_stage_until_sigterm(start):
     assert "Traceback" not in process.stdout.read()
 
 
-def test_ctrl_c_ends_it_in_silence(start):
+def test_ctrl_c_exits_without_traceback(start):
     write_model("base:d2")
     process, url, _ = start("-i", "base", "-s", "1")
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "base:d2:1"
@@ -88,38 +88,38 @@ def run(base, *flags):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_an_address_that_is_taken_is_told_with_a_way_out(base):
+def test_port_in_use_is_reported_with_a_fix(base):
     write_model()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, said = run(base, f"--port={port}")
-    assert status == 2 and f"--port={port + 1}" in said and "Traceback" not in said
+        status, output = run(base, f"--port={port}")
+    assert status == 2 and f"--port={port + 1}" in output and "Traceback" not in output
 
 
-def test_a_key_that_cannot_be_read_is_told_before_anything_is_loaded(base, tmp_path):
+def test_invalid_key_files_are_rejected(base, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00key")
     for name in ("missing", "empty", "binary"):
-        status, said = run(base, "--port=0", f"--api_key_file={tmp_path / name}")
-        assert status == 2 and name in said and "Traceback" not in said
+        status, output = run(base, "--port=0", f"--api_key_file={tmp_path / name}")
+        assert status == 2 and name in output and "Traceback" not in output
 
 
-def test_an_open_door_is_pointed_out(start):
+def test_public_address_without_key_prints_a_warning(start):
     write_model("base:d2")
-    _, url, said = start("--host=0.0.0.0")
-    assert "--api_key_file" in said and url.startswith("http://localhost:")
+    _, url, output = start("--host=0.0.0.0")
+    assert "--api_key_file" in output and url.startswith("http://localhost:")
 
 
-def test_without_a_model_it_says_how_to_make_one(base):
-    status, said = run(base, "--port=0")
-    assert status == 2 and "bash speedrun.sh" in said and "Traceback" not in said
+def test_missing_model_error_suggests_speedrun(base):
+    status, output = run(base, "--port=0")
+    assert status == 2 and "bash speedrun.sh" in output and "Traceback" not in output
 
 
-def test_questions_are_suggested_for_the_world_that_the_model_knows():
-    class Known:
+def test_suggestions_only_for_models_of_the_embedded_dataset():
+    class Embedded:
         state = {"source": {"dataset": "embedded"}}
 
-    class Foreign:
+    class Other:
         state = {"source": {"dataset": "owner/name"}}
 
-    assert len(suggestions(Known)) == 3 and suggestions(Foreign) == []
+    assert len(suggestions(Embedded)) == 3 and suggestions(Other) == []

@@ -1,4 +1,4 @@
-"""Requests that client programs send, and those that only an attacker would."""
+"""Requests recorded from client programs, and malicious ones."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """One base directory for all tests of this file."""
+    """A base directory shared by all tests in this module."""
     folder = tmp_path_factory.mktemp("requests") / "base"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
@@ -45,27 +45,27 @@ def site(base):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_V14_recorded_requests_of_clients_are_answered(site, name):
-    asked = {**RECORDED[name], "max_tokens": 4, "max_completion_tokens": 4}
-    if asked.get("stream"):
-        chunks = site.stream(**asked)
+def test_V14_recorded_client_requests_succeed(site, name):
+    body = {**RECORDED[name], "max_tokens": 4, "max_completion_tokens": 4}
+    if body.get("stream"):
+        chunks = site.stream(**body)
         assert not any("error" in chunk for chunk in chunks)
         finish = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
     else:
-        answer = site.client.post(CHAT, json=asked)
+        answer = site.client.post(CHAT, json=body)
         assert answer.status_code == 200, answer.text
         finish = [answer.json()["choices"][0]["finish_reason"]]
     assert finish[-1] in ("stop", "length")
 
 
-def test_V14_limiting_the_tools_demands_no_call(site):
+def test_V14_allowed_tools_mode_auto_is_accepted(site):
     limits = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
     assert site.chat(tool_choice=limits, max_tokens=1).status_code == 200
     limits["allowed_tools"]["mode"] = "required"
     assert site.chat(tool_choice=limits, max_tokens=1).status_code == 400
 
 
-def test_V14_continue_goes_on_with_the_last_answer(site):
+def test_V14_last_assistant_message_is_continued(site):
     messages = [*HELLO, {"role": "assistant", "content": "Hi, I am"}]
     expected = len(render_prompt(site.tokenizer, messages, continue_last=True))
     for body in (
@@ -80,12 +80,12 @@ def test_V14_continue_goes_on_with_the_last_answer(site):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "calls no functions"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "calls no functions"),
-        ({"function_call": {"name": "f"}}, "function_call", "calls no functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported here"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported here"),
-        ({"echo": True}, "echo", "not supported here"),
+        ({"tool_choice": "required"}, "tool_choice", "no function calling"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "no function calling"),
+        ({"function_call": {"name": "f"}}, "function_call", "no function calling"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported; omit"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported; omit"),
+        ({"echo": True}, "echo", "not supported; omit"),
         ({"stop": ["x"] * 17}, "stop", "at most 16 stop strings, got 17"),
         ({"stop": [1]}, "stop.0", "string"),
         ({"sing": True}, "sing", "Unrecognized request argument supplied: sing"),
@@ -93,29 +93,29 @@ def test_V14_continue_goes_on_with_the_last_answer(site):
         ({"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
     ],
 )
-def test_V14_what_changes_an_answer_is_rejected_by_name(site, body, param, message):
+def test_V14_unsupported_fields_are_rejected_by_name(site, body, param, message):
     rejected(site, {"messages": HELLO, **body}, param, message)
 
 
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"content": [PICTURE]}, "messages.0.content.0", "'image_url' are not supported"),
-        ({"content": [SOUND]}, "messages.0.content.0", "'input_audio' are not supported"),
+        ({"content": [PICTURE]}, "messages.0.content.0", "'image_url' are not supported; use text"),
+        ({"content": [SOUND]}, "messages.0.content.0", "'input_audio' are not supported; use"),
         ({"content": [{"type": "text", "text": 3}]}, "messages.0.content.0.text", "a number"),
         ({"content": [{"type": "text", "text": "x", "y": 1}]}, "messages.0.content.0.y", "Unrec"),
         ({"content": None}, "messages.0.content", "not null"),
         ({}, "messages.0.content", "not null"),
         ({"content": 5}, "messages.0.content", "not a number"),
         ({"content": "x", "sing": 1}, "messages.0.sing", "Unrecognized"),
-        ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", "functions"),
-        ({"role": "tool", "content": "x"}, "messages.0.role", "calls no functions"),
+        ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", "no function"),
+        ({"role": "tool", "content": "x"}, "messages.0.role", "no function calling"),
         ({"content": "x", "parts": []}, "messages.0.parts", "Unrecognized"),
         ({"content": "x", "\ud800": 1}, "messages.0.\\ud800", "Unrecognized"),
         ({"role": "root", "content": "x"}, "messages.0.role", "one of developer, system"),
     ],
 )
-def test_V14_a_message_that_cannot_be_read_is_named(site, given, param, message):
+def test_V14_invalid_messages_are_rejected_by_path(site, given, param, message):
     rejected(site, {"messages": [{"role": "user", **given}]}, param, message)
 
 
@@ -152,7 +152,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_V13_a_large_bad_body_gets_one_short_error(site, name):
+def test_V13_large_invalid_body_gets_one_short_error(site, name):
     path, body, message = LARGE[name]
     data = json.dumps(body, separators=(",", ":")).encode()
     assert len(data) <= 2**20
@@ -161,7 +161,7 @@ def test_V13_a_large_bad_body_gets_one_short_error(site, name):
     assert message in answer.json()["error"]["message"]
 
 
-def test_V13_bodies_are_read_off_the_event_loop(site, monkeypatch):
+def test_V13_bodies_are_parsed_off_the_event_loop(site, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     plain = server.read_request
 
@@ -175,14 +175,14 @@ def test_V13_bodies_are_read_off_the_event_loop(site, monkeypatch):
         with site.raw() as sent:
             sent.sendall(post(path, {"messages": HELLO, "prompt": "x", "max_tokens": 1}))
             assert begun.wait(60)
-            assert site.client.get("/health").status_code == 200  # meanwhile
+            assert site.client.get("/health").status_code == 200  # while parsing
             go_on.set()
-            assert sent.recv(100).startswith(b"HTTP/1.1 400")  # each lacks one of the fields
+            assert sent.recv(100).startswith(b"HTTP/1.1 400")  # each has an unknown field
         begun.clear()
         go_on.clear()
 
 
-def test_V13_reading_stops_at_the_first_error():
+def test_V13_parsing_stops_at_the_first_error():
     class Counted(dict):
         reads = 0
 
@@ -195,9 +195,9 @@ def test_V13_reading_stops_at_the_first_error():
     assert Counted.reads == 1
 
 
-def test_a_request_is_read_as_it_was_sent():
-    asked = {"messages": HELLO, "stop": "x", "stream_options": {"include_usage": True, "y": None}}
-    request = read_request(ChatRequest, json.dumps(asked).encode())
+def test_read_request_parses_all_input_forms():
+    body = {"messages": HELLO, "stop": "x", "stream_options": {"include_usage": True, "y": None}}
+    request = read_request(ChatRequest, json.dumps(body).encode())
     assert request.messages == HELLO and request.stop == ("x",)
     assert request.stream_options and request.stream_options.include_usage
     for prompt, found in (
@@ -213,11 +213,11 @@ def test_a_request_is_read_as_it_was_sent():
             read_request(TextRequest, json.dumps({"prompt": prompt}).encode())
 
 
-# ---- V16: requests that two programs could understand in two ways --------------------------------
+# ---- V16: ambiguous requests (request smuggling) -------------------------------------------------
 
 
 def exchange(site, request: bytes) -> bytes:
-    """Everything that the server sends until it closes the connection."""
+    """Send a request; return all bytes the server sends until it closes the connection."""
     with site.raw() as sent:
         sent.sendall(request)
         received = b""
@@ -247,11 +247,11 @@ def test_V16_ambiguous_requests_are_rejected_and_closed(site, lines):
     smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = [f"POST {CHAT} HTTP/1.1", *lines, "Content-Type: application/json"]
     received = exchange(site, "\r\n".join(head).encode() + b"\r\n\r\n" + smuggled)
-    assert received.count(b"HTTP/1.1 ") == 1, received  # never two answers to one body
+    assert received.count(b"HTTP/1.1 ") == 1, received  # not the smuggled one
     assert received.startswith(b"HTTP/1.1 400") and b"onnection: close" in received
 
 
-def test_head_and_options_are_answered_as_http_wants(site):
+def test_head_and_options_follow_http_semantics(site):
     for path in ("/", "/page/chat.js", "/health", "/v1/models"):
         got, headed = site.client.get(path), site.client.head(path)
         assert headed.status_code == 200 and not headed.content
@@ -264,18 +264,18 @@ def test_head_and_options_are_answered_as_http_wants(site):
     assert site.client.options("/nowhere").status_code == 404
 
 
-def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
+def test_allowed_origins_can_use_the_api(base, tmp_path):
     (tmp_path / "key").write_text("open sesame")
     security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
     with serving(security=security, api_key_file=str(tmp_path / "key")) as site:
         origin = {"Origin": "https://my.page"}
-        asked = {
+        headers = {
             **origin,
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization, content-type",
             "Access-Control-Request-Private-Network": "true",
         }
-        preflight = site.client.options(CHAT, headers=asked)
+        preflight = site.client.options(CHAT, headers=headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://my.page"
         assert "authorization" in preflight.headers["access-control-allow-headers"]
@@ -285,8 +285,8 @@ def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] == "https://my.page"
         foreign = {"Origin": "https://evil.example", **key}
-        refused = site.client.get("/v1/models", headers=foreign)
-        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+        rejected = site.client.get("/v1/models", headers=foreign)
+        assert rejected.status_code == 403 and "access-control-allow-origin" not in rejected.headers
         for host in ("my.box", "MY.BOX:80", "My.Box"):
             answer = site.client.get("/health", headers={"Host": host})
             assert answer.status_code == 200
@@ -303,6 +303,6 @@ def test_pages_of_allowed_origins_can_use_the_api(base, tmp_path):
         {"allow_origins": ("https://my.page/chat",)},
     ],
 )
-def test_hosts_and_origins_of_another_form_are_rejected(settings):
-    with pytest.raises(ValueError, match=r"allow.* has '"):
+def test_malformed_hosts_and_origins_are_rejected(settings):
+    with pytest.raises(ValueError, match=r"invalid allow\w+ '"):
         SecurityConfig(**settings)

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: Chromium of the system, driven by Playwright."""
+"""The chat page in a real browser (the system's Chromium, driven by Playwright)."""
 
 import json
 from pathlib import Path
@@ -28,14 +28,14 @@ def site(base, monkeypatch):
 
 
 def tell(site, monkeypatch, text):
-    """Let every answer of the model be this one."""
+    """Make the model generate this text as every answer."""
     says(monkeypatch, site, words(site, text))
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
 
 
 @pytest.fixture
 def page(browser, site):
-    """A page whose errors fail the test."""
+    """The chat page; JavaScript and console errors fail the test."""
     context = browser.new_context(viewport={"width": 900, "height": 700})
     found = context.new_page()
     errors = []
@@ -50,7 +50,7 @@ def page(browser, site):
 
 
 def open_page(context, url):
-    """A further tab."""
+    """Open another tab."""
     found = context.new_page()
     found.goto(url)
     found.wait_for_selector("#model option", state="attached")
@@ -58,24 +58,24 @@ def open_page(context, url):
 
 
 def act(page, role, name):
-    """Press a button of the last message of a role."""
+    """Click a button of the last message of a role."""
     page.locator(f"article.{role}").last.get_by_role("button", name=name, exact=True).click()
 
 
 def press(page, role, nth, name):
-    """Press a button of a message; its actions appear when the pointer is there."""
+    """Click a button of a message; its actions appear on hover."""
     article = page.locator(f"article.{role}").nth(nth)
     article.hover()
     article.get_by_role("button", name=name, exact=True).click()
 
 
 def titles(page):
-    """The list of chats."""
+    """Titles in the chat list."""
     return page.locator("#chats .title").all_inner_texts()
 
 
 def choose(page, title, entry):
-    """An entry of a chat's menu."""
+    """Click an entry of a chat's menu."""
     item = page.locator("#chats li", has_text=title)
     item.hover()
     item.get_by_role("button").click()
@@ -83,7 +83,7 @@ def choose(page, title, entry):
 
 
 def stored(page):
-    """Texts of all messages of each stored chat, by title of the first question."""
+    """Message texts of each stored chat, by the text of its first message."""
     return page.evaluate(
         "Object.fromEntries(Object.keys(localStorage).filter((k) => k.startsWith('nanochat:chat:'))"
         ".map((k) => Object.values(JSON.parse(localStorage[k]).nodes)).map((nodes) => "
@@ -92,7 +92,7 @@ def stored(page):
 
 
 def import_text(page, name, text):
-    """Import a file."""
+    """Import a file with this text."""
     file = {"name": name, "mimeType": "application/json", "buffer": text.encode()}
     page.set_input_files("#file", files=[file])
 
@@ -105,12 +105,12 @@ def send(page, text, wait=True):
 
 
 def said(page):
-    """(role, text) of every message on the page."""
+    """(role, text) of each message on the page."""
     found = page.query_selector_all("#log article")
     return [(a.get_attribute("class"), a.query_selector(".body").inner_text()) for a in found]
 
 
-def test_an_answer_is_shown_as_it_comes_and_can_be_stopped(page, site, monkeypatch):
+def test_answer_streams_and_can_be_stopped(page, site, monkeypatch):
     slow_down(monkeypatch, site, 0.02)
     assert page.evaluate("document.activeElement.id") == "question"
     send(page, "Hello", wait=False)
@@ -165,7 +165,7 @@ def test_retry_and_edit_keep_earlier_versions(page, site, monkeypatch):
     assert said(page)[0] == ("user", "First") and said(page)[1][1] in (STORY, "Another answer")
 
 
-def test_the_conversation_outlives_a_reload(page, site):
+def test_conversation_survives_reload(page, site):
     send(page, "Remember me")
     kept = [("user", "Remember me"), ("assistant", STORY)]
     address = page.url
@@ -183,7 +183,7 @@ def test_the_conversation_outlives_a_reload(page, site):
     assert said(page) == kept
     page.goto(site.url + "/#none")
     page.reload()
-    page.wait_for_selector("#toast >> text=no such chat")
+    page.wait_for_selector("#toast >> text=not found in this browser")
     assert said(page) == [] and titles(page) == ["Remember me"]
 
 
@@ -195,7 +195,7 @@ def test_damaged_stored_chats_are_left_untouched(page, site):
     assert page.evaluate("localStorage['nanochat:chat:bad']") == '{"id": "bad", "nodes": [1]}'
 
 
-def test_V15_a_reload_in_the_middle_keeps_what_was_there(page, site, monkeypatch):
+def test_V15_reload_while_generating_keeps_partial_answer(page, site, monkeypatch):
     slow_down(monkeypatch, site, 0.03)
     send(page, "Hello", wait=False)
     until(lambda: 15 < len(said(page)[-1][1]))
@@ -214,7 +214,7 @@ def test_V15_a_reload_in_the_middle_keeps_what_was_there(page, site, monkeypatch
     assert said(page)[-1][1] == text
 
 
-def test_V9_what_models_and_users_write_never_runs(page, site, monkeypatch):
+def test_V9_messages_never_run_as_code(page, site, monkeypatch):
     tell(site, monkeypatch, EVIL)
     send(page, EVIL)
     page.wait_for_timeout(200)
@@ -238,7 +238,7 @@ def test_V9_what_models_and_users_write_never_runs(page, site, monkeypatch):
     assert page.evaluate("window.hacked") is None
 
 
-def test_tool_calls_do_not_split_their_sentence(page, site, monkeypatch):
+def test_tool_calls_are_rendered_inline(page, site, monkeypatch):
     script = [*site.tokenizer.encode("It is "), *product(site), *words(site, "**indeed**.")]
     says(monkeypatch, site, script)
     send(page, "6 times 7?")
@@ -253,29 +253,29 @@ def test_tool_calls_do_not_split_their_sentence(page, site, monkeypatch):
     assert details.locator("code").all_inner_texts() == ["6*7", "42"]
     chip.click()
     assert details.is_hidden()
-    asked = []
-    page.on("request", lambda request: asked.append(request.post_data))
+    posts = []
+    page.on("request", lambda request: posts.append(request.post_data))
     send(page, "And?")
-    sent = json.loads(asked[0])["messages"]
+    sent = json.loads(posts[0])["messages"]
     kinds = [part["type"] for part in sent[1]["content"]]
     assert kinds == ["text", "python", "python_output", "text"]
 
 
-def test_the_answer_line_of_gsm8k_is_no_heading(page, site, monkeypatch):
+def test_gsm8k_answer_line_is_not_a_heading(page, site, monkeypatch):
     tell(site, monkeypatch, "#### 12\n4 * 11 = 44 plums.\n#### 44")
     send(page, "How many?")
     assert page.inner_text(".answer") == "Answer: 44"
     assert page.locator(".body h5").all_inner_texts() == ["12"]
 
 
-def test_text_after_an_answer_line_stays(page, site, monkeypatch):
+def test_text_after_an_answer_line_is_kept(page, site, monkeypatch):
     tell(site, monkeypatch, "#### 44" + "\n" * 10 + "**Done.**")
     send(page, "How many?")
     assert page.inner_text(".answer") == "Answer: 44"
     assert page.locator(".body strong").last.inner_text() == "Done."
 
 
-def test_settings_are_used_and_kept(page, site):
+def test_settings_are_sent_and_saved(page, site):
     page.click("#open-settings")
     page.fill("[name=temperature]", "0.25")
     page.fill("[name=seed]", "7")
@@ -284,11 +284,11 @@ def test_settings_are_used_and_kept(page, site):
     page.click("#settings >> text=Done")
     scheme = "getComputedStyle(document.documentElement).colorScheme"
     until(lambda: page.evaluate(scheme) == "dark")
-    asked = []
-    page.on("request", lambda request: asked.append(request))
+    posts = []
+    page.on("request", lambda request: posts.append(request))
     send(page, "Hello")
-    body = json.loads(asked[0].post_data)
-    assert asked[0].url.endswith("/v1/chat/completions")
+    body = json.loads(posts[0].post_data)
+    assert posts[0].url.endswith("/v1/chat/completions")
     assert (body["temperature"], body["seed"], body["model"]) == (0.25, 7, "sft:tiny")
     assert [m["role"] for m in body["messages"]] == ["system", "user"]
     page.reload()
@@ -298,11 +298,11 @@ def test_settings_are_used_and_kept(page, site):
     page.click("#defaults")
     page.click("#settings >> text=Done")
     page.select_option("#model", "base:tiny")
-    del asked[:]
+    del posts[:]
     send(page, "Continue")
-    assert asked[0].url.endswith("/v1/completions")
-    assert json.loads(asked[0].post_data)["prompt"] == "Continue"
-    assert json.loads(asked[0].post_data)["temperature"] == 1.0
+    assert posts[0].url.endswith("/v1/completions")
+    assert json.loads(posts[0].post_data)["prompt"] == "Continue"
+    assert json.loads(posts[0].post_data)["temperature"] == 1.0
     with page.expect_download() as download:
         choose(page, "Hello", "Export as JSONL")
     saved = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
@@ -317,15 +317,13 @@ def test_settings_are_used_and_kept(page, site):
     ]
 
 
-def test_an_open_edit_survives_another_question_and_starts_nothing_meanwhile(
-    page, site, monkeypatch
-):
+def test_open_editor_survives_updates_and_submits_later(page, site, monkeypatch):
     send(page, "First")
     send(page, "Second")
     press(page, "user", 0, "Edit")
     area = page.locator("#log textarea")
     area.fill("First, changed")
-    page.select_option("#model", "base:tiny")  # whatever else is done
+    page.select_option("#model", "base:tiny")  # rerenders the page
     page.select_option("#model", "sft:tiny")
     assert area.input_value() == "First, changed"
     slow_down(monkeypatch, site, 0.01)
@@ -343,7 +341,7 @@ def test_an_open_edit_survives_another_question_and_starts_nothing_meanwhile(
     assert [text for role, text in said(page) if role == "user"] == ["First", "Second", "Third"]
 
 
-def test_by_keyboard_one_is_never_left_without_a_place(page, site):
+def test_keyboard_focus_is_never_lost(page, site):
     send(page, "Hello")
     page.get_by_role("button", name="Retry").focus()
     page.keyboard.press("Enter")
@@ -357,20 +355,20 @@ def test_by_keyboard_one_is_never_left_without_a_place(page, site):
     until(lambda: page.evaluate("document.activeElement.id") in ("question", "send"))
 
 
-def test_a_question_without_an_answer_is_not_sent_to_the_model(page, site):
+def test_unanswered_question_is_not_sent_to_the_model(page, site):
     send(page, "First")
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, body="{}"))
     send(page, "Unanswered")
     assert "503" in page.inner_text(".error")
     page.unroute("**/v1/chat/completions")
-    asked = []
-    page.on("request", lambda request: asked.append(request.post_data))
+    posts = []
+    page.on("request", lambda request: posts.append(request.post_data))
     send(page, "Second")
-    sent = [m["content"] for m in json.loads(asked[0])["messages"]]
+    sent = [m["content"] for m in json.loads(posts[0])["messages"]]
     assert sent == ["First", STORY, "Second"]
 
 
-def test_a_page_that_was_opened_too_early_finds_the_server_later(browser, site):
+def test_page_connects_after_the_server_comes_up(browser, site):
     context = browser.new_context()
     page = context.new_page()
     page.route("**/v1/models", lambda route: route.abort())
@@ -385,7 +383,7 @@ def test_a_page_that_was_opened_too_early_finds_the_server_later(browser, site):
     context.close()
 
 
-def test_errors_are_shown_and_the_question_can_be_asked_again(browser, site, monkeypatch):
+def test_errors_are_shown_and_retry_works(browser, site, monkeypatch):
     context = browser.new_context()
     page = context.new_page()
     page.goto(site.url)
@@ -404,7 +402,7 @@ def test_errors_are_shown_and_the_question_can_be_asked_again(browser, site, mon
     context.close()
 
 
-def test_a_key_is_asked_for_where_the_server_wants_one(browser, base, tmp_path, monkeypatch):
+def test_settings_open_if_the_server_requires_a_key(browser, base, tmp_path, monkeypatch):
     write_model("sft:tiny")
     (tmp_path / "key").write_text("sesame")
     with serving(api_key_file=str(tmp_path / "key")) as site:
@@ -422,7 +420,7 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser, base, tmp_path, 
         context.close()
 
 
-# ---- the list of chats
+# ---- chat list
 
 
 def test_chats_are_listed_renamed_and_searched(page, site, monkeypatch):
@@ -452,7 +450,7 @@ def test_chats_are_listed_renamed_and_searched(page, site, monkeypatch):
     assert titles(page)[1] == "Fruit"
 
 
-def test_deleted_chats_come_back_by_undo_and_from_the_trash(page, site):
+def test_deleted_chats_can_be_restored(page, site):
     send(page, "Keep me")
     kept = said(page)
     choose(page, "Keep me", "Delete")
@@ -469,19 +467,19 @@ def test_deleted_chats_come_back_by_undo_and_from_the_trash(page, site):
     page.click("#chats a")
     assert said(page) == kept
     choose(page, "Keep me", "Delete")
-    page.go_back()  # its address still shows it
+    page.go_back()  # its URL still shows it
     assert said(page) == kept and page.is_visible("#trashed")
     page.click("#restore")
     assert titles(page) == ["Keep me"]
     choose(page, "Keep me", "Delete")
     page.click("#open-trash")
     page.click("#empty-trash")
-    assert page.locator("#trash-list li").count() == 1, "it asks once more"
+    assert page.locator("#trash-list li").count() == 1, "needs a second click"
     page.click("#empty-trash")
     assert page.locator("#trash-list li").count() == 0 and stored(page) == {}
 
 
-def test_a_chat_deleted_for_good_while_it_is_generated_stays_away(page, site, monkeypatch):
+def test_chat_deleted_while_generating_stays_deleted(page, site, monkeypatch):
     slow_down(monkeypatch, site, 0.1)
     send(page, "Delete me", wait=False)
     until(lambda: len(said(page)[-1][1]) > 3)
@@ -493,11 +491,11 @@ def test_a_chat_deleted_for_good_while_it_is_generated_stays_away(page, site, mo
     until(lambda: said(page) == [])
     page.click("#new")
     site.seconds_until_idle()
-    page.wait_for_timeout(1500)  # the answer would be saved every second
+    page.wait_for_timeout(1500)  # a running answer is saved every second
     assert stored(page) == {} and titles(page) == titles(other) == []
 
 
-def test_the_trash_is_emptied_after_thirty_days(page, site):
+def test_trash_is_emptied_after_thirty_days(page, site):
     for name in ("old", "new"):
         page.click("#new")
         send(page, name)
@@ -516,7 +514,7 @@ def test_the_trash_is_emptied_after_thirty_days(page, site):
     assert list(stored(page)) == ["new"]
 
 
-def test_exported_chats_come_back_with_all_versions(page, site, monkeypatch):
+def test_export_and_import_keep_all_versions(page, site, monkeypatch):
     send(page, "First")
     tell(site, monkeypatch, "Another answer")
     act(page, "assistant", "Retry")
@@ -540,21 +538,21 @@ def test_exported_chats_come_back_with_all_versions(page, site, monkeypatch):
     page.reload()
     assert titles(page) == []
     import_text(page, "chats.json", files["JSON"])
-    page.wait_for_selector("#toast >> text=2 chats were imported")
+    page.wait_for_selector("#toast >> text=2 chats imported")
     assert stored(page) == before and len(before["First"]) == 3
-    import_text(page, "again.json", files["JSON"])  # what is there already stays
+    import_text(page, "again.json", files["JSON"])  # existing chats stay
     page.wait_for_timeout(100)
     assert stored(page) == before
     page.evaluate("localStorage.clear()")
     page.goto(site.url)
     page.reload()
     import_text(page, "chats.jsonl", files["JSONL"])
-    page.wait_for_selector("#toast >> text=2 chats were imported")
+    page.wait_for_selector("#toast >> text=2 chats imported")
     assert sorted(titles(page)) == ["First", "Second chat"]
     assert said(page)[-1] == ("assistant", "Another answer")
 
 
-def test_a_fine_tuning_file_with_tool_calls_can_be_imported(page, site):
+def test_fine_tuning_jsonl_with_tool_calls_can_be_imported(page, site):
     parts = [{"type": "text", "text": "It is "}, {"type": "python", "text": "6*7"}]
     parts += [{"type": "python_output", "text": "42"}, {"type": "text", "text": "."}]
     chat = [
@@ -563,7 +561,7 @@ def test_a_fine_tuning_file_with_tool_calls_can_be_imported(page, site):
         {"role": "assistant", "content": parts},
     ]
     import_text(page, "one.jsonl", json.dumps(chat) + "\n" + json.dumps({"messages": chat}) + "\n")
-    page.wait_for_selector("#toast >> text=2 chats were imported")
+    page.wait_for_selector("#toast >> text=2 chats imported")
     assert page.inner_text("article.assistant .body") == "It is 6*7 = 42."
     with page.expect_download() as download:
         page.click("#export")
@@ -573,12 +571,12 @@ def test_a_fine_tuning_file_with_tool_calls_can_be_imported(page, site):
     before = stored(page)
     for bad in ("", "{}", "[]", "nonsense", '[{"role": "robot", "content": "x"}]', '[{"role": 1}]'):
         import_text(page, "bad.json", bad)
-        page.wait_for_selector("#toast >> text=cannot be imported")
+        page.wait_for_selector("#toast >> text=Failed to import bad.json")
         page.click("#toast [aria-label=Dismiss]")
     assert stored(page) == before
 
 
-def test_an_imported_system_prompt_is_used_and_exported(page, site):
+def test_imported_system_prompt_is_sent_and_exported(page, site):
     chat = [
         {"role": "system", "content": "Be brief."},
         {
@@ -589,12 +587,12 @@ def test_an_imported_system_prompt_is_used_and_exported(page, site):
         {"role": "assistant", "content": "Hi"},
     ]
     import_text(page, "one.json", json.dumps(chat, indent=2))
-    page.wait_for_selector("#toast >> text=One chat was imported")
-    asked = []
-    page.on("request", lambda request: asked.append(request.post_data))
+    page.wait_for_selector("#toast >> text=1 chat imported")
+    posts = []
+    page.on("request", lambda request: posts.append(request.post_data))
     send(page, "And?")
     system = {"role": "system", "content": "Be brief.\n\nBe kind."}
-    assert json.loads(asked[0])["messages"][0] == system
+    assert json.loads(posts[0])["messages"][0] == system
     page.reload()
     with page.expect_download() as download:
         choose(page, "Hello", "Export as JSONL")
@@ -602,10 +600,10 @@ def test_an_imported_system_prompt_is_used_and_exported(page, site):
     assert saved[0] == system and [m["role"] for m in saved[1:]] == ["user", "assistant"] * 2
     chat[1]["content"] = [{"type": "python", "text": "1"}]
     import_text(page, "bad.json", json.dumps(chat))
-    page.wait_for_selector("#toast >> text=a system message that is not text")
+    page.wait_for_selector("#toast >> text=a system message must be text")
 
 
-def test_the_state_of_the_first_page_is_migrated(page, site):
+def test_state_of_the_first_page_version_is_migrated(page, site):
     old = {
         "messages": [
             {"role": "user", "parts": [{"type": "text", "text": "Old question"}]},
@@ -628,7 +626,7 @@ def test_the_state_of_the_first_page_is_migrated(page, site):
     assert titles(page) == ["Old question"] and len(said(page)) == 2
 
 
-def test_a_full_storage_is_reported_and_loses_nothing(page, site):
+def test_full_storage_is_reported_and_loses_nothing(page, site):
     send(page, "Before")
     page.evaluate(
         """() => {
@@ -656,7 +654,7 @@ def test_a_full_storage_is_reported_and_loses_nothing(page, site):
     assert sorted(stored(page)) == ["Before", "While it is full"]
 
 
-def test_where_site_data_is_blocked_one_can_chat_and_is_warned(browser, site):
+def test_blocked_site_data_shows_a_warning(browser, site):
     context = browser.new_context()
     context.add_init_script(
         "Object.defineProperty(window, 'localStorage', "
@@ -674,7 +672,7 @@ def test_where_site_data_is_blocked_one_can_chat_and_is_warned(browser, site):
 # ---- several tabs, reloads, restarts
 
 
-def test_V15_an_answer_goes_on_in_the_chat_that_asked(page, site, monkeypatch):
+def test_V15_answer_continues_in_its_own_chat(page, site, monkeypatch):
     slow_down(monkeypatch, site, 0.02)
     send(page, "First chat", wait=False)
     page.wait_for_selector("#stop", state="visible")
@@ -726,7 +724,7 @@ def test_V15_two_tabs_generate_in_one_chat_at_once(page, site, monkeypatch):
         assert "/ 2" in tab.inner_text("article.user >> nth=1")
 
 
-def test_V15_a_second_tab_follows_a_chat(page, site, monkeypatch):
+def test_V15_second_tab_follows_a_chat(page, site, monkeypatch):
     send(page, "First")
     other = open_page(page.context, page.url)
     slow_down(monkeypatch, site, 0.02)
@@ -742,7 +740,7 @@ def test_V15_a_second_tab_follows_a_chat(page, site, monkeypatch):
     until(lambda: other.get_by_role("button", name="Retry").count() == 2)
 
 
-def test_what_is_typed_stays_with_its_chat(page, site):
+def test_draft_belongs_to_its_chat(page, site):
     def suggest(route):
         found = route.fetch()
         route.fulfill(response=found, json=found.json() | {"suggestions": ["A suggestion"]})
@@ -750,7 +748,7 @@ def test_what_is_typed_stays_with_its_chat(page, site):
     page.route("**/v1/models", suggest)
     page.reload()
     page.fill("#question", "Typed before")
-    page.locator("#ideas button").first.click()  # a suggestion is sent, not what is typed
+    page.locator("#ideas button").first.click()  # sends the suggestion, not the draft
     page.wait_for_selector("#send", state="visible")
     assert page.input_value("#question") == "Typed before"
     page.click("#new")
@@ -762,7 +760,7 @@ def test_what_is_typed_stays_with_its_chat(page, site):
     assert page.input_value("#question") == "For a new chat"
 
 
-def test_what_is_typed_survives_changes_of_another_tab(page, site, monkeypatch):
+def test_typed_text_survives_changes_from_another_tab(page, site, monkeypatch):
     send(page, "First")
     other = open_page(page.context, page.url)
     press(other, "user", 0, "Edit")
@@ -770,7 +768,7 @@ def test_what_is_typed_survives_changes_of_another_tab(page, site, monkeypatch):
     act(page, "assistant", "Retry")
     page.wait_for_selector("#send", state="visible")
     send(page, "Second")
-    until(lambda: other.locator(".versions").count() == 1)  # the answer below the open edit
+    until(lambda: other.locator(".versions").count() == 1)  # the answer below the open editor
     assert other.input_value("#log textarea") == "Half typed"
     other.keyboard.press("Escape")
     other.hover("#chats li")
@@ -784,7 +782,7 @@ def test_what_is_typed_survives_changes_of_another_tab(page, site, monkeypatch):
     until(lambda: titles(page) == ["My title"])
 
 
-def test_V15_copies_of_a_chat_merge_in_any_order(page):
+def test_V15_merging_copies_does_not_depend_on_order(page):
     page.evaluate(
         """async () => {
           const { addMessage, checkedChat, merge, newChat, textPart } =
@@ -816,19 +814,19 @@ def test_V15_copies_of_a_chat_merge_in_any_order(page):
     )
 
 
-def test_V15_a_chat_overwritten_by_another_tab_is_repaired(page, site):
+def test_V15_chat_overwritten_by_another_tab_is_repaired(page, site):
     send(page, "First")
     raw = "localStorage[Object.keys(localStorage).find((k) => k.startsWith('nanochat:chat:'))]"
     early = page.evaluate(raw)
     send(page, "Second")
     other = page.context.new_page()
-    other.goto(site.url + "/page/icon.svg")  # the same origin, without the page's script
+    other.goto(site.url + "/page/icon.svg")  # same origin, without the page's script
     other.evaluate(f"(text) => {{ {raw} = text }}", early)
     until(lambda: "Second" in page.evaluate(raw))
     assert len(stored(page)["First"]) == 4
 
 
-def test_V15_a_server_restart_loses_nothing_and_one_can_go_on(browser, base, monkeypatch):
+def test_V15_chat_continues_after_a_server_restart(browser, base, monkeypatch):
     write_model("sft:tiny", context=1024)
     context = browser.new_context()
     monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 0.2)
@@ -858,7 +856,7 @@ def test_V15_a_server_restart_loses_nothing_and_one_can_go_on(browser, base, mon
 
 
 def streamed(route, texts, finish):
-    """Answer a request with a stream of texts."""
+    """Fulfill a request with a stream of texts; returns the request body."""
     body = json.loads(route.request.post_data)
     chat = "messages" in body
     pieces = [{"delta": {"content": text}} if chat else {"text": text} for text in texts]
@@ -871,13 +869,13 @@ def streamed(route, texts, finish):
     return body
 
 
-def test_continue_goes_on_with_an_answer_that_was_cut(page, site):
-    asked, answers = [], [(["One ", "two "], "length"), (["three."], "stop")]
+def test_continue_button_extends_a_truncated_answer(page, site):
+    posts, answers = [], [(["One ", "two "], "length"), (["three."], "stop")]
     page.route(
-        "**/v1/*completions", lambda route: asked.append(streamed(route, *answers[len(asked) % 2]))
+        "**/v1/*completions", lambda route: posts.append(streamed(route, *answers[len(posts) % 2]))
     )
     page.route(
-        "**/v1/chat/*", lambda route: asked.append(streamed(route, *answers[len(asked) % 2]))
+        "**/v1/chat/*", lambda route: posts.append(streamed(route, *answers[len(posts) % 2]))
     )
     for model in ("sft:tiny", "base:tiny"):
         page.click("#new")
@@ -889,18 +887,18 @@ def test_continue_goes_on_with_an_answer_that_was_cut(page, site):
         page.get_by_role("button", name="Continue").click()
         page.wait_for_selector("#send", state="visible")
         assert said(page)[-1][1] == "One two three."
-        assert page.locator(".versions").count() == 0, "it begins with all of the first part"
+        assert page.locator(".versions").count() == 0, "it includes the first part"
         assert page.get_by_role("button", name="Continue").count() == 0
         assert "3 tokens" in page.inner_text(".stats >> nth=-1")
     chat = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One two "}]
-    assert asked[0]["messages"] == chat[:1] and asked[1]["messages"] == chat
-    assert asked[2]["prompt"] == "Count" and asked[3]["prompt"] == "CountOne two "
+    assert posts[0]["messages"] == chat[:1] and posts[1]["messages"] == chat
+    assert posts[2]["prompt"] == "Count" and posts[3]["prompt"] == "CountOne two "
 
 
 # ---- phone, keyboard
 
 
-def test_a_phone_shows_everything_large_enough(browser, site, monkeypatch):
+def test_phone_layout_has_large_touch_targets(browser, site, monkeypatch):
     context = browser.new_context(
         viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True
     )
@@ -948,7 +946,7 @@ def test_a_phone_shows_everything_large_enough(browser, site, monkeypatch):
     context.close()
 
 
-def test_everything_works_by_keyboard(page, site, monkeypatch):
+def test_all_actions_work_by_keyboard(page, site, monkeypatch):
     send(page, "Hello")
     act(page, "assistant", "Retry")
     page.wait_for_selector("#send", state="visible")
@@ -988,7 +986,7 @@ def test_everything_works_by_keyboard(page, site, monkeypatch):
     page.keyboard.type("By keyboard")
     page.keyboard.press("Enter")
     assert titles(page) == ["By keyboard"]
-    page.keyboard.press("Enter")  # focus is on the chat's menu
+    page.keyboard.press("Enter")  # focus is on the chat's menu button
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Escape")
     assert not page.is_visible("#menu")
@@ -1017,7 +1015,7 @@ def test_everything_works_by_keyboard(page, site, monkeypatch):
         assert not page.is_visible(dialog)
 
 
-def test_scrolling_up_stays_and_one_can_jump_to_the_latest(page, site, monkeypatch):
+def test_scroll_position_is_kept_while_streaming(page, site, monkeypatch):
     tell(site, monkeypatch, "line\n\n" * 60)
     send(page, "Long")
     slow_down(monkeypatch, site, 0.01)

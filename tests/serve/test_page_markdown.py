@@ -1,4 +1,4 @@
-"""Markdown of the chat page in a real browser, without a server: text in, elements out."""
+"""Markdown rendering of the chat page in a real browser, without a server."""
 
 import pytest
 
@@ -8,7 +8,7 @@ ADDRESS = "http://page.test"
 
 
 def serve(route):
-    """A file of the page, with the page's policy."""
+    """Serve a page file with the page's Content-Security-Policy."""
     name = route.request.url.removeprefix(f"{ADDRESS}/page/")
     if name == f"{ADDRESS}/":
         return route.fulfill(content_type="text/html", body="")
@@ -27,7 +27,7 @@ def page(browser):
     context.close()
 
 
-# text -> the elements it becomes, as outline() writes them
+# text -> expected elements, formatted by outline()
 MARKDOWN = {
     "one\ntwo": "p[one\ntwo]",
     "one\n\ntwo": "p[one] p[two]",
@@ -101,12 +101,12 @@ OUTLINE = """async (text) => {
 }"""
 
 
-def test_markdown_becomes_these_elements(page):
+def test_markdown_renders_to_expected_elements(page):
     found = {text: page.evaluate(OUTLINE, text) for text in MARKDOWN}
     assert found == MARKDOWN
 
 
-def test_a_growing_answer_ends_as_if_rendered_at_once(page):
+def test_incremental_rendering_equals_full_rendering(page):
     text = "\n\n".join(MARKDOWN) + "\n"
     differences = page.evaluate(
         """async (text) => {
@@ -212,8 +212,8 @@ def test_hostile_markdown_takes_linear_time(page):
             });
             return Math.min(...times);
           };
-          // Eight times the text: eight times the time, 64 times if it were quadratic. Other work
-          // on the machine only adds to a time, so one good measurement of several is enough.
+          // 8x the text takes 8x the time if linear, 64x if quadratic. Other load only adds time,
+          // so one good measurement out of several is enough.
           const isSlow = (unit) => {
             const long = seconds(unit, 160_000);
             return long > 50 && long > 24 * seconds(unit, 20_000);

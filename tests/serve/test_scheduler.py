@@ -1,4 +1,4 @@
-"""The thread of the engines: what its readers get, and that it never keeps what nobody reads."""
+"""The generation thread: replies, log-probabilities, queue limits, failures and shutdown."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ def engine():
 
 
 def run(engine, use, **options):
-    """Run `use(worker)` on an event loop with a worker that is stopped in the end."""
+    """Run `use(worker)` on an event loop; stops the worker at the end."""
 
     async def main():
         worker = Worker(**options)
@@ -57,7 +57,7 @@ def text_of(pieces, index=0):
     return "".join(piece.text for piece in pieces if piece.index == index)
 
 
-def test_a_reply_has_the_answers_to_all_its_prompts_numbered_through(engine):
+def test_reply_numbers_the_completions_of_all_prompts(engine):
     async def use(worker):
         reply = worker.submit(engine, [Prompt([1, 2], SHORT, n=2), Prompt([3], LONG)])
         pieces = await read(reply)
@@ -71,20 +71,20 @@ def test_a_reply_has_the_answers_to_all_its_prompts_numbered_through(engine):
     run(engine, use)
 
 
-def test_the_tokens_that_are_told_are_those_of_the_text(engine):
+def test_reported_tokens_match_the_text(engine):
     async def use(worker):
         for stop in ((), ("\\x",), None):
             settings = Sampling(max_new_tokens=40, seed=5)
             plain = text_of(await read(worker.submit(engine, [Prompt([7], settings)])))
             if stop is None:
                 stop = (plain[9:11],)
-            ask = Prompt([7], settings, stop=stop, parts=False, logprobs=0)
-            pieces = await read(worker.submit(engine, [ask]))
-            text, said = text_of(pieces), [one for piece in pieces for one in piece.tokens]
-            assert [one.start for one in said] == sorted(one.start for one in said)
-            assert not said or said[-1].start < len(text)
-            specials = Transcript(TOKENIZER).kinds  # which begin and end a tool's part
-            tokens = [one.logprob.token for one in said if one.logprob.token not in specials]
+            prompt = Prompt([7], settings, stop=stop, parts=False, logprobs=0)
+            pieces = await read(worker.submit(engine, [prompt]))
+            text, infos = text_of(pieces), [one for piece in pieces for one in piece.tokens]
+            assert [one.start for one in infos] == sorted(one.start for one in infos)
+            assert not infos or infos[-1].start < len(text)
+            specials = Transcript(TOKENIZER).kinds  # start and end tokens of tool calls
+            tokens = [one.logprob.token for one in infos if one.logprob.token not in specials]
             assert TOKENIZER.decode(tokens).startswith(text)
             assert not stop or not tokens or len(TOKENIZER.decode(tokens[:-1])) < len(text)
             assert pieces[-1].finish == ("stop" if any(s in plain for s in stop) else "length")
@@ -93,30 +93,30 @@ def test_the_tokens_that_are_told_are_those_of_the_text(engine):
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_logprobs_are_those_of_a_full_forward_for_prompt_and_answer(engine, length):
+def test_logprobs_equal_those_of_a_full_forward(engine, length):
     prompt = [(7 * j + 1) % 250 for j in range(length)]
     settings = Sampling(max_new_tokens=6, seed=3, top_k=9)
 
     async def use(worker):
-        asked = Prompt(prompt, settings, n=3, parts=False, echo_from=0, logprobs=4)
-        reply = worker.submit(engine, [asked, Prompt([5, 6, 7], settings)])
+        echoed = Prompt(prompt, settings, n=3, parts=False, echo_from=0, logprobs=4)
+        reply = worker.submit(engine, [echoed, Prompt([5, 6, 7], settings)])
         pieces = await read(reply)
         assert not any(piece.tokens for piece in pieces if piece.index == 3)
         for index, answer in enumerate(reply.answers[:3]):
             ids = [*prompt, *answer.completion.ids]
-            told = [one.logprob for p in pieces if p.index == index for one in p.tokens]
-            assert [one.token for one in told] == ids and told[0].logprob is None
+            found = [one.logprob for p in pieces if p.index == index for one in p.tokens]
+            assert [one.token for one in found] == ids and found[0].logprob is None
             logprobs = engine.model(torch.tensor([ids]))[0].log_softmax(-1).detach()
-            for at, one in enumerate(told[1:]):
-                assert one.logprob == pytest.approx(float(logprobs[at, one.token]), abs=1e-4)
-                best = logprobs[at].topk(4)
+            for i, one in enumerate(found[1:]):
+                assert one.logprob == pytest.approx(float(logprobs[i, one.token]), abs=1e-4)
+                best = logprobs[i].topk(4)
                 assert [token for token, _ in one.top] == best.indices.tolist()
                 assert [p for _, p in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
     run(engine, use)
 
 
-def test_a_full_queue_refuses_and_has_room_again(engine):
+def test_full_queue_rejects_until_it_drains(engine):
     async def use(worker):
         held = [worker.submit(engine, [Prompt([1], LONG)]) for _ in range(3)]
         assert sum(worker.counts()) == 3 and worker.busy(engine)
@@ -131,7 +131,7 @@ def test_a_full_queue_refuses_and_has_room_again(engine):
     run(engine, use, max_waiting=1)
 
 
-def test_a_closed_reply_frees_its_slots_even_before_it_began(engine):
+def test_closing_a_queued_reply_frees_its_slots(engine):
     async def use(worker):
         for _ in range(20):
             reply = worker.submit(engine, [Prompt([1], LONG, n=2)])
@@ -143,7 +143,7 @@ def test_a_closed_reply_frees_its_slots_even_before_it_began(engine):
     run(engine, use)
 
 
-def test_what_fails_is_told_to_those_it_concerns_alone(engine, monkeypatch):
+def test_engine_failure_affects_only_its_own_replies(engine, monkeypatch):
     other = Engine(model_of(TOKENIZER), TOKENIZER, slots=2)
     other.ends = set()
 
@@ -161,18 +161,18 @@ def test_what_fails_is_told_to_those_it_concerns_alone(engine, monkeypatch):
     run(engine, use)
 
 
-def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
+def test_V11_drain_aborts_replies_after_the_deadline(engine, monkeypatch):
     plain = engine.step
     monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.02) or plain(patience))
 
     async def use(worker):
         short, long = (worker.submit(engine, [Prompt([1], s)]) for s in (SHORT, LONG))
         worker.drain(0.3)
-        with pytest.raises(ApiError, match="stopped"):
+        with pytest.raises(ApiError, match="is shutting down"):
             worker.submit(engine, [Prompt([1], SHORT)])
         assert worker.status() == "stopping"
         assert (await read(short))[-1].finish == "length"
-        with pytest.raises(ApiError, match="stopped"):
+        with pytest.raises(ApiError, match="shut down"):
             await read(long)
         assert long.usage["completion_tokens"] > 3
 
@@ -181,21 +181,21 @@ def test_V11_draining_lets_answers_end_and_then_ends_them(engine, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_is_left_waiting_when_the_thread_itself_fails(engine, monkeypatch):
+def test_thread_crash_ends_all_replies_with_an_error(engine, monkeypatch):
     async def use(worker):
         reply = worker.submit(engine, [Prompt([1], LONG)])
         monkeypatch.setattr(worker, "step", lambda *arguments: 1 / 0)
-        with pytest.raises(ApiError, match="ended"):
+        with pytest.raises(ApiError, match="thread exited"):
             await read(reply)
         worker.thread.join(5)
         assert worker.status() == "broken"
-        with pytest.raises(ApiError, match="must be restarted"):
+        with pytest.raises(ApiError, match="restart the server"):
             worker.submit(engine, [Prompt([1], LONG)])
 
     run(engine, use)
 
 
-def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypatch):
+def test_broken_device_fails_every_reply(engine, monkeypatch):
     async def use(worker):
         reply = worker.submit(engine, [Prompt([1, 2, 3], LONG, n=2)])
         assert await reply.news()
@@ -217,7 +217,7 @@ def test_a_device_that_is_broken_for_good_leaves_nobody_waiting(engine, monkeypa
     run(engine, use)
 
 
-def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
+def test_running_tool_does_not_block_another_model(engine, monkeypatch):
     other = Engine(model_of(TOKENIZER), TOKENIZER, slots=2)
     other.ends = set()
     plain, patience = engine.step, []
@@ -230,21 +230,21 @@ def test_a_tool_at_work_does_not_hold_up_another_model(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", step)
 
     async def use(worker):
-        away = worker.submit(engine, [Prompt([1], LONG)])
+        calling = worker.submit(engine, [Prompt([1], LONG)])
         while not engine.active:
             await asyncio.sleep(0.001)
         engine.active[0].pending_tool_call = Future()
         while not engine.calling:
             await asyncio.sleep(0.001)
         await read(worker.submit(other, [Prompt([1], LONG)]))
-        assert not any(patience)  # it waits for the tool only where nobody else generates
+        assert not any(patience)  # never waits for the tool while another engine is active
         engine.calling[0].pending_tool_call.set_result(None)
-        assert (await read(away))[-1].finish == "length"
+        assert (await read(calling))[-1].finish == "length"
 
     run(engine, use)
 
 
-def test_a_reader_that_waits_in_vain_is_told_so(engine, monkeypatch):
+def test_news_returns_an_empty_list_on_timeout(engine, monkeypatch):
     plain = engine.step
     monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.2) or plain(patience))
 

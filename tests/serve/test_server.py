@@ -1,4 +1,4 @@
-"""The server: OpenAI's API as its clients expect it, its limits, and users who misbehave."""
+"""The server: conformance to OpenAI's API, limits, security, and misbehaving clients."""
 
 import json
 import re
@@ -46,25 +46,25 @@ def words(site: Site, text: str, end: str = "<|assistant_end|>") -> list[int]:
     return [*site.tokenizer.encode(text), site.tokenizer.special(end)]
 
 
-# ---- shapes --------------------------------------------------------------------------------------
+# ---- API conformance -----------------------------------------------------------------------------
 
 
-def test_V1_a_chat_answer_has_every_field_of_the_api(site):
-    told = site.chat(max_tokens=5, seed=1).json()
-    assert told["object"] == "chat.completion" and told["model"] == "sft:tiny"
-    assert told["id"].startswith("chatcmpl-") and abs(told["created"] - time.time()) < 60
+def test_V1_chat_completion_has_all_api_fields(site):
+    body = site.chat(max_tokens=5, seed=1).json()
+    assert body["object"] == "chat.completion" and body["model"] == "sft:tiny"
+    assert body["id"].startswith("chatcmpl-") and abs(body["created"] - time.time()) < 60
     prompt = len(render_prompt(site.tokenizer, HELLO))
-    assert told["usage"] == {
+    assert body["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": 5,
         "total_tokens": prompt + 5,
     }
-    (choice,) = told["choices"]
+    (choice,) = body["choices"]
     assert choice["index"] == 0 and choice["finish_reason"] == "length"
     assert choice["message"]["role"] == "assistant" and choice["logprobs"] is None
 
 
-def test_V1_a_streamed_answer_is_the_whole_one_in_pieces(site):
+def test_V1_streamed_chunks_concatenate_to_the_full_answer(site):
     whole = site.content(max_tokens=40, seed=7)
     events = site.stream(max_tokens=40, seed=7, stream_options={"include_usage": True})
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -78,40 +78,40 @@ def test_V1_a_streamed_answer_is_the_whole_one_in_pieces(site):
     assert counts == sorted(counts) and counts[-1] == 6
 
 
-def test_V1_an_answer_ends_by_itself_at_its_limit_or_before_a_stop(site, monkeypatch):
+def test_V1_completion_ends_at_eos_limit_or_stop_string(site, monkeypatch):
     says(monkeypatch, site, words(site, "one two three"))
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
 
-    def told(**settings):
+    def complete(**settings):
         choice = site.chat(**settings).json()["choices"][0]
         return choice["message"]["content"], choice["finish_reason"]
 
-    assert told() == ("one two three", "stop")
-    assert told(max_tokens=4) == ("one ", "length")
-    assert told(max_completion_tokens=4) == ("one ", "length")
-    assert told(stop=" t") == ("one", "stop")
-    assert told(stop=["thr", "o th"]) == ("one tw", "stop")
-    assert told(stop=["three!"]) == ("one two three", "stop")
+    assert complete() == ("one two three", "stop")
+    assert complete(max_tokens=4) == ("one ", "length")
+    assert complete(max_completion_tokens=4) == ("one ", "length")
+    assert complete(stop=" t") == ("one", "stop")
+    assert complete(stop=["thr", "o th"]) == ("one tw", "stop")
+    assert complete(stop=["three!"]) == ("one two three", "stop")
     for stop in (" t", "three!"):
         events = site.stream(stop=stop)
         streamed = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
-        assert streamed == told(stop=stop)[0]
+        assert streamed == complete(stop=stop)[0]
     assert site.chat(stop=" t").json()["usage"]["completion_tokens"] == len("one t")
     site.seconds_until_idle()
 
 
-def test_V1_seeds_and_n_decide_what_is_said(site):
-    def said(**settings):
+def test_V1_seed_and_n_determine_the_samples(site):
+    def sample(**settings):
         choices = site.chat(max_tokens=12, **settings).json()["choices"]
         assert [choice["index"] for choice in choices] == list(range(len(choices)))
         return [choice["message"]["content"] for choice in choices]
 
-    four = said(n=4, seed=5)
-    assert len(set(four)) == 4 and said(n=4, seed=5) == four
-    assert said(seed=5) == four[:1] != said(seed=6)
-    assert said() != said(), "without a seed every answer is another"
-    greedy = said(temperature=0)
-    assert said(top_p=0) == said(top_k=1) == said(temperature=0, seed=9) == greedy
+    four = sample(n=4, seed=5)
+    assert len(set(four)) == 4 and sample(n=4, seed=5) == four
+    assert sample(seed=5) == four[:1] != sample(seed=6)
+    assert sample() != sample(), "samples without a seed must differ"
+    greedy = sample(temperature=0)
+    assert sample(top_p=0) == sample(top_k=1) == sample(temperature=0, seed=9) == greedy
     events = site.stream(max_tokens=12, n=4, seed=5)
     streamed = ["", "", "", ""]
     for event in events:
@@ -120,16 +120,16 @@ def test_V1_seeds_and_n_decide_what_is_said(site):
     assert streamed == four
 
 
-def test_V1_likelihoods_are_those_of_the_model(site):
-    told = site.chat(max_tokens=6, seed=2, logprobs=True, top_logprobs=3).json()
-    content = told["choices"][0]["logprobs"]["content"]
+def test_V1_chat_logprobs_equal_the_model(site):
+    body = site.chat(max_tokens=6, seed=2, logprobs=True, top_logprobs=3).json()
+    content = body["choices"][0]["logprobs"]["content"]
     ids = render_prompt(site.tokenizer, HELLO)
     assert len(content) == 6
     for entry in content:
         logprobs = site.engine.model(torch.tensor([ids]))[0, -1].log_softmax(0)
         (token,) = entry["bytes"] if len(entry["bytes"]) == 1 else [None]
         if token is None:
-            break  # a special token, which has no byte of its own
+            break  # a special token has no single byte
         assert entry["logprob"] == pytest.approx(float(logprobs[token]), abs=1e-4)
         best = logprobs.topk(3)
         assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
@@ -141,7 +141,7 @@ def test_V1_likelihoods_are_those_of_the_model(site):
     assert [one for piece in pieces for one in piece["content"]] == content
 
 
-def test_V1_text_completions_continue_texts_and_ids(site):
+def test_V1_text_completions_accept_text_and_token_ids(site):
     one = site.client.post(TEXT, json={"prompt": "abc", "max_tokens": 5, "seed": 3}).json()
     assert one["object"] == "text_completion" and one["usage"]["prompt_tokens"] == 4  # BOS
     ids = site.tokenizer.encode("abc")
@@ -157,40 +157,40 @@ def test_V1_text_completions_continue_texts_and_ids(site):
         streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert streamed == [choice["text"] for choice in both["choices"]]
     short = site.client.post(TEXT, json={"prompt": "a"}).json()
-    assert short["usage"]["completion_tokens"] == 16  # theirs, where nothing is said
+    assert short["usage"]["completion_tokens"] == 16  # OpenAI's default
 
 
-def test_V1_echo_tells_how_likely_a_text_is(site):
+def test_V1_echo_returns_prompt_logprobs(site):
     text = "He said é!"
-    asked = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 2}
-    choice = site.client.post(TEXT, json=asked).json()["choices"][0]
-    told = choice["logprobs"]
+    body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 2}
+    choice = site.client.post(TEXT, json=body).json()["choices"][0]
+    found = choice["logprobs"]
     ids = [site.tokenizer.bos_id, *site.tokenizer.encode(text)]
     logprobs = site.engine.model(torch.tensor([ids]))[0].log_softmax(-1)
     wanted = [float(logprobs[i, token]) for i, token in enumerate(ids[1:])]
     assert choice["text"] == text
-    assert told["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
-    assert told["tokens"][:3] == ["H", "e", " "] and "bytes:\\xc3" in told["tokens"]
-    assert told["text_offset"][:4] == [0, 1, 2, 3] and told["text_offset"][-1] == len(text) - 1
+    assert found["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    assert found["tokens"][:3] == ["H", "e", " "] and "bytes:\\xc3" in found["tokens"]
+    assert found["text_offset"][:4] == [0, 1, 2, 3] and found["text_offset"][-1] == len(text) - 1
     assert all(
         max(top.values()) >= logprob
-        for top, logprob in zip(told["top_logprobs"], told["token_logprobs"], strict=True)
+        for top, logprob in zip(found["top_logprobs"], found["token_logprobs"], strict=True)
     )
-    given = site.client.post(TEXT, json={**asked, "prompt": ids}).json()["choices"][0]
-    assert given["text"] == text and given["logprobs"]["tokens"][0] == "<|bos|>"
-    assert given["logprobs"]["token_logprobs"] == [None, *told["token_logprobs"]]
-    assert given["logprobs"]["top_logprobs"] == [None, *told["top_logprobs"]]
-    longer = site.client.post(TEXT, json={**asked, "max_tokens": 3, "seed": 1}).json()["choices"][0]
+    by_ids = site.client.post(TEXT, json={**body, "prompt": ids}).json()["choices"][0]
+    assert by_ids["text"] == text and by_ids["logprobs"]["tokens"][0] == "<|bos|>"
+    assert by_ids["logprobs"]["token_logprobs"] == [None, *found["token_logprobs"]]
+    assert by_ids["logprobs"]["top_logprobs"] == [None, *found["top_logprobs"]]
+    longer = site.client.post(TEXT, json={**body, "max_tokens": 3, "seed": 1}).json()["choices"][0]
     assert len(longer["logprobs"]["tokens"]) == len(ids) - 1 + 3
     assert longer["text"].startswith(text)
-    streamed = site.stream(TEXT, **{**asked, "max_tokens": 3, "seed": 1})
+    streamed = site.stream(TEXT, **{**body, "max_tokens": 3, "seed": 1})
     assert "".join(event["choices"][0]["text"] for event in streamed) == longer["text"]
     parts = [e["choices"][0]["logprobs"] for e in streamed if e["choices"][0]["logprobs"]]
     for key, value in longer["logprobs"].items():
         assert [one for part in parts for one in part[key]] == value
 
 
-def test_calls_of_the_tool_are_told_apart_from_the_text_and_can_be_sent_back(site, monkeypatch):
+def test_tool_calls_are_returned_as_parts_and_can_be_resent(site, monkeypatch):
     script = [*site.tokenizer.encode("It is "), *product(site), *words(site, " then.")]
     says(monkeypatch, site, script)
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
@@ -205,13 +205,13 @@ def test_calls_of_the_tool_are_told_apart_from_the_text_and_can_be_sent_back(sit
         assert known["type"] == part["type"]
         known["text"] += part["text"]
     assert [(part["type"], part["text"]) for part in merged.values()] == parts
-    asked = [*HELLO, message, {"role": "user", "content": "And?"}]
-    prompt = site.chat(asked, max_tokens=1).json()["usage"]["prompt_tokens"]
+    messages = [*HELLO, message, {"role": "user", "content": "And?"}]
+    prompt = site.chat(messages, max_tokens=1).json()["usage"]["prompt_tokens"]
     as_parts = {"role": "assistant", "content": message["parts"]}
-    assert prompt == len(render_prompt(site.tokenizer, [*HELLO, as_parts, asked[-1]]))
+    assert prompt == len(render_prompt(site.tokenizer, [*HELLO, as_parts, messages[-1]]))
 
 
-def test_another_model_is_loaded_when_it_is_asked_for_and_an_idle_one_makes_room(base):
+def test_models_load_on_request_and_idle_ones_are_unloaded(base):
     for name in ("base:one", "mid:two", "sft:tiny"):
         write_model(name)
     with serving(max_models=2) as site:
@@ -239,17 +239,17 @@ def client(site):
     return openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
 
 
-def test_V1_the_official_client_reads_our_answers(site, client):
+def test_V1_openai_client_parses_our_responses(site, client):
     assert [model.id for model in client.models.list()] == ["sft:tiny"]
     assert client.models.retrieve("sft:tiny").owned_by == "nanochat"
-    asked = {"model": "sft:tiny", "messages": HELLO, "max_tokens": 9, "seed": 4}
-    whole = client.chat.completions.create(**asked, n=2, top_p=0.9, stop=["zzz"], logprobs=True)
+    params = {"model": "sft:tiny", "messages": HELLO, "max_tokens": 9, "seed": 4}
+    whole = client.chat.completions.create(**params, n=2, top_p=0.9, stop=["zzz"], logprobs=True)
     assert [choice.finish_reason for choice in whole.choices] == ["length"] * 2
     assert whole.usage.completion_tokens == 18
     assert whole.choices[0].logprobs.content[0].logprob <= 0
     options = {"include_usage": True}
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
-    alone = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**params, stream=True, stream_options=options))
+    alone = client.chat.completions.create(**params)
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == alone.choices[0].message.content
     assert chunks[-1].usage == alone.usage
@@ -261,62 +261,60 @@ def test_V1_the_official_client_reads_our_answers(site, client):
     assert client.chat.completions.create(model="sft:tiny", messages=back, max_tokens=1).choices
 
 
-def test_V1_what_the_official_client_collected_from_a_stream_can_be_sent_back(
-    site, client, monkeypatch
-):
+def test_V1_openai_client_can_resend_a_streamed_message(site, client, monkeypatch):
     script = [*site.tokenizer.encode("It is "), *product(site), *words(site, "!")]
     says(monkeypatch, site, script)
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
-    asked = {"model": "sft:tiny", "messages": HELLO}
-    with client.chat.completions.stream(**asked) as stream:
+    params = {"model": "sft:tiny", "messages": HELLO}
+    with client.chat.completions.stream(**params) as stream:
         kept = stream.get_final_completion().choices[0].message
     assert kept.content == "It is !"
     parts = [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", "!")]
     assert [(part["type"], part["text"]) for part in kept.parts] == parts
     for back in (kept, kept.model_dump()):
         again = [*HELLO, back, {"role": "user", "content": "More"}]
-        told = client.chat.completions.create(model="sft:tiny", messages=again, max_tokens=1)
+        answer = client.chat.completions.create(model="sft:tiny", messages=again, max_tokens=1)
         whole = {"role": "assistant", "content": [dict(type=t, text=x) for t, x in parts]}
         prompt = render_prompt(site.tokenizer, [*HELLO, whole, again[-1]])
-        assert told.usage.prompt_tokens == len(prompt)
+        assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_V1_the_official_client_understands_our_errors(site, client):
+def test_V1_openai_client_raises_for_our_errors(site, client):
     import openai
 
-    asked = {"model": "sft:tiny", "messages": HELLO}
+    params = {"model": "sft:tiny", "messages": HELLO}
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(**{**asked, "model": "gpt-4"})
+        client.chat.completions.create(**{**params, "model": "gpt-4"})
     assert missing.value.code == "model_not_found" and "sft:tiny" in missing.value.message
     with pytest.raises(openai.BadRequestError) as hot:
-        client.chat.completions.create(**asked, temperature=3)
+        client.chat.completions.create(**params, temperature=3)
     assert hot.value.param == "temperature" and "2" in hot.value.message
     with pytest.raises(openai.BadRequestError, match="Unrecognized request argument.*sing"):
-        client.chat.completions.create(**asked, extra_body={"sing": True})
-    with pytest.raises(openai.BadRequestError, match="tool_choice: not supported.*no functions"):
+        client.chat.completions.create(**params, extra_body={"sing": True})
+    with pytest.raises(openai.BadRequestError, match="tool_choice: not supported;.*no function"):
         tool = {"type": "function", "function": {"name": "f"}}
-        client.chat.completions.create(**asked, tools=[tool], tool_choice="required")
+        client.chat.completions.create(**params, tools=[tool], tool_choice="required")
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(
-            **{**asked, "messages": [{"role": "user", "content": "x" * 300}]}
+            **{**params, "messages": [{"role": "user", "content": "x" * 300}]}
         )
     assert long.value.code == "context_length_exceeded"
     harmless = {"presence_penalty": 0, "user": "me", "tools": [], "metadata": {"a": "b"}}
-    assert client.chat.completions.create(**asked, max_tokens=1, extra_body=harmless).choices
+    assert client.chat.completions.create(**params, max_tokens=1, extra_body=harmless).choices
 
 
-# ---- users who leave -----------------------------------------------------------------------------
+# ---- disconnects ---------------------------------------------------------------------------------
 
 
 def abort(site: Site, stream: bool, after: str, taken: list[int]) -> int:
-    """Ask for a long answer, hang up; returns the steps that were still made for it."""
+    """Request a long answer and disconnect; returns the number of steps until idle."""
     connection = site.raw()
     body = {"messages": HELLO, "max_tokens": 200, "stream": stream, "n": 2}
     connection.sendall(post("/v1/chat/completions", body))
     if after == "tokens" and stream:
-        told = b""
-        while told.count(b'"content"') < 5:
-            told += connection.recv(65536)
+        received = b""
+        while received.count(b'"content"') < 5:
+            received += connection.recv(65536)
     elif after == "tokens":
         while not site.engine.busy:
             time.sleep(0.001)
@@ -328,15 +326,13 @@ def abort(site: Site, stream: bool, after: str, taken: list[int]) -> int:
     return len(taken) - before
 
 
-def test_V2_whoever_hangs_up_frees_slots_at_once_and_leaks_nothing(
-    site, monkeypatch, record_property
-):
+def test_V2_disconnects_free_slots_and_leak_nothing(site, monkeypatch, record_property):
     hang_up(site, 30, slow_down(monkeypatch, site, 0.01))
     record_property("requests served", 30)
 
 
 @pytest.mark.slow
-def test_V2_a_thousand_hang_ups_leak_nothing(site, monkeypatch, record_property):
+def test_V2_a_thousand_disconnects_leak_nothing(site, monkeypatch, record_property):
     hang_up(site, 1000, slow_down(monkeypatch, site, 0.005))
     record_property("requests served", 1000)
 
@@ -355,13 +351,13 @@ def hang_up(site: Site, times: int, taken: list[int]) -> None:
         steps.append(abort(site, i % 2 == 0, after, taken))
     steps.sort()
     grown = process.memory_info().rss - before
-    print(f"{times} aborts: idle after {steps[times // 2]} steps, at most {steps[-1]}; ", end="")
-    print(f"{grown / 1e6:.1f} MB more than half way")
-    assert steps[times // 2] < 50 and steps[-1] < 190  # an answer takes 200
+    print(f"{times} aborts: idle after {steps[times // 2]} steps, max {steps[-1]}; ", end="")
+    print(f"RSS +{grown / 1e6:.1f} MB in the second half")
+    assert steps[times // 2] < 50 and steps[-1] < 190  # a full answer takes 200
     assert site.is_idle() and site.worker.status() == "ok"
     assert grown < 20e6
     until(lambda: process.num_fds() <= files + 2)
-    assert threading.active_count() <= threads + 8  # the event loop's helpers
+    assert threading.active_count() <= threads + 8  # threads of the event loop
     assert len(site.content(max_tokens=5)) > 0
 
 
@@ -373,7 +369,7 @@ def until(holds, patience: float = 60.0) -> None:
 
 
 def slow_down(patch, site: Site, seconds: float) -> list[int]:
-    """Make every step take longer, as a large model's would; returns the tokens of each so far."""
+    """Slow down every step; returns a list that collects the number of tokens of each step."""
     plain, taken = site.engine.step, []
 
     def step(patience):
@@ -386,7 +382,7 @@ def slow_down(patch, site: Site, seconds: float) -> list[int]:
     return taken
 
 
-def test_V2_a_user_who_leaves_the_queue_is_forgotten(base):
+def test_V2_disconnect_removes_a_queued_request(base):
     write_model()
     with serving(slots=1) as site:
         slow_down(pytest.MonkeyPatch(), site, 0.01)
@@ -403,11 +399,11 @@ def test_V2_a_user_who_leaves_the_queue_is_forgotten(base):
         site.seconds_until_idle()
 
 
-# ---- many users ----------------------------------------------------------------------------------
+# ---- concurrent users ----------------------------------------------------------------------------
 
 
 def load(site: Site, users: int, seconds: int, tokens: int) -> dict:
-    """What many users get who ask at once, from another process."""
+    """Run tests.load_client in another process; returns its results."""
     command = [sys.executable, "-m", "tests.load_client", site.url]
     done = subprocess.run(
         [*command, *map(str, (users, seconds, tokens))],
@@ -422,31 +418,31 @@ def load(site: Site, users: int, seconds: int, tokens: int) -> dict:
     return found
 
 
-def test_V3_many_users_are_served_alike(base, record_property):
+def test_V3_concurrent_users_get_fair_throughput(base, record_property):
     write_model(context=512)
     with serving(slots=8) as site:
-        told = load(site, users=8, seconds=3, tokens=40)
-        assert told["refused"] == 0 and told["answers"] > 16
-        crowd = load(site, users=12, seconds=3, tokens=40)  # more than slots: they take turns
+        few = load(site, users=8, seconds=3, tokens=40)
+        assert few["refused"] == 0 and few["answers"] > 16
+        crowd = load(site, users=12, seconds=3, tokens=40)  # more users than slots
         assert crowd["refused"] == 0 and crowd["answers"] > 16
-        record_property("requests served", told["answers"] + crowd["answers"])
+        record_property("requests served", few["answers"] + crowd["answers"])
 
 
 @pytest.mark.slow
-def test_V3_sixty_four_users_share_the_steps_of_the_engine(base, record_property, monkeypatch):
+def test_V3_sixty_four_users_share_engine_steps(base, record_property, monkeypatch):
     cfg = shape_for_depth(4, 4096, 512)
     tokenizer = Tokenizer.train(documents(0, 0, "val"), 4096)
     write_checkpoint("sft:d4", replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer)
     with serving("sft:d4", slots=64) as site:
         taken = slow_down(monkeypatch, site, 0.0)
-        told = load(site, 64, 20, 100)
+        found = load(site, 64, 20, 100)
         site.seconds_until_idle()
-        assert told["refused"] == 0
+        assert found["refused"] == 0
         assert sum(taken) > 4 * sum(tokens > 0 for tokens in taken) > 0
-        record_property("requests served", told["answers"])
+        record_property("requests served", found["answers"])
 
 
-def test_V3_beyond_the_queue_requests_are_refused_with_a_time_to_try_again(base):
+def test_V3_full_queue_returns_429_with_retry_after(base):
     write_model()
     with serving(slots=1, max_waiting=1) as site:
         slow_down(pytest.MonkeyPatch(), site, 0.01)
@@ -455,17 +451,17 @@ def test_V3_beyond_the_queue_requests_are_refused_with_a_time_to_try_again(base)
             connection.sendall(post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 200}))
         until(lambda: site.worker.load.total() == 2)
         assert site.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 1}
-        refused = site.chat(max_tokens=1)
-        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
-        assert refused.json()["error"]["type"] == "rate_limit_error"
+        rejected = site.chat(max_tokens=1)
+        assert rejected.status_code == 429 and 1 <= int(rejected.headers["retry-after"]) <= 60
+        assert rejected.json()["error"]["type"] == "rate_limit_error"
         for connection in held:
             connection.close()
         site.seconds_until_idle()
         assert site.chat(max_tokens=1).status_code == 200
-        assert site.chat(n=3).status_code == 400, "what can never fit is not asked to wait"
+        assert site.chat(n=3).status_code == 400, "a request that can never fit is not retryable"
 
 
-def test_a_step_that_fails_ends_its_answers_and_the_server_goes_on(site, monkeypatch):
+def test_failed_step_returns_500_and_server_keeps_running(site, monkeypatch):
     plain = site.engine.model.logits
 
     def broken(hidden):
@@ -486,38 +482,38 @@ CHAT = {"messages": HELLO, "max_tokens": 2}
 BAD = {
     "no messages": {"max_tokens": 2},
     "empty messages": {**CHAT, "messages": []},
-    "messages of another type": {**CHAT, "messages": "hello"},
+    "messages of wrong type": {**CHAT, "messages": "hello"},
     "too many messages": {**CHAT, "messages": HELLO * 5000},
     "unknown role": {**CHAT, "messages": [{"role": "root", "content": "x"}]},
     "no content": {**CHAT, "messages": [{"role": "user", "content": 5}]},
-    "a picture": {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    "a call by the user": {
+    "image part": {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "user tool call": {
         **CHAT,
         "messages": [{"role": "user", "content": [{"type": "python", "text": "1"}]}],
     },
     "temperature too high": {**CHAT, "temperature": 2.5},
     "temperature negative": {**CHAT, "temperature": -0.1},
-    "temperature as text": {**CHAT, "temperature": "1"},
+    "temperature string": {**CHAT, "temperature": "1"},
     "temperature true": {**CHAT, "temperature": True},
-    "temperature without end": {**CHAT, "temperature": 10**400},
+    "temperature huge": {**CHAT, "temperature": 10**400},
     "max_tokens zero": {**CHAT, "max_tokens": 0},
     "max_tokens negative": {**CHAT, "max_tokens": -5},
     "max_tokens huge": {**CHAT, "max_tokens": 10**30},
-    "max_tokens broken": {**CHAT, "max_tokens": 1.5},
+    "max_tokens fraction": {**CHAT, "max_tokens": 1.5},
     "n zero": {**CHAT, "n": 0},
     "n huge": {**CHAT, "n": 10**9},
     "top_p too high": {**CHAT, "top_p": 1.1},
     "seed huge": {**CHAT, "seed": 2**70},
     "too many stops": {**CHAT, "stop": ["x"] * 99},
-    "a stop that is none": {**CHAT, "stop": [1]},
+    "stop not a string": {**CHAT, "stop": [1]},
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_V4_what_cannot_be_done_is_refused_with_a_reason(site, name):
-    refused = site.chat(**{"messages": BAD[name].get("messages"), **BAD[name]})
-    error = refused.json()["error"]
-    assert refused.status_code == 400 and error["type"] == "invalid_request_error"
+def test_V4_invalid_settings_are_rejected_with_a_reason(site, name):
+    answer = site.chat(**{"messages": BAD[name].get("messages"), **BAD[name]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert len(error["message"]) > 10
     assert site.is_idle() and site.chat(max_tokens=1).status_code == 200
 
@@ -542,14 +538,14 @@ def test_V4_what_cannot_be_done_is_refused_with_a_reason(site, name):
     ],
     ids=range(11),
 )
-def test_V4_bodies_that_are_no_sound_json_are_refused(site, body):
+def test_V4_malformed_json_bodies_are_rejected(site, body):
     head = {"Content-Type": "application/json"}
     answered = site.client.post("/v1/chat/completions", content=body, headers=head)
     assert answered.status_code in (200, 400) and (answered.status_code == 400 or b"[[[" in body)
     assert site.chat(max_tokens=1).status_code == 200
 
 
-def test_V4_large_bodies_are_refused_and_take_no_memory(base):
+def test_V4_large_bodies_are_rejected_without_using_memory(base):
     import psutil
 
     write_model()
@@ -558,19 +554,19 @@ def test_V4_large_bodies_are_refused_and_take_no_memory(base):
         before = psutil.Process().memory_info().rss
         large = b'{"messages": [{"role": "user", "content": "' + b"x" * 30_000_000 + b'"}]}'
         head = {"Content-Type": "application/json"}
-        refused = site.client.post("/v1/chat/completions", content=large, headers=head)
-        assert refused.status_code == 413 and "200,000" in refused.json()["error"]["message"]
-        pieces = (large[i : i + 10_000] for i in range(0, 3_000_000, 10_000))  # of unknown length
-        refused = site.client.post("/v1/chat/completions", content=pieces, headers=head)
-        assert refused.status_code == 413
-        for _ in range(20):  # as large as may be: too many tokens
+        answer = site.client.post("/v1/chat/completions", content=large, headers=head)
+        assert answer.status_code == 413 and "200,000" in answer.json()["error"]["message"]
+        pieces = (large[i : i + 10_000] for i in range(0, 3_000_000, 10_000))  # chunked
+        answer = site.client.post("/v1/chat/completions", content=pieces, headers=head)
+        assert answer.status_code == 413
+        for _ in range(20):  # just under the size limit, but too many tokens
             body = {"messages": [{"role": "user", "content": "word " * 39_000}]}
-            refused = site.client.post("/v1/chat/completions", json=body)
-            assert refused.json()["error"]["code"] == "context_length_exceeded"
+            answer = site.client.post("/v1/chat/completions", json=body)
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert psutil.Process().memory_info().rss - before < 150e6
 
 
-def test_V4_tokens_are_counted_not_characters(site):
+def test_V4_context_limit_counts_tokens_not_characters(site):
     room = site.engine.cache.capacity - len(render_prompt(site.tokenizer, HELLO)) + len("Hello")
     for text in ("x" * (room - 1), "é" * ((room - 1) // 2)):
         assert site.chat([{"role": "user", "content": text}], max_tokens=9).status_code == 200
@@ -578,14 +574,14 @@ def test_V4_tokens_are_counted_not_characters(site):
         assert site.chat(longer).json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_V5_a_conversation_that_is_too_long_is_refused_or_loses_its_oldest_turns(site):
+def test_V5_long_conversation_is_rejected_or_truncated(site):
     turns = [
         {"role": r, "content": f"{i} " + r * 4} for i in range(20) for r in ("user", "assistant")
     ]
     long = [{"role": "system", "content": "Be kind."}, *turns, {"role": "user", "content": "last?"}]
-    refused = site.chat(long)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    rejected = site.chat(long)
+    assert rejected.status_code == 400
+    assert rejected.json()["error"]["code"] == "context_length_exceeded"
     kept = site.chat(long, truncation="auto", max_tokens=1000).json()
     used = kept["usage"]["prompt_tokens"]
     capacity = site.engine.cache.capacity
@@ -596,10 +592,10 @@ def test_V5_a_conversation_that_is_too_long_is_refused_or_loses_its_oldest_turns
     assert site.chat(alone, truncation="auto").status_code == 400
 
 
-# ---- slow and foreign users ----------------------------------------------------------------------
+# ---- slow clients and foreign origins ------------------------------------------------------------
 
 
-def test_V6_slow_and_silent_connections_are_closed_and_hurt_nobody(base):
+def test_V6_slow_and_idle_connections_are_closed(base):
     write_model()
     with serving(security=SecurityConfig(request_seconds=1.0, send_seconds=1.0)) as site:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
@@ -632,7 +628,7 @@ def test_V6_slow_and_silent_connections_are_closed_and_hurt_nobody(base):
         for connection in unfinished:
             assert b" 408 " in connection.recv(1000)
         closed.set()
-        idle = site.raw()  # kept alive after an answer, then silent
+        idle = site.raw()  # keep-alive after a response, then silent
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in idle.recv(1000)
         idle.sendall(b"GET /health HT")
@@ -642,10 +638,10 @@ def test_V6_slow_and_silent_connections_are_closed_and_hurt_nobody(base):
         assert len(site.server.server_state.connections) <= 1  # the test's own
 
 
-def test_V6_a_client_that_does_not_read_is_dropped(base, monkeypatch):
+def test_V6_client_that_does_not_read_is_dropped(base, monkeypatch):
     write_model()
     with serving(security=SecurityConfig(send_seconds=0.5)) as site:
-        blow_up(monkeypatch, 200_000)  # every event is padded, so that buffers are full soon
+        blow_up(monkeypatch, 200_000)  # pad every event to fill the buffers quickly
         connection = site.raw()
         body = {"messages": HELLO, "max_tokens": 200, "stream": True}
         connection.sendall(post("/v1/chat/completions", body))
@@ -662,7 +658,7 @@ def blow_up(patch, size: int) -> None:
     )
 
 
-def test_V7_only_this_machine_and_pages_of_this_server_are_answered(site):
+def test_V7_foreign_hosts_and_origins_are_rejected(site):
     assert ServerConfig().host == "127.0.0.1"
     for host in (
         "evil.example",
@@ -671,8 +667,8 @@ def test_V7_only_this_machine_and_pages_of_this_server_are_answered(site):
         "127.0.0.1.nip.io",
         "",
     ):
-        refused = site.client.get("/v1/models", headers={"Host": host})
-        assert refused.status_code == 403, host
+        rejected = site.client.get("/v1/models", headers={"Host": host})
+        assert rejected.status_code == 403, host
     for host in ("localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.7"):
         assert site.client.get("/v1/models", headers={"Host": host}).status_code == 200, host
     for origin in ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1"):
@@ -684,19 +680,19 @@ def test_V7_only_this_machine_and_pages_of_this_server_are_answered(site):
     assert own.status_code == 200
     assert not any(name.startswith("access-control") for name in own.headers)
     assert own.headers["x-content-type-options"] == "nosniff"
-    simple = {"Content-Type": "text/plain"}  # what another page could send without being asked
+    simple = {"Content-Type": "text/plain"}  # needs no CORS preflight
     sent = site.client.post("/v1/chat/completions", content=json.dumps(CHAT), headers=simple)
     assert sent.status_code == 415
 
 
-def test_V7_other_names_of_this_machine_can_be_allowed(base):
+def test_V7_allowed_hosts_accepts_other_names(base):
     write_model()
     with serving(security=SecurityConfig(allowed_hosts=("my.box",))) as site:
         assert site.client.get("/health", headers={"Host": "my.box:80"}).status_code == 200
         assert site.client.get("/health", headers={"Host": "your.box"}).status_code == 403
 
 
-def test_V7_a_key_is_wanted_where_there_is_one(base, tmp_path):
+def test_V7_api_key_is_required_if_configured(base, tmp_path):
     write_model()
     (tmp_path / "key").write_text("open sesame\n")
     with serving(api_key_file=str(tmp_path / "key")) as site:
@@ -710,12 +706,12 @@ def test_V7_a_key_is_wanted_where_there_is_one(base, tmp_path):
         ):
             head = {} if given is None else {"Authorization": given.encode("latin-1")}
             for path in ("/v1/models", "/metrics", "/v1/chat/completions"):
-                refused = site.client.get(path, headers=head)
-                assert refused.status_code == 401 and refused.headers["www-authenticate"]
-                assert refused.json()["error"]["code"] == "invalid_api_key"
+                rejected = site.client.get(path, headers=head)
+                assert rejected.status_code == 401 and rejected.headers["www-authenticate"]
+                assert rejected.json()["error"]["code"] == "invalid_api_key"
         head = {"Authorization": "Bearer open sesame"}
         assert site.client.get("/v1/models", headers=head).status_code == 200
-        assert site.client.get("/").status_code == 200  # the page asks for the key itself
+        assert site.client.get("/").status_code == 200  # the page prompts for the key
         assert site.client.get("/health").status_code == 200
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ValueError, match="key"):
@@ -727,7 +723,7 @@ def test_V7_a_key_is_wanted_where_there_is_one(base, tmp_path):
 WONDERS = "é ß 漢字 👍🏽 naïve €"
 
 
-def test_V8_characters_are_never_torn(site, monkeypatch):
+def test_V8_streaming_never_splits_characters(site, monkeypatch):
     says(monkeypatch, site, words(site, WONDERS))  # a token per byte
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
     pieces = [event["choices"][0]["delta"].get("content", "") for event in site.stream()]
@@ -737,13 +733,13 @@ def test_V8_characters_are_never_torn(site, monkeypatch):
     for length in range(1, len(WONDERS.encode())):
         cut = WONDERS.encode()[:length].decode("utf-8", "ignore")
         text = site.content(max_tokens=length)
-        assert text.rstrip("\ufffd") == cut, "cut off within a character: said so, once"
+        assert text.rstrip("\ufffd") == cut, "an incomplete character becomes one U+FFFD"
         assert text.count("\ufffd") <= 1
     says(monkeypatch, site, [0xC3, 0x28, *words(site, "x")])
-    assert site.content() == "\ufffd(x"  # what is really invalid
+    assert site.content() == "\ufffd(x"  # invalid UTF-8
 
 
-def test_V9_the_page_runs_nothing_but_its_own_script(site):
+def test_V9_page_runs_only_its_own_script(site):
     page = site.client.get("/")
     policy = page.headers["content-security-policy"]
     assert "unsafe" not in policy and "http" not in policy
@@ -767,7 +763,7 @@ def test_V9_the_page_runs_nothing_but_its_own_script(site):
         assert site.client.get(f"/page/{name}").status_code == 404
 
 
-def test_V10_the_same_seed_says_the_same_alone_and_in_company(site):
+def test_V10_seeded_answer_does_not_depend_on_the_batch(site):
     questions = [[{"role": "user", "content": "q" * (i + 1)}] for i in range(6)]
     settings = {"max_tokens": 60, "temperature": 1.0}
     alone = [site.content(q, seed=i, **settings) for i, q in enumerate(questions)]
@@ -781,7 +777,7 @@ def test_V10_the_same_seed_says_the_same_alone_and_in_company(site):
         ).json()["choices"][0]["message"]["content"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(questions))]
-    slow_down(pytest.MonkeyPatch(), site, 0.005)  # so that they meet
+    slow_down(pytest.MonkeyPatch(), site, 0.005)  # so that the requests overlap
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -789,20 +785,20 @@ def test_V10_the_same_seed_says_the_same_alone_and_in_company(site):
     assert together == alone
 
 
-def test_V11_answers_under_way_end_in_good_order_when_the_server_is_stopped(base, monkeypatch):
+def test_V11_running_answers_end_cleanly_on_shutdown(base, monkeypatch):
     write_model(context=2048)
     monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 5.0)
     with serving() as site:
         slow_down(monkeypatch, site, 0.02)
-        told: dict[str, list] = {}
+        events: dict[str, list] = {}
 
         def ask(name: str, tokens: int) -> None:
-            told[name] = Site(
+            events[name] = Site(
                 site.url, site.server, httpx.Client(base_url=site.url, timeout=30)
             ).stream(max_tokens=tokens)
 
-        asked = {"short": 5, "long": 1500}
-        threads = [threading.Thread(target=ask, args=item) for item in asked.items()]
+        lengths = {"short": 5, "long": 1500}
+        threads = [threading.Thread(target=ask, args=item) for item in lengths.items()]
         for thread in threads:
             thread.start()
         until(lambda: len(site.engine.active) == 2)
@@ -810,23 +806,23 @@ def test_V11_answers_under_way_end_in_good_order_when_the_server_is_stopped(base
         until(lambda: site.worker.deadline is not None)
         for thread in threads:
             thread.join(60)
-        assert told["short"][-1]["choices"][0]["finish_reason"] == "length"
-        assert told["long"][-1]["error"]["code"] == "shutting_down"
-        assert len(told["long"]) > 10
+        assert events["short"][-1]["choices"][0]["finish_reason"] == "length"
+        assert events["long"][-1]["error"]["code"] == "shutting_down"
+        assert len(events["long"]) > 10
 
 
-def test_V12_no_field_of_a_request_makes_a_special_token(site, monkeypatch):
-    asked = []
+def test_V12_request_text_never_becomes_special_tokens(site, monkeypatch):
+    requests = []
     plain = site.worker.submit
     monkeypatch.setattr(
-        site.worker, "submit", lambda engine, asks: asked.extend(asks) or plain(engine, asks)
+        site.worker, "submit", lambda engine, new: requests.extend(new) or plain(engine, new)
     )
     evil = "".join(SPECIAL_TOKENS)
     specials = {site.tokenizer.special(name) for name in SPECIAL_TOKENS}
 
     def count(response) -> int:
         assert response.status_code == 200, response.text
-        return sum(token in specials for token in asked[-1].prompt)
+        return sum(token in specials for token in requests[-1].prompt)
 
     assert count(site.chat([{"role": "user", "content": evil}], max_tokens=1)) == 4
     parts = [{"type": "text", "text": evil}]
@@ -837,16 +833,16 @@ def test_V12_no_field_of_a_request_makes_a_special_token(site, monkeypatch):
     call = {"role": "assistant", "content": [{"type": "python", "text": "<|python_end|>"}]}
     talk = [*HELLO, {"role": "assistant", "content": "<|bos|>"}, *HELLO]
     assert count(site.chat(talk, max_tokens=1)) == 8
-    assert count(site.chat([*HELLO, call, *HELLO], max_tokens=1)) == 10  # 2 by the part's type
+    assert count(site.chat([*HELLO, call, *HELLO], max_tokens=1)) == 10  # 2 from the part's type
     body = {"prompt": evil, "max_tokens": 1, "stop": [evil], "user": evil}
     assert count(site.client.post(TEXT, json=body)) == 1
     assert site.chat(model=evil).status_code == 404
 
 
-# ---- for whoever runs it -------------------------------------------------------------------------
+# ---- monitoring ----------------------------------------------------------------------------------
 
 
-def test_what_happened_is_counted(site):
+def test_metrics_count_requests_and_tokens(site):
     site.chat(max_tokens=7)
     site.chat(max_tokens=0)
     site.client.get("/nowhere")
@@ -867,11 +863,11 @@ def test_what_happened_is_counted(site):
     assert site.client.delete("/v1/models").status_code == 405
 
 
-def test_a_stream_without_news_says_that_it_is_alive(site, monkeypatch):
+def test_idle_stream_sends_keep_alive_comments(site, monkeypatch):
     monkeypatch.setattr("nanochat.serve.responses.HEARTBEAT_SECONDS", 0.05)
     slow_down(monkeypatch, site, 0.2)
     with site.client.stream(
         "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
     ) as response:
         lines = list(response.iter_lines())
-    assert ": nothing new yet" in lines and lines[-2] == "data: [DONE]"
+    assert ": keep-alive" in lines and lines[-2] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""A stop string ends a text wherever it is cut into pieces, and nothing else is lost."""
+"""StopFinder truncates streamed text at stop strings, for any division into pieces."""
 
 import random
 
@@ -20,27 +20,27 @@ def in_pieces(text, seed):
 
 
 @given(WORDS, STOPS, st.integers(0, 5))
-def test_the_text_shown_ends_where_the_first_stop_that_was_complete_begins(text, stops, seed):
+def test_text_ends_before_the_first_complete_stop_string(text, stops, seed):
     finder = StopFinder(stops)
-    shown, read = "", ""
+    shown, added = "", ""
     for piece in in_pieces(text, seed):
         if not finder.found:
-            read += piece
+            added += piece
             shown += finder.add(piece)
-    places = [read.find(stop) for stop in stops if stop in read]
-    assert finder.found == bool(places)
-    assert shown + finder.close() == (read[: min(places)] if places else text)
+    starts = [added.find(stop) for stop in stops if stop in added]
+    assert finder.found == bool(starts)
+    assert shown + finder.close() == (added[: min(starts)] if starts else text)
 
 
 @given(WORDS, STOPS)
-def test_only_what_may_become_a_stop_is_held_back(text, stops):
+def test_only_possible_stop_prefixes_are_held_back(text, stops):
     finder = StopFinder(stops)
     shown = "".join(finder.add(letter) for letter in text)
     assert finder.found or any(stop.startswith(finder.held) for stop in stops) or not finder.held
     assert finder.found or text.startswith(shown)
 
 
-def test_after_a_stop_nothing_more_is_shown():
+def test_no_text_is_emitted_after_a_stop_string():
     finder = StopFinder(["END", ""])
     assert [finder.add("one E"), finder.add("ND two"), finder.add(" three")] == ["one ", "", ""]
     assert finder.found and finder.close() == ""

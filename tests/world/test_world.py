@@ -1,4 +1,4 @@
-"""The embedded world: the same text everywhere, right, well formed, nothing held out in train."""
+"""The embedded world: deterministic, correct, well-formed text; no held-out items in train."""
 
 import hashlib
 import itertools
@@ -48,7 +48,7 @@ def shard(split: str, number: int = 0) -> tuple[str, ...]:
 
 @cache
 def text(split: str) -> str:
-    """Two shards of a split, with a line between documents that no document has."""
+    """Two shards of a split; no document contains the separator line."""
     return "\n=====\n".join(shard(split, 0) + shard(split, 1))
 
 
@@ -62,10 +62,10 @@ def digest(split: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# A pure function
+# Determinism
 
 
-def test_documents_are_a_pure_function_of_their_arguments():
+def test_documents_depend_only_on_their_arguments():
     state = random.getstate()
     first, second = documents(3, 7, "train"), documents(3, 7, "train")
     other = documents(3, 8, "train")
@@ -76,17 +76,17 @@ def test_documents_are_a_pure_function_of_their_arguments():
 
 
 @pytest.mark.parametrize("other", [(1, 0, "train"), (0, 1, "train"), (0, 0, "val")])
-def test_seed_shard_and_split_each_give_other_documents(other):
+def test_seed_shard_and_split_change_the_documents(other):
     common = set(shard("train")) & set(documents(*other))
     assert len(common) < 0.02 * DOCUMENTS_PER_SHARD
 
 
-def test_the_text_of_a_version_never_changes():
+def test_text_digests_are_fixed_per_version():
     found = f"{digest('train')} {digest('val')}"
-    assert DIGESTS.get(WORLD_VERSION) == found, "the text changed: raise WORLD_VERSION"
+    assert DIGESTS.get(WORLD_VERSION) == found, "the text changed: bump WORLD_VERSION"
 
 
-def test_the_text_does_not_depend_on_the_order_of_sets():
+def test_text_does_not_depend_on_the_hash_seed():
     code = "from tests.world.test_world import digest; print(digest('val'))"
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     ran = subprocess.run(
@@ -95,21 +95,21 @@ def test_the_text_does_not_depend_on_the_order_of_sets():
     assert ran.stdout.strip() == digest("val"), ran.stderr
 
 
-def test_only_random_is_drawn_from_the_generator_for_no_other_method_is_stable(monkeypatch):
+def test_generator_uses_only_the_stable_random_method(monkeypatch):
     class OnlyRandom(random.Random):
         def getrandbits(self, k):
-            raise AssertionError("choice, shuffle and sample may change between versions of Python")
+            raise AssertionError("choice, shuffle and sample are not stable across Python versions")
 
     monkeypatch.setattr(corpus, "Random", OnlyRandom)
     assert tuple(itertools.islice(documents(0, 0, "train"), 200)) == shard("train")[:200]
 
 
-def test_nothing_is_told_of_the_test_split():
+def test_documents_of_the_test_split_raise():
     with pytest.raises(ValueError, match="'test'"):
         documents(0, 0, "test")  # pyright: ignore[reportArgumentType]
 
 
-def test_documents_come_fast():
+def test_document_generation_is_fast():
     sum(map(len, documents(9, 0, "train")))  # fills the caches
     began = time.process_time()
     size = sum(map(len, documents(9, 1, "train")))
@@ -117,7 +117,7 @@ def test_documents_come_fast():
 
 
 # ------------------------------------------------------------------------------------------------
-# Held out by construction
+# Held-out items
 
 SCANNERS = {
     "sum": (
@@ -139,7 +139,7 @@ SCANNERS = {
 
 
 def calculations(where: str) -> set[tuple[Operands, int, int]]:
-    """(sum or product, a, b) of every calculation found in a text, undone ones included."""
+    """(sum or product, a, b) of every calculation in a text, inverses included."""
     found = set()
     for kind, scanners in SCANNERS.items():
         for scanner in scanners:
@@ -155,7 +155,7 @@ def calculations(where: str) -> set[tuple[Operands, int, int]]:
     return found
 
 
-def test_the_scanners_see_every_form_of_every_calculation():
+def test_scanners_match_every_form_of_calculation():
     for operation in OPERATIONS:
         x, y, z = (91, 7, 13) if operation.undoes else (7, 13, 91)
         want = (operation.operands, 13 if operation.undoes else 7, 7 if operation.undoes else 13)
@@ -172,13 +172,13 @@ def test_the_scanners_see_every_form_of_every_calculation():
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_no_calculation_of_another_split_occurs(split):
+def test_documents_have_no_calculation_of_another_split(split):
     found = calculations(text(split))
     assert len(found) > (450 if split == "train" else 80)
     assert [c for c in found if operand_split(*c) != split] == []
 
 
-def test_a_held_out_calculation_is_held_out_in_both_orders_and_undone():
+def test_swapped_and_inverse_calculations_share_a_split():
     for operands, limit in (("sum", 20), ("product", 12)):
         by_split = {s: operand_pairs(operands, s) for s in ("train", "val", "test")}
         assert sum(map(len, by_split.values())) == limit * limit
@@ -192,20 +192,20 @@ def test_a_held_out_calculation_is_held_out_in_both_orders_and_undone():
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_no_story_of_another_split_occurs(split):
-    def told(e, where):
+def test_documents_have_no_story_of_another_split(split):
+    def occurs(e, where):
         return any(f"{s} {c}" in where for s in e.settings for c in e.causes)
 
     assert all(e.hero.name in s for e in episodes("test") for s in e.settings)
     for other in {"train", "val", "test"} - {split}:
         foreign = episodes(other)[:: 7 if other == "train" else 1]
-        assert [e.title for e in foreign if told(e, text(split))] == []
-    known = [e for e in episodes(split)[::10] if told(e, text(split))]
+        assert [e.title for e in foreign if occurs(e, text(split))] == []
+    known = [e for e in episodes(split)[::10] if occurs(e, text(split))]
     assert len(known) > 0.3 * len(episodes(split)[::10])
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_no_question_of_another_split_is_asked(split):
+def test_documents_have_no_question_of_another_split(split):
     asked = set(re.findall(r'(?:^|\n|[":.] ?)((?:[A-Z][^\n".:?]*)\?)', text(split)))
     own = {q.text for f in facts() if f.split == split for q in f.questions}
     foreign = {q.text for f in facts() if f.split != split for q in f.questions}
@@ -217,7 +217,7 @@ def test_no_question_of_another_split_is_asked(split):
     assert letters and {split_of("letter", word, letter) for letter, word in letters} == {split}
 
 
-def test_every_split_can_ask_about_every_kind_of_thing():
+def test_held_out_splits_have_enough_questions():
     for split in ("val", "test"):
         kinds = Counter(f.kind for f in facts() if f.split == split)
         assert kinds["person"] > 25 and kinds["town"] > 4 and kinds["everyday"] > 2
@@ -227,18 +227,18 @@ def test_every_split_can_ask_about_every_kind_of_thing():
 
 
 # ------------------------------------------------------------------------------------------------
-# What the world holds
+# Content
 
 
-def test_facts_that_are_never_asked_in_training_are_told_there():
+def test_training_documents_state_every_fact():
     least = {"train": 10**9, "val": 10**9, "test": 10**9}
     for fact in facts():
-        told = sum(train_sentences()[s] for s in {*fact.named, *fact.own, *fact.short})
-        least[fact.split] = min(least[fact.split], told)
-    assert min(least.values()) >= 6, least  # in two shards of some dozen
+        count = sum(train_sentences()[s] for s in {*fact.named, *fact.own, *fact.short})
+        least[fact.split] = min(least[fact.split], count)
+    assert min(least.values()) >= 6, least  # in two of 16 shards
 
 
-def test_every_question_has_one_answer_among_several_choices():
+def test_every_question_has_one_answer_and_several_choices():
     answers = defaultdict(set)
     for fact in facts():
         for question in fact.questions:
@@ -248,7 +248,7 @@ def test_every_question_has_one_answer_among_several_choices():
     assert [text for text, found in answers.items() if len(found) != 1] == []
 
 
-def test_the_land_is_consistent_and_no_answer_is_likelier_than_another():
+def test_world_is_consistent_with_uniform_answers():
     for town in towns():
         assert len({p.trade for p in people() if p.town == town.name}) == 4
     for p in people():
@@ -260,7 +260,7 @@ def test_the_land_is_consistent_and_no_answer_is_likelier_than_another():
     assert len(set(names)) == len(names)
 
 
-def test_every_rule_goes_both_ways_with_different_endings():
+def test_every_rule_has_two_different_outcomes():
     ways = defaultdict(set)
     for e in episodes("train") + episodes("val") + episodes("test"):
         ways[e.title].add(e.good)
@@ -271,7 +271,7 @@ def test_every_rule_goes_both_ways_with_different_endings():
     assert episode_split("The Hay", True, "Mira") == split_of("story", "The Hay", 1, "Mira")
 
 
-def test_every_calculation_in_a_document_is_right():
+def test_calculations_in_documents_are_correct():
     where = text("train") + text("val")
     lines = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", where)
     assert len(lines) > 3000
@@ -287,7 +287,7 @@ def test_every_calculation_in_a_document_is_right():
         assert int(less) < int(more)
 
 
-def test_word_problems_are_solved_by_their_own_steps():
+def test_word_problem_steps_lead_to_the_answer():
     rng = random.Random(0)
     for split in ("train", "val", "test"):
         for _ in range(400):
@@ -295,7 +295,7 @@ def test_word_problems_are_solved_by_their_own_steps():
             given = set(re.findall(r"\d+", f"{problem.story} {problem.question}"))
             for step in problem.steps:
                 x, symbol, y = step.expression.split()
-                assert {x, y} <= given, problem  # from the story, or found in an earlier step
+                assert {x, y} <= given, problem  # from the story or an earlier step
                 assert step.result == eval(step.expression)
                 given.add(str(step.result))
             assert problem.answer == problem.steps[-1].result
@@ -305,11 +305,11 @@ def test_word_problems_are_solved_by_their_own_steps():
 
 
 # ------------------------------------------------------------------------------------------------
-# Good text
+# Well-formed text
 
 WRONG = (
     r"  |\n\n\n|\t",  # spaces
-    r"[{}<>]|None",  # a template not filled in
+    r"[{}<>]|None",  # unfilled templates
     r"\b[Aa] (?:[aeio]\w{3,}|awl|axe|oar|owl|egg|ant)\b",  # an apple
     r"\b[Aa]n (?!hour)[^aeio]",
     r"\b(\w+) \1\b",
@@ -329,7 +329,7 @@ def test_documents_are_well_formed(split, wrong):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_documents_differ_in_length_and_words_are_few(split):
+def test_document_lengths_vary_and_vocabulary_is_small(split):
     lengths = sorted(map(len, shard(split)))
     assert 40 <= lengths[0] and lengths[-1] <= 1500
     assert 400 < sum(lengths) / len(lengths) < 700
@@ -340,13 +340,13 @@ def test_documents_differ_in_length_and_words_are_few(split):
     assert len(set(shard(split))) > 0.99 * DOCUMENTS_PER_SHARD
 
 
-def test_every_word_to_be_spelled_is_spelled_in_training():
+def test_training_documents_spell_the_spelling_words():
     spelled = set(re.findall(r"\b([A-Za-z]+): \1?[A-Za-z]-", text("train")))
     missing = [word for word in spelling_words() if word not in spelled]
     assert len(spelling_words()) > 250 and len(missing) < 5, missing
 
 
-def test_every_form_of_document_is_told_in_both_splits():
+def test_every_document_form_works_in_both_splits():
     rng = random.Random(1)
     for form in corpus.FORMS:
         for split in ("train", "val"):

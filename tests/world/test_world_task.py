@@ -1,4 +1,4 @@
-"""The embedded world as tasks: their conversations, their scores, and that they fit a small row."""
+"""Tasks of the embedded world: conversations, scores and lengths."""
 
 import re
 from collections import Counter
@@ -23,12 +23,12 @@ from tasks.world.task import (
 )
 
 SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
-ROW = 256  # tokens that the CPU profile's model reads at once
+ROW = 256  # max_seq_len of the CPU profile
 MARKS = {"python": "python", "python_output": "output"}
 
 
 def written(conversation: Conversation) -> str:
-    """What an assistant that answers like this writes, special tokens by their names."""
+    """The completion with the content of the last message, special tokens as text."""
     content = conversation[-1]["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     marks = [MARKS.get(part["type"]) for part in parts]
@@ -40,12 +40,12 @@ def written(conversation: Conversation) -> str:
 
 @cache
 def tokenizer() -> Tokenizer:
-    """As the CPU profile trains it, on less text."""
+    """The tokenizer of the CPU profile, trained on less text."""
     return Tokenizer.train(islice(documents(0, 0, "train"), 2500), 4096)
 
 
 @pytest.mark.parametrize("task", [*SCORED, WorldChat])
-def test_a_task_is_the_same_every_time_and_knows_its_splits(task):
+def test_tasks_are_deterministic_and_reject_unknown_splits(task):
     for split in task.splits:
         first, second = task(split), task(split)
         assert list(islice(first, 50)) == list(islice(second, 50))
@@ -58,7 +58,7 @@ def test_a_task_is_the_same_every_time_and_knows_its_splits(task):
 
 
 @pytest.mark.parametrize("task", SCORED)
-def test_no_split_asks_what_another_asks(task):
+def test_splits_share_no_questions(task):
     asked = {s: {str(c[0]) for c in islice(task(s), 2000)} for s in task.splits}
     assert not asked["train"] & (asked["val"] | asked["test"]) and not asked["val"] & asked["test"]
     held_out = [str(c[0]) for c in task("test")]
@@ -66,7 +66,7 @@ def test_no_split_asks_what_another_asks(task):
 
 
 @pytest.mark.parametrize("task", SCORED)
-def test_the_reference_is_right_and_silence_is_wrong(task):
+def test_reference_scores_1_and_empty_answer_scores_0(task):
     for split in task.splits:
         for conversation in islice(task(split), 300):
             assert task(split).score(conversation, written(conversation)) == 1.0
@@ -74,7 +74,7 @@ def test_the_reference_is_right_and_silence_is_wrong(task):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_every_sentence_that_answers_a_fact_is_right_and_with_a_rival_in_it_wrong(split):
+def test_fact_sentences_score_1_and_rivals_score_0(split):
     task = WorldFacts(split)
     for i, asked in enumerate(fact_questions(split)):
         right, question = asked.question.answer, asked.question.text.lower()
@@ -87,7 +87,7 @@ def test_every_sentence_that_answers_a_fact_is_right_and_with_a_rival_in_it_wron
 
 
 @pytest.mark.parametrize("task", [WorldProblems, WorldSpelling])
-def test_another_number_or_one_without_its_mark_is_wrong(task):
+def test_wrong_or_unmarked_numbers_score_0(task):
     for conversation in islice(task("test"), 100):
         right = final_number(answer_text(conversation[-1]))
         assert right is not None
@@ -96,7 +96,7 @@ def test_another_number_or_one_without_its_mark_is_wrong(task):
         assert task("test").score(conversation, f"So it is\n#### {right}") == 1.0
 
 
-def test_only_the_letter_of_the_answer_is_right():
+def test_exactly_one_letter_is_right():
     task = WorldChoice("test")
     for i, conversation in enumerate(task):
         question, right = conversation[0]["content"], conversation[-1]["content"]
@@ -108,7 +108,7 @@ def test_only_the_letter_of_the_answer_is_right():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_every_call_of_the_calculator_has_its_answer_and_uses_it(split):
+def test_calculator_calls_have_correct_outputs(split):
     calls = 0
     for conversation in islice(WorldProblems(split), 300):
         answer = written(conversation)
@@ -116,13 +116,13 @@ def test_every_call_of_the_calculator_has_its_answer_and_uses_it(split):
                           r"<\|output_start\|>(\d+)<\|output_end\|>(\d+)", answer)  # fmt: skip
         calls += len(used)
         assert len(used) == answer.count("python_start") > 0
-        for said, call, output, repeated in used:
-            assert said == call and calculate(call) == output == repeated
+        for shown, call, output, repeated in used:
+            assert shown == call and calculate(call) == output == repeated
         assert str(final_number(answer)) == used[-1][2]
-    assert calls > 330  # some take two
+    assert calls > 330  # some need two calls
 
 
-def test_conversations_and_prompts_of_the_suite_fit_a_row():
+def test_conversations_and_suite_prompts_fit_a_row():
     longest = {}
     for task in (*SCORED, WorldChat):
         lengths = [len(render(tokenizer(), c)[0]) for c in islice(task("train"), 1500)]
@@ -136,7 +136,7 @@ def test_conversations_and_prompts_of_the_suite_fit_a_row():
             for ending in item.get("choices", [item.get("continuation")])
         ]
         lengths = sorted(len(tokenizer().encode(text)) for text in set(texts))
-        most = sum(lengths[-1 - task["num_fewshot"] :])  # the longest ones, all in one prompt
+        most = sum(lengths[-1 - task["num_fewshot"] :])  # the longest examples in one prompt
         longest[task["name"]] = (most, round(sum(lengths) / len(lengths)))
     print(longest)
     assert max(most for most, _ in longest.values()) < ROW, longest

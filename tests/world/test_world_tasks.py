@@ -1,4 +1,4 @@
-"""What the world asks and talks about: the same every time, held out, right, not to be guessed."""
+"""Items of the embedded world: deterministic, held out, correct, no better than chance to guess."""
 
 import hashlib
 import math
@@ -38,7 +38,7 @@ from tasks.world.stories import episodes
 from tasks.world.suite import SUITE_VERSION, suite, two_steps
 from tests.world.test_world import WRONG, calculations
 
-DIGESTS = {(1, 3, 2): "2193184eeec2db75"}  # of conversations, items and suite by their versions
+DIGESTS = {(1, 3, 2): "2193184eeec2db75"}  # of conversations, items and suite, by version
 HELD_OUT = ("val", "test")
 TALKS = 3000
 SUITE = {task["name"]: task for task in suite()}
@@ -47,33 +47,33 @@ CHOICES = [name for name, task in SUITE.items() if task["kind"] != "language_mod
 
 @cache
 def talk(split: str) -> str:
-    """The first conversations of a split."""
+    """The text of the first TALKS conversations of a split."""
     turns = chain(*(conversation(split, i) for i in range(TALKS)))  # type: ignore[arg-type]
     return "\n".join(f"{asked}\n{answer}" for asked, answer in turns)
 
 
 @cache
 def trained_on() -> str:
-    """Two shards of training documents, and the conversations."""
+    """Two shards of training documents and the training conversations."""
     return "\n".join(chain(documents(0, 0, "train"), documents(0, 1, "train"), [talk("train")]))
 
 
 # ------------------------------------------------------------------------------------------------
-# The same every time
+# Determinism
 
 
-def test_the_items_of_a_version_never_change():
+def test_item_digests_are_fixed_per_version():
     makers = (conversation, choice, letter_count, problem)
     items = [make(split, i) for make in makers for split in ("train", "val") for i in range(200)]
     found = hashlib.sha256(repr([items, suite()]).encode()).hexdigest()[:16]
     versions = (TALK_VERSION, TASKS_VERSION, SUITE_VERSION)
-    assert DIGESTS.get(versions) == found, "items changed: raise a version"
+    assert DIGESTS.get(versions) == found, "items changed: bump a version"
 
 
-def test_the_supply_does_not_run_out_and_splits_differ():
+def test_items_are_varied_and_splits_are_disjoint():
     some = [tuple(conversation("train", i)) for i in range(5000)]
     assert some == [tuple(conversation("train", i)) for i in range(5000)]
-    assert len(set(some)) > 4500  # lists of days, greetings and the like come again
+    assert len(set(some)) > 4500  # lists of days, greetings etc. repeat
     far = {tuple(conversation("train", i)) for i in range(10**6, 10**6 + 5000)}
     assert len(far & set(some)) < 700
     for make in (choice, letter_count, problem):
@@ -81,32 +81,32 @@ def test_the_supply_does_not_run_out_and_splits_differ():
         assert len(train) > 450 and not train & test
 
 
-def test_nothing_is_talked_about_the_test_split():
+def test_conversations_of_the_test_split_raise():
     with pytest.raises(ValueError, match="'test'"):
         conversation("test", 0)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------
-# Held out
+# Held-out items
 
 
-def test_no_held_out_question_is_asked_in_training():
+def test_training_asks_no_held_out_question():
     asked = set(re.findall(r"(?:[A-Z][^?.!:\n\"]*)[?:]", trained_on()))
     forms = {split: [q.question.text[:-1] for q in fact_questions(split)] for split in HELD_OUT}
     for text in chain(*forms.values()):
         assert f"{text}?" not in asked and f"{text}:" not in asked
     own = [q.question.text for q in fact_questions("train")]
-    assert sum(text in asked for text in own) > 0.9 * len(own)  # the scanner sees questions
+    assert sum(text in asked for text in own) > 0.9 * len(own)  # the pattern finds questions
 
 
-def test_a_question_with_a_pronoun_is_of_the_split_too():
+def test_pronoun_questions_belong_to_their_split():
     for split in ("train", "val"):
         names = [p.name for p in people()] + [t.name for t in towns()]
         known = [known for name in names for known, _, _ in pronoun_questions(split, name)]
         assert known and {f.split for f in known} == {split}
 
 
-def test_no_held_out_story_calculation_or_riddle_is_in_a_conversation():
+def test_conversations_have_no_held_out_items():
     for e in episodes("test") + episodes("val"):
         assert not any(f"{s} {c}" in talk("train") for s in e.settings for c in e.causes)
     found = calculations(talk("train"))
@@ -115,7 +115,7 @@ def test_no_held_out_story_calculation_or_riddle_is_in_a_conversation():
     assert len(guessed) > 50 and {split_of("riddle", name) for name in guessed} == {"train"}
 
 
-def test_problems_and_letters_keep_to_their_split():
+def test_problems_and_letter_counts_belong_to_their_split():
     for split in ("train", "val", "test"):
         for i in range(300):
             steps = " ".join(step.prose for step in problem(split, i).steps)
@@ -124,7 +124,7 @@ def test_problems_and_letters_keep_to_their_split():
             assert {split_of("letter", word, asked.letter) for word in asked.words} == {split}
 
 
-def test_the_suite_asks_only_what_training_does_not():
+def test_suite_items_do_not_occur_in_training():
     for task in SUITE.values():
         for item in task["items"] if task["name"] not in ("world_riddles", "world_sums") else ():
             if task["kind"] == "schema":
@@ -139,10 +139,10 @@ def test_the_suite_asks_only_what_training_does_not():
 
 
 # ------------------------------------------------------------------------------------------------
-# Right
+# Correctness
 
 
-def test_every_calculation_and_spelling_in_a_conversation_is_right():
+def test_calculations_and_spellings_are_correct():
     lines = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", talk("train"))
     assert len(lines) > 100
     for x, symbol, y, z in lines:
@@ -150,22 +150,22 @@ def test_every_calculation_and_spelling_in_a_conversation_is_right():
     spellings = re.findall(r"word (\w+) is spelled ([\w-]+)\.", talk("train"))
     assert spellings and all(letters.replace("-", "") == word for word, letters in spellings)
     paid = re.findall(r"I have (\d+) pennies. Can I buy .*\n(Yes|No)\..*?(\d+)", talk("train"))
-    assert paid and all((int(a) >= int(b)) == (said == "Yes") for a, said, b in paid)
+    assert paid and all((int(a) >= int(b)) == (reply == "Yes") for a, reply, b in paid)
 
 
-def test_what_is_refused_is_unknown_and_the_rest_is_answered():
+def test_refusals_are_about_unknown_names():
     strangers = {name for s in ("train", "val", "test") for name in unknown("person", s)}
     strangers |= {name for s in ("train", "val", "test") for name in unknown("town", s)}
     world = {p.name for p in people()} | {t.name for t in towns()} | {p.pet for p in people()}
     assert len(strangers) == 60 and not strangers & world
     assert not any(set(unknown("person", "train")) & set(unknown("person", s)) for s in HELD_OUT)
-    said = re.findall(
+    names = re.findall(
         r"(?:called|heard of|no town called) (\w+)(?: in Lowen|, as|\.)", talk("train")
     )
-    assert Counter(name in strangers for name in said)[True] > 60
+    assert Counter(name in strangers for name in names)[True] > 60
 
 
-def test_letters_are_worked_out_one_by_one():
+def test_letter_counts_are_worked_out_letter_by_letter():
     for i in range(300):
         asked = letter_count("train", i)
         written = asked.worked.replace("-", "")
@@ -176,7 +176,7 @@ def test_letters_are_worked_out_one_by_one():
         assert set(asked.words) <= set(spelling_words())
 
 
-def test_a_choice_has_one_right_option_and_no_other_could_be():
+def test_choices_have_exactly_one_possible_answer():
     known = {q.text: q.answer for f in facts() for q in f.questions}
     could: dict[str, set[str]] = {}
     for split in ("train", "val", "test"):
@@ -191,17 +191,17 @@ def test_a_choice_has_one_right_option_and_no_other_could_be():
                 assert could[question] & set(c.options) == {known[question]}
 
 
-def test_in_training_some_kinds_are_asked_for_far_more_often():
-    """Without this skew a small model does not learn to look up a letter: see SKEW."""
+def test_training_choices_are_skewed_to_common_kinds():
+    """Without the skew, small models do not learn to look up a letter (see SKEW)."""
     kind = {a.question.text: (a.fact.kind, a.question.field) for a in choice_questions("train")}
     order = list(questions_by_field())
     ranks = [order.index(kind[q]) for i in range(2_000) for q, _ in choice("train", i).asked]
     shares = [sum(r < bound for r in ranks) / len(ranks) for bound in (len(order) // 4, len(order))]
-    assert shares[0] > 0.5 and shares[1] == 1.0  # a quarter of the kinds, were all as likely
+    assert shares[0] > 0.5 and shares[1] == 1.0  # 0.25 without the skew
     assert set(ranks) == set(range(len(order)))
 
 
-def test_two_steps_lead_where_the_facts_lead():
+def test_two_step_answers_follow_from_the_facts():
     home = {p.name: p.town for p in people()}
     friend = {p.name: p.friend for p in people()}
     for item in two_steps():
@@ -211,15 +211,15 @@ def test_two_steps_lead_where_the_facts_lead():
 
 
 # ------------------------------------------------------------------------------------------------
-# Not to be guessed
+# Guessing
 
 
 def within(hits: float, n: int, chance: float) -> bool:
-    """Whether so many hits are no more than chance gives, to three standard errors."""
+    """Whether the hit rate is at most chance plus three standard errors."""
     return hits / n <= chance + 3 * math.sqrt(chance * (1 - chance) / n)
 
 
-def test_every_place_is_right_equally_often():
+def test_right_options_are_uniform_over_positions():
     asked = [choice("test", i) for i in range(len(choice_questions("test")))]
     lists = {"choice": ([c.asked[0][1] for c in asked], 4)}
     lists |= {
@@ -228,11 +228,11 @@ def test_every_place_is_right_equally_often():
         if "gold" in task["items"][0]
     }
     for name, (golds, options) in lists.items():
-        for place in range(options):
-            assert within(golds.count(place), len(golds), 1 / options), (name, place)
+        for position in range(options):
+            assert within(golds.count(position), len(golds), 1 / options), (name, position)
 
 
-def test_every_number_of_letters_is_right_equally_often():
+def test_letter_counts_are_uniform():
     for split in ("train", "val", "test"):
         counts = Counter(letter_count(split, i).count for i in range(400))
         assert set(counts) == {1, 2, 3, 4}
@@ -246,30 +246,30 @@ def word_counts() -> Counter[str]:
 
 @cache
 def mean_frequency(option: str) -> float:
-    """What a model of single words thinks of an option, per word."""
+    """The mean unigram log count of the words of an option."""
     words = re.findall(r"[a-z]+|\d+", option.lower())
     return sum(math.log(word_counts()[w] + 1) for w in words) / len(words)
 
 
 @cache
-def times_told(option: str) -> int:
+def occurrences(option: str) -> int:
     return trained_on().count(option)
 
 
-# What is held out is told less often, as nobody asks for it: "rarest" would know that, but no model
+# No "least frequent": it beats chance, as held-out facts are never asked, but no model prefers it
 GUESSES: dict[str, Callable[[str], float]] = {
     "longest": len,
     "shortest": lambda option: -len(option),
     "most words": lambda option: len(option.split()),
     "commonest words": mean_frequency,
     "rarest words": lambda option: -mean_frequency(option),
-    "told most": times_told,
+    "most frequent": occurrences,
 }
 
 
 @pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("name", ["choice", *CHOICES])
-def test_a_guess_without_the_question_is_no_better_than_chance(name, guess):
+def test_guessing_without_the_question_is_at_chance(name, guess):
     items: list[tuple[Sequence[str], int]]
     if name == "choice":
         asked = [choice(s, i) for s in HELD_OUT for i in range(len(choice_questions(s)))]
@@ -280,12 +280,12 @@ def test_a_guess_without_the_question_is_no_better_than_chance(name, guess):
     hits = 0.0
     for options, gold in items:
         values = [GUESSES[guess](option) for option in options]
-        hits += (values[gold] == max(values)) / values.count(max(values))  # ties: one by chance
+        hits += (values[gold] == max(values)) / values.count(max(values))  # ties at chance
     assert within(hits, len(items), 1 / len(items[0][0]))
 
 
 # ------------------------------------------------------------------------------------------------
-# Form
+# Format
 
 FIELDS = {
     "multiple_choice": {"query", "choices", "gold"},
@@ -295,7 +295,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", SUITE)
-def test_a_task_of_the_suite_has_the_shape_of_its_kind(name):
+def test_suite_tasks_match_the_format_of_their_kind(name):
     task, again = SUITE[name], {t["name"]: t for t in suite()}[name]
     assert task == again
     assert len(task["items"]) >= (40 if name == "world_opposites" else 110)
@@ -315,13 +315,13 @@ def test_conversations_are_well_formed(wrong):
     found = []
     for split in ("train", "val"):
         for i in range(TALKS):
-            for said in chain(*conversation(split, i)):
-                match = re.search(wrong, said)
-                found += [(match[0], said)] if match else []
+            for text in chain(*conversation(split, i)):
+                match = re.search(wrong, text)
+                found += [(match[0], text)] if match else []
     assert found == []
 
 
-def test_every_form_of_conversation_comes_in_both_splits():
+def test_every_conversation_form_occurs_in_both_splits():
     assert len(FORMS) == 15
     for split, text in (("train", talk("train")), ("val", talk("val"))):
         for sign in (

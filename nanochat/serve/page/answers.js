@@ -1,13 +1,12 @@
-// Generating answers. Each belongs to the chat that asked and goes on when another one is shown;
-// several may be generated at once.
+// Generates answers. A running answer continues while another chat is open; several can run at once.
 
 import { isBase, KeyNeeded, samplingSettings, streamAnswer } from "./api.js";
 import { addMessage, asMessages, pathTo, textOf, textPart } from "./chat.js";
 import { $ } from "./dom.js";
 import { saveChat, settings } from "./store.js";
 
-const SAVE_MS = 1000; // a growing answer is saved this often,
-const HEARTBEAT_MS = 4000; // and so that other tabs see that it is still being generated
+const SAVE_MS = 1000; // minimum time between saves of a growing answer
+const HEARTBEAT_MS = 4000; // save even without new text, so that other tabs see it is running
 
 export const running = new Map(); // message id -> {chat, node, control}
 let listener = { grow() {}, start() {}, end() {} };
@@ -19,19 +18,19 @@ export function onAnswers(found) {
 export const isRunning = (node) => running.has(node?.id);
 export const chatIsRunning = (id) => [...running.values()].some((run) => run.chat.id === id);
 
-// Ask a question below a message (its id, or null). Returns the answer's message.
+// Ask a question below a message (`parent`: its id, or null). Returns the answer message.
 export function ask(chat, parent, text) {
   const question = addMessage(chat, parent, "user", [textPart(text)]);
   return answer(chat, question.id);
 }
 
-// A further answer to the same question.
+// Generate another answer to the same question.
 export function retry(chat, node) {
   return answer(chat, node.parent);
 }
 
-// Go on with an answer that was stopped or cut off: a new message that begins with its parts. A
-// tool call without a result is left out; the model makes it again.
+// Continue an answer that was stopped or cut off, as a new message that starts with its parts. A
+// tool call without a result is dropped; the model repeats it.
 export function continueAnswer(chat, node) {
   const parts = node.parts.map((part) => ({ ...part }));
   if (parts.at(-1)?.type === "python") parts.pop();
@@ -66,7 +65,7 @@ export function stopChat(id) {
   for (const run of running.values()) if (run.chat.id === id) run.control.abort();
 }
 
-// The tab is going away: what is there of the answers is kept.
+// Save the partial answers when the tab is closed.
 export function stopAll() {
   for (const run of running.values()) {
     run.node.stopped = true;
@@ -102,7 +101,7 @@ async function generate(run) {
       listener.grow(run.chat, node);
       if (Date.now() - run.savedAt > SAVE_MS) save(run);
     }
-    if (!node.finish) throw new Error("The server ended the answer early.");
+    if (!node.finish) throw new Error("The stream ended before the answer was complete.");
     delete node.stopped;
   } catch (error) {
     if (error.name === "AbortError") node.stopped = true;
@@ -115,7 +114,7 @@ async function generate(run) {
   listener.end(run.chat, node, run.keyNeeded);
 }
 
-// Append a piece of a stream to the parts of an answer.
+// Append a stream delta to the parts of an answer.
 function addDelta(node, choice) {
   const delta = choice.delta || { content: choice.text };
   const calls = (delta.parts || []).filter((part) => part.type !== "text"); // text is in the content

@@ -1,4 +1,4 @@
-// The server's API: its models, the sampling settings of a request, and streamed answers.
+// Client of the server's API: models, sampling settings and streamed answers.
 
 import { $, make } from "./dom.js";
 import { saveSettings, settings } from "./store.js";
@@ -7,7 +7,7 @@ export class KeyNeeded extends Error {}
 
 function headers() {
   const key = String(settings.key || "").trim();
-  if (!/^[\x20-\x7e]*$/.test(key)) throw new Error("The API key in the settings has characters that no key has.");
+  if (!/^[\x20-\x7e]*$/.test(key)) throw new Error("The API key in the settings contains invalid characters.");
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
@@ -22,11 +22,11 @@ async function call(path, options = {}) {
 async function errorOf(response) {
   const body = await response.json().catch(() => ({}));
   const wait = response.headers.get("Retry-After");
-  const text = (body.error?.message || `The server answered ${response.status}.`) + (wait ? ` Try again in ${wait} s.` : "");
+  const text = (body.error?.message || `The server sent status ${response.status}.`) + (wait ? ` Try again in ${wait} s.` : "");
   return response.status === 401 ? new KeyNeeded(text) : new Error(text);
 }
 
-// The events of a streamed answer. Throws an Error with a text for the reader; AbortError if stopped.
+// Events of a streamed answer. Throws an Error with a message to show; AbortError if stopped.
 export async function* streamAnswer(path, body, signal) {
   const response = await call(path, { method: "POST", body: JSON.stringify(body), signal });
   try {
@@ -35,7 +35,7 @@ export async function* streamAnswer(path, body, signal) {
       yield event;
     }
   } catch (error) {
-    throw error instanceof TypeError ? new Error("The connection broke.") : error;
+    throw error instanceof TypeError ? new Error("The connection was lost.") : error;
   }
 }
 
@@ -58,7 +58,7 @@ async function* events(stream) {
 
 export const server = { models: [], defaults: {}, suggestions: [] };
 
-// Throws an Error if the server cannot be reached or wants a key.
+// Throws an Error if the server cannot be reached, KeyNeeded if it requires a key.
 export async function loadModels() {
   const { data, defaults, suggestions } = await (await call("/v1/models")).json();
   Object.assign(server, { models: data, defaults, suggestions: suggestions || [] });
@@ -66,7 +66,7 @@ export async function loadModels() {
   showModel();
 }
 
-// Select the model of the settings, the server's first one if it is not there.
+// Select the model from the settings, or the server's first one if it is not available.
 export function showModel() {
   const known = server.models.some(({ id }) => id === settings.model);
   if (server.models.length) $("model").value = known ? settings.model : server.models[0].id;
@@ -77,7 +77,7 @@ export function chooseModel() {
   saveSettings();
 }
 
-// A base model continues a text; the others answer.
+// Base models continue text; all others chat.
 export function isBase(name = $("model").value) {
   return server.models.find(({ id }) => id === name)?.stage === "base";
 }

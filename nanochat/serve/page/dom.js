@@ -1,8 +1,8 @@
-// Elements, notices, menus and downloads. Text becomes text nodes and nothing else.
+// Helpers for elements, toasts, menus and downloads. Text becomes text nodes only.
 
 export const $ = (id) => document.getElementById(id);
 
-// An element; names with a dash are set as attributes, all others as properties.
+// Create an element; `role` and names with a dash are set as attributes, others as properties.
 export function make(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -19,7 +19,7 @@ export function button(label, onClick, props = {}) {
   return element;
 }
 
-// A button that shows an icon of style.css; the label is its name and tooltip.
+// A button with an icon from style.css; the label is its accessible name and tooltip.
 export function iconButton(icon, label, onClick, props = {}) {
   const element = button("", onClick, { title: label, "aria-label": label, ...props });
   element.className = `icon-button ${props.className || ""}`.trim();
@@ -29,12 +29,12 @@ export function iconButton(icon, label, onClick, props = {}) {
 
 export const isTouch = () => matchMedia("(pointer: coarse)").matches;
 
-// For screen readers only.
+// Announce text to screen readers.
 export function announce(text) {
   $("status").textContent = text;
 }
 
-// A notice at the bottom; `onAction` adds a button (Undo by default).
+// Show a toast; `onAction` adds a button (Undo by default).
 export function toast(text, onAction = null, label = "Undo") {
   const [span, action, dismiss] = $("toast").children;
   span.textContent = text;
@@ -56,9 +56,9 @@ export async function copyText(text, from) {
   let done = "Copied";
   try {
     if (navigator.clipboard) await navigator.clipboard.writeText(text);
-    else copySelection(text); // pages that are not served over HTTPS or from localhost
+    else copySelection(text); // not HTTPS or localhost: no clipboard API
   } catch (error) {
-    done = "Cannot copy";
+    done = "Copy failed";
   }
   announce(done);
   from.dataset.note = done;
@@ -73,7 +73,7 @@ function copySelection(text) {
   const copied = document.execCommand("copy");
   area.remove();
   before?.focus();
-  if (!copied) throw new Error("the browser does not copy");
+  if (!copied) throw new Error("document.execCommand failed");
 }
 
 export function download(name, text) {
@@ -83,7 +83,7 @@ export function download(name, text) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-// A menu below (or above) the button that opens it. entries: [label, action, class].
+// Open a menu below (or above) its button. entries: [label, action, class].
 export function openMenu(trigger, entries) {
   const menu = $("menu");
   const items = entries.map(([label, action, className = ""]) =>

@@ -1,10 +1,10 @@
-// Syntax highlighting: code -> [class, text] pieces that add up to the code.
+// Syntax highlighting: code -> [class, text] pieces whose concatenation is the code.
 //
-// One regular expression per group of languages finds comments, strings, numbers and words. Every
-// alternative that opens (a quote, a comment) also matches where its end is missing, and words are
-// always matched whole, so the work grows linearly with the code.
+// One regular expression per language family finds comments, strings, numbers and words. A quote or
+// comment also matches without its end, and words are always matched whole, so the time is linear
+// in the code.
 
-const MAX_LENGTH = 100_000; // longer code is shown plain
+const MAX_LENGTH = 100_000; // longer code is not highlighted
 
 const words = (text) => new Set(text.split(" "));
 
@@ -86,7 +86,7 @@ export function highlight(code, language) {
   return pieces;
 }
 
-// Class of a word: k keyword, f function or key, s, n as found, "" plain.
+// Class of a word: "k" keyword, "f" function or key, "" none.
 function shadeOfWord(text, after, language, keywords) {
   if (language === "html") return /^[</>]/.test(text) ? "k" : after === "=" ? "f" : "";
   if (language === "css") return text[0] === "@" ? "k" : after === ":" ? "f" : "";

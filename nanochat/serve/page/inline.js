@@ -1,10 +1,10 @@
-// Markdown within a paragraph: text -> tree of strings and {tag, ...} nodes.
+// Inline Markdown: text -> tree of strings and {tag, ...} nodes.
 //
-// One pass from left to right. Emphasis uses a stack of open delimiters of bounded height; closing
-// delimiters of code and math are looked up in lists made once. So the work grows linearly with
-// the text, and the nesting is bounded.
+// A single pass from left to right. Emphasis uses a bounded stack of open delimiters; closing
+// delimiters of code and math are found in indexes that are built once. So the time is linear in
+// the text and the nesting is bounded.
 
-const MAX_OPEN = 30; // open emphasis delimiters; further ones are text
+const MAX_OPEN = 30; // open emphasis delimiters; more are plain text
 const MAX_URL = 2048;
 const MAX_MATH = 2000;
 const SPECIAL = /[\\`*_~[!<$\n]|https?:\/\//g;
@@ -22,8 +22,8 @@ class InlineParser {
     this.text = text;
     this.withLinks = withLinks;
     this.at = 0;
-    this.frames = [{ mark: "", count: 0, nodes: [] }]; // open delimiters, the outermost first
-    this.found = new Map(); // what is searched for -> its next position
+    this.frames = [{ mark: "", count: 0, nodes: [] }]; // open delimiters, outermost first
+    this.found = new Map(); // search string -> its next position
   }
 
   parse() {
@@ -44,7 +44,7 @@ class InlineParser {
     this.frames[this.frames.length - 1].nodes.push(node);
   }
 
-  // Add `node` for the text up to `end`.
+  // Add `node` and advance to `end`.
   take(node, end) {
     this.add(node);
     this.at = end;
@@ -58,8 +58,8 @@ class InlineParser {
     if (!handler.call(this)) this.take(this.text[this.at], this.at + 1);
   }
 
-  // Position of the first `needle` at or after `from`, -1 if there is none. Remembers what it found:
-  // positions only grow, so all searches for one needle together read the text once.
+  // Position of the first `needle` at or after `from`, or -1. Cached: positions only grow, so all
+  // searches for a needle together scan the text once.
   next(needle, from) {
     const known = this.found.get(needle);
     if (known !== undefined && (known === -1 || known >= from)) return known;
@@ -123,13 +123,13 @@ class InlineParser {
       }
     }
     const runs = this.backticks.get(length);
-    if (!runs) return -1; // within a run that an escape has cut
+    if (!runs) return -1; // part of a run that was split by an escape
     while (runs.cursor < runs.starts.length && runs.starts[runs.cursor] < from) runs.cursor++;
     return runs.starts[runs.cursor] ?? -1;
   }
 
-  // $$...$$ and $...$. A single dollar opens before a non-space; the next one closes after a
-  // non-space. No letter or digit stands outside of either: prices and shell variables are not math.
+  // $$...$$ and $...$. A single dollar opens before a non-space and closes after a non-space, with no
+  // letter or digit on its outer side: prices and shell variables are not math.
   math() {
     const { text, at } = this;
     if (text[at + 1] === "$") {
@@ -163,7 +163,7 @@ class InlineParser {
     return true;
   }
 
-  // Close the innermost matching frames; returns how many characters of the run are left.
+  // Close the innermost matching frames; returns the number of unused characters of the run.
   close(mark, count) {
     while (count) {
       const i = this.frames.findLastIndex((frame) => frame.mark === mark);
@@ -183,7 +183,7 @@ class InlineParser {
     return 0;
   }
 
-  // The innermost frame was not closed: its delimiter is text.
+  // Turn the innermost, unclosed delimiter into text.
   flatten() {
     const { mark, count, nodes } = this.frames.pop();
     this.add(mark.repeat(count));
@@ -200,7 +200,7 @@ class InlineParser {
     return true;
   }
 
-  // An image is shown as a link: the page loads nothing from elsewhere.
+  // Images become links: the page loads nothing from other sites.
   image() {
     if (this.text[this.at + 1] !== "[" || !this.withLinks) return false;
     this.at++;
@@ -244,8 +244,8 @@ class InlineParser {
   }
 }
 
-// May a run of delimiters open, may it close? CommonMark's rule of flanking, with two changes for
-// arithmetic: a single * between two words or numbers, and ** between two digits, are text.
+// Whether a delimiter run can open or close emphasis: CommonMark's flanking rules, except that a
+// single * between two words or numbers and ** between two digits are text (arithmetic).
 function flanks(mark, count, before, after) {
   const none = { opens: false, closes: false };
   if (mark === "~" ? count !== 2 : count > 3) return none;
@@ -261,7 +261,7 @@ function flanks(mark, count, before, after) {
   return { opens: left, closes: right };
 }
 
-// (https://... "title") at `at`: its address, and where it ends. null for anything else.
+// Parse a link target (https://... "title") at `at`: its url and end, or null.
 function destination(text, at) {
   const rest = text.slice(at, at + MAX_URL);
   const start = /^\(\s{0,3}<?(?=https?:\/\/)/.exec(rest);
@@ -276,8 +276,8 @@ function destination(text, at) {
   return { url: rest.slice(start[0].length, end), end: at + end + tail[0].length };
 }
 
-// Punctuation at the end of a bare link belongs to the sentence, a closing parenthesis only where
-// none was opened.
+// Remove trailing punctuation, which belongs to the sentence; a closing parenthesis only if it is
+// unbalanced.
 function trimUrl(url) {
   let end = url.length;
   let surplus = url.split(")").length - url.split("(").length;

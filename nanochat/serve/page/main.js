@@ -1,4 +1,4 @@
-// The page: which chat is shown, the composer, the settings, the keyboard.
+// Entry point: routing, composer, settings, keyboard shortcuts.
 
 import { ask, isRunning, onAnswers, stopAll } from "./answers.js";
 import { chooseModel, isBase, KeyNeeded, loadModels, server, showModel } from "./api.js";
@@ -12,14 +12,14 @@ import {
 } from "./thread.js";
 
 const form = $("settings").querySelector("form");
-const drafts = new Map(); // chat id, "" for a new chat -> what stands in the composer
+const drafts = new Map(); // chat id, "" for a new chat -> text in the composer
 
-// ---- which chat is shown
+// ---- routing
 
-// Show the chat that the address names: #<id>, or none for a new chat.
+// Open the chat of the URL: #<id>, or no hash for a new chat.
 function route() {
   const id = location.hash.slice(1), chat = chats.get(id) || null;
-  if (id && !chat) toast("This browser has no such chat.");
+  if (id && !chat) toast("This chat was not found in this browser.");
   drafts.set(view.chat?.id || "", $("question").value);
   $("question").value = drafts.get(chat?.id || "") || "";
   drafts.delete(chat?.id || "");
@@ -41,7 +41,7 @@ function refreshTitle() {
   renderList();
 }
 
-// ---- asking
+// ---- sending messages
 
 async function submit(text) {
   if (!text || isBusy()) return;
@@ -49,7 +49,7 @@ async function submit(text) {
   if (!server.models.length || isBusy()) return;
   if (view.chat?.trash.on) return toast("This chat is in the trash.", restoreShown, "Restore");
   if (isBusyElsewhere()) return toast("Another tab is generating this answer.");
-  if ($("question").value.trim() === text) $("question").value = ""; // a suggestion leaves it
+  if ($("question").value.trim() === text) $("question").value = ""; // not for suggestions
   resizeComposer();
   hideToast();
   const chat = view.chat || newChat(), parent = view.chat ? view.head || null : null;
@@ -72,7 +72,7 @@ onAnswers({
     else markNews(chat.id, true);
     renderList();
     if (view.chat === chat) announce(node.error || textOf(node) || "The answer is empty.");
-    else announce(`An answer in ${titleOf(chat)} is finished.`);
+    else announce(`New answer in ${titleOf(chat)}.`);
     if (keyNeeded) openSettings("key");
   },
 });
@@ -94,8 +94,8 @@ async function connect() {
 
 function describeModel() {
   $("advice").textContent = isBase()
-    ? "A base model was not trained on conversations: it continues your text."
-    : "Its answers come from what it was trained on.";
+    ? "Base models are not trained on conversations: this one continues your text."
+    : "Its answers are based only on its training data.";
 }
 
 function openSettings(focus) {
@@ -143,7 +143,7 @@ function onComposerKey(event) {
 }
 
 function onKey(event) {
-  if (!event.key || event.isComposing) return; // autofill, an input method
+  if (!event.key || event.isComposing) return; // autofill, input method
   const command = (event.ctrlKey || event.metaKey) && !event.altKey;
   const key = event.key.toLowerCase(), isOpen = document.querySelector("dialog[open]") !== null;
   if (isOpen) return;
@@ -186,7 +186,7 @@ function bind() {
   window.addEventListener("beforeunload", (event) => { if (hasUnsaved()) event.preventDefault(); });
 }
 
-// Changes from other tabs, and changes of the list.
+// Handle changes from other tabs and from the chat list.
 function follow() {
   on("chats", (id) => {
     if (view.chat?.id === id && !chats.has(id)) return openNewChat();
@@ -197,7 +197,7 @@ function follow() {
   on("trouble", (text) => { $("trouble").querySelector("span").textContent = text; $("trouble").hidden = false; });
   $("trouble").querySelector("button").addEventListener("click", () => { $("trouble").hidden = true; });
   followOtherTabs();
-  // An answer of another tab that sends no news any more can be continued here.
+  // If another tab stops updating its answer, it can be continued here.
   setInterval(() => { if (view.chat && !isRunning(view.chat.nodes[view.head])) render(); }, 5000);
 }
 

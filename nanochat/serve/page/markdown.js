@@ -1,9 +1,9 @@
 // Markdown: text -> tree (parseMarkdown) -> elements (MarkdownView).
 //
 // Blocks: paragraphs, headings, lists, tasks, tables, quotes, rules, fenced code, display math.
-// Every line break is kept. Nested blocks are parsed from lines without their prefix, at most
-// MAX_DEPTH deep, so the work grows linearly with the text. Only the tags below are ever made, and
-// text only becomes text nodes.
+// Line breaks are kept. Nested blocks are parsed from lines with their prefix removed, at most
+// MAX_DEPTH deep, so the time is linear in the text. Only elements in TAGS are created, and text
+// becomes text nodes only.
 
 import { button, copyText, make } from "./dom.js";
 import { highlight } from "./highlight.js";
@@ -13,14 +13,14 @@ const MAX_DEPTH = 10;
 const MAX_OPEN_BLOCKS = 30;
 const TAGS = new Set(("p h2 h3 h4 h5 h6 ul ol li blockquote hr table thead tbody tr th td strong em del " +
   "code a br").split(" "));
-// Marks the position of an object in the text, followed by a character for its number.
+// Placeholder of an object in the text, followed by a character that encodes its number.
 const OBJECT = "\uFDD0";
 const FIRST_OBJECT = 0xe000;
 const OBJECTS = /(\uFDD0[\uE000-\uF8FF])/;
-// The last line of an answer to a question of GSM8K.
+// Final answer line in GSM8K format.
 const ANSWER = /^#{4}[ \t]*([-+\u2212]?[$\u20ac\u00a3]?\d[\d.,:/]*[ \t]?%?)$/;
 
-// The mark of an object: `renderObject(number)` is shown in its position.
+// Placeholder that MarkdownView replaces by `renderObject(number)`.
 export const objectMark = (number) => OBJECT + String.fromCharCode(FIRST_OBJECT + number);
 export const withoutMarks = (text) => text.replaceAll(OBJECT, "\uFFFD");
 
@@ -28,7 +28,7 @@ export function parseMarkdown(text) {
   return parseBlocks(text.split("\n"), 0);
 }
 
-// Blocks, each with the `line` at which it begins.
+// Parse lines into blocks, each with the `line` it begins at.
 function parseBlocks(lines, depth) {
   const blocks = [], rest = { lines, depth, at: 0, lastCloser: {} };
   while (rest.at < lines.length) {
@@ -46,14 +46,14 @@ function parseBlocks(lines, depth) {
 
 const isBlank = (line) => line.trim() === "";
 
-// Columns of white space at the start; a tab goes to the next multiple of 4.
+// Indentation in columns; a tab advances to the next multiple of 4.
 function indentOf(line) {
   let columns = 0;
   for (let i = 0; line[i] === " " || line[i] === "\t"; i++) columns += line[i] === "\t" ? 4 - columns % 4 : 1;
   return columns;
 }
 
-// The line without up to `columns` of its white space.
+// Remove up to `columns` of leading white space.
 function outdent(line, columns) {
   let i = 0;
   for (let passed = 0; passed < columns && (line[i] === " " || line[i] === "\t"); i++) {
@@ -133,7 +133,7 @@ function displayMath(rest) {
   if (!close) return null;
   rest.lastCloser[close] ??= lines.findLastIndex((line) => line.includes(close));
   const parts = [];
-  let line = first, from = 2; // past the opening delimiter
+  let line = first, from = 2; // after the opening delimiter
   for (let i = rest.at; i <= rest.lastCloser[close]; i++, line = lines[i], from = 0) {
     const end = line.indexOf(close, from);
     if (end < 0) {
@@ -141,7 +141,7 @@ function displayMath(rest) {
       continue;
     }
     const after = line.slice(end + 2);
-    if (i === rest.at && !isBlank(after)) return null; // within a sentence
+    if (i === rest.at && !isBlank(after)) return null; // inside a sentence
     parts.push(line.slice(0, end + 2));
     if (isBlank(after)) i++;
     else {
@@ -154,7 +154,7 @@ function displayMath(rest) {
   return null;
 }
 
-// The marker of a list item at the start of a line: its indent, its number, the text after it.
+// Parse a list marker at the start of a line: indent, number, and the text after it.
 function markerOf(line) {
   const text = line.trimStart();
   const found = /^(?:[-*+]|(\d{1,9})[.)])(?=\s|$)/.exec(text);
@@ -181,8 +181,8 @@ function list(rest) {
   return { tag, start: first.number, children: items.map((body) => listItem(body, depth, loose)) };
 }
 
-// The lines of one item without their indent; rest.at goes to the line after them. A line belongs
-// to the item where it is indented by two columns or more, and within an open code fence always.
+// Lines of one item without their indent; advances rest.at past them. A line belongs to the item
+// if it is indented by two columns or more, or if a code fence is open.
 function itemLines(rest, marker) {
   const { lines } = rest, body = [marker.text];
   let blanks = 0, fence = fenceOf(marker.text)?.[1] || null;
@@ -214,7 +214,7 @@ function listItem(body, depth, loose) {
   return { tag: "li", children, task: task && task[1] !== " " ? "done" : task ? "open" : null };
 }
 
-// Is there a table at `at`: a row with a |, then a row of dashes with as many cells?
+// Column alignments of a table at `at` (a row with |, then as many cells of dashes), or null.
 function alignmentsAt(lines, at) {
   const below = lines[at + 1];
   if (below === undefined || !lines[at].includes("|") || !/^[\s|:-]+$/.test(below)) return null;
@@ -252,7 +252,7 @@ function table(rest) {
   return { tag: "table", children: [{ tag: "thead", children: [head] }, { tag: "tbody", children: body }] };
 }
 
-// Does a line end the paragraph above it?
+// Whether a line interrupts the paragraph above it.
 function startsBlock(lines, at) {
   const line = lines[at];
   if (fenceOf(line) || headingOf(line) || isQuote(line) || isRule(line)) return true;
@@ -265,15 +265,15 @@ function paragraph(rest) {
   const { lines } = rest, text = [];
   do text.push(lines[rest.at++].trimStart());
   while (rest.at < lines.length && !isBlank(lines[rest.at]) && !startsBlock(lines, rest.at));
-  const open = /^\s*(?:\$\$|\\\[)/.test(text[0]); // math whose end is missing, so far
+  const open = /^\s*(?:\$\$|\\\[)/.test(text[0]); // display math not closed yet
   return { tag: "p", children: parseInline(text.join("\n").trimEnd()), open };
 }
 
 // ---- tree -> elements
 
-// Shows a text that may grow. Of a longer text that begins as the one before, only the last two
-// blocks are rendered again: what comes later cannot change those above. Where display math has begun
-// and its end is missing, it may: the blocks from there on are rendered again, MAX_OPEN_BLOCKS at most.
+// Renders text that may grow. If the new text extends the previous one, only the last two blocks are
+// rendered again: later text cannot change earlier blocks. The exception is unclosed display math,
+// from which on blocks are rendered again (at most MAX_OPEN_BLOCKS).
 export class MarkdownView {
   constructor(renderObject = () => document.createTextNode("")) {
     this.element = make("div", { className: "body" });
@@ -283,8 +283,8 @@ export class MarkdownView {
 
   reset() {
     this.text = "";
-    this.offset = 0; // where the blocks that may still change begin,
-    this.count = 0; // and how many elements stand before them
+    this.offset = 0; // start of the blocks that may still change
+    this.count = 0; // number of elements before them
     this.element.replaceChildren();
   }
 

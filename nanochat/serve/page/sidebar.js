@@ -1,4 +1,4 @@
-// The list of chats: search, rename, delete, import, export, trash.
+// Sidebar with the chat list: search, rename, delete, import, export, trash.
 
 import { chatIsRunning, stopChat } from "./answers.js";
 import { textOf, titleOf } from "./chat.js";
@@ -9,7 +9,7 @@ import { view } from "./thread.js";
 
 const DAY = 24 * 3600 * 1000;
 const NARROW = matchMedia("(max-width: 52rem)");
-const news = new Set(); // chats with an answer that was finished while another chat was shown
+const news = new Set(); // chats whose answer finished while another chat was open
 let renaming = "", drawn = "";
 
 export const listed = () => [...chats.values()].filter((chat) => !chat.trash.on && Object.keys(chat.nodes).length)
@@ -21,7 +21,7 @@ export function markNews(id, isNew) {
   else news.delete(id);
 }
 
-// ---- the list
+// ---- chat list
 
 export function renderList() {
   const query = $("search").value.trim().toLowerCase();
@@ -37,7 +37,7 @@ export function renderList() {
     group = name;
     items.push(item(row));
   }
-  if (!rows.length) items.push(make("li", { className: "none", textContent: query ? "No chat found." : "No chats yet." }));
+  if (!rows.length) items.push(make("li", { className: "none", textContent: query ? "No chats found." : "No chats yet." }));
   $("chats").replaceChildren(...items);
   if (query) announce(`${rows.length} chats found`);
   if (renaming) $("chats").querySelector("input")?.focus();
@@ -118,7 +118,7 @@ function renameField(chat) {
   return field;
 }
 
-// To the trash; an answer that is being generated is stopped, and stays.
+// Move a chat to the trash; a running answer is stopped and kept.
 export function deleteChat(chat) {
   stopChat(chat.id);
   setTrashed(chat, true);
@@ -156,13 +156,13 @@ function restore(chat) {
   openTrash();
 }
 
-// A button that asks once more before it acts.
+// A button that must be clicked twice.
 function confirmButton(label, name, onConfirm) {
   const element = button(label, () => {
     if (element.dataset.armed) return onConfirm();
     element.dataset.armed = "yes";
-    element.textContent = "Really? Cannot be undone";
-    element.setAttribute("aria-label", `Really ${name}? This cannot be undone`);
+    element.textContent = "Confirm (cannot be undone)";
+    element.setAttribute("aria-label", `Confirm: ${name}. This cannot be undone`);
   }, { className: "plain danger", "aria-label": name });
   element.addEventListener("blur", () => {
     delete element.dataset.armed;
@@ -176,7 +176,7 @@ function confirmButton(label, name, onConfirm) {
 
 function openExportMenu() {
   openMenu($("export"), [
-    ["All chats as JSON, with all versions", () => download("chats.json", toJson(listed()))],
+    ["All chats as JSON, including all versions", () => download("chats.json", toJson(listed()))],
     ["All chats as JSONL, for fine-tuning", () => download("chats.jsonl", toJsonl(listed()))],
   ]);
 }
@@ -187,16 +187,16 @@ async function importFiles() {
     try {
       added.push(...readChats(await file.text()).map(receive));
     } catch (error) {
-      toast(`${file.name} cannot be imported: ${error.message}.`);
+      toast(`Failed to import ${file.name}: ${error.message}.`);
     }
   }
   $("file").value = "";
   if (!added.length) return;
   location.hash = added[0].id;
-  toast(added.length === 1 ? "One chat was imported." : `${added.length} chats were imported.`);
+  toast(added.length === 1 ? "1 chat imported." : `${added.length} chats imported.`);
 }
 
-// ---- the drawer: a column on wide screens, above the page on narrow ones
+// ---- drawer: a column on wide screens, an overlay on narrow ones
 
 export const isDrawerOpen = () => NARROW.matches && !$("sidebar").inert;
 
@@ -256,7 +256,7 @@ export function startSidebar() {
   $("open-trash").addEventListener("click", openTrash);
 }
 
-// Arrow keys go through the list, F2 renames, Delete deletes.
+// Arrow keys move in the list, F2 renames, Delete deletes.
 function moveInList(event) {
   const links = [...$("chats").querySelectorAll("a")], at = links.indexOf(document.activeElement);
   if (at < 0) return;
@@ -267,7 +267,7 @@ function moveInList(event) {
     F2: () => startRename(chat),
     Delete: () => {
       const next = (links[at + 1] || links[at - 1])?.id;
-      deleteChat(chat); // draws the list anew
+      deleteChat(chat); // renders the list again
       (document.getElementById(next) || $("search")).focus();
     },
   }[event.key];

@@ -1,20 +1,20 @@
-// What this browser keeps: chats and settings in localStorage, shared by all tabs.
+// Stores chats and settings in localStorage, shared by all tabs.
 //
-//   nanochat:chat:<id>   one chat (chat.js); trashed ones go after 30 days
+//   nanochat:chat:<id>   one chat (chat.js); deleted 30 days after it was moved to the trash
 //   nanochat:settings    {system, temperature, ..., model}
 //
-// Every tab has all chats in memory. Saving merges with what is stored. A storage event of another
-// tab is merged too, and where two tabs saved at the same moment and one overwrote the other, the
-// tab whose messages are missing saves again.
+// Every tab has all chats in memory. Saving merges with the stored copy, and storage events from
+// other tabs are merged too. If two tabs save at once and one overwrites the other, the tab whose
+// messages are missing saves again.
 
 import { checkedChat, merge, newChat, textPart } from "./chat.js";
 
 const CHAT = "nanochat:chat:";
 const SETTINGS = "nanochat:settings";
-const OLD = "nanochat"; // one conversation with settings, of the first version of the page
+const OLD = "nanochat"; // key of the page's first version: one conversation with settings
 const TRASH_MS = 30 * 24 * 3600 * 1000;
 
-// Where the browser blocks site data, everything is kept for this tab alone.
+// In-memory fallback for this tab if the browser blocks site data.
 class TabStorage {
   #values = new Map();
   get length() { return this.#values.size; }
@@ -38,13 +38,13 @@ const storedKeys = () => Array.from({ length: storage.length }, (_, i) => storag
 
 export const chats = new Map(); // id -> chat, trashed ones included
 export const settings = {};
-const lastRaw = new Map(); // id -> stored text that is known to be merged
-const removed = new Map(); // id of a chat that was deleted for good -> when it was put into the trash
-const unsaved = new Set(); // ids of chats that storage had no room for
+const lastRaw = new Map(); // id -> last stored text that was merged
+const removed = new Map(); // id of a permanently deleted chat -> time it was moved to the trash
+const unsaved = new Set(); // ids of chats that did not fit into storage
 const listeners = { chats: [], settings: [], trouble: [] };
 
-// on("chats", (id) => ...): a chat was changed by another tab or from outside of the shown thread.
-// on("settings", () => ...). on("trouble", (text) => ...): something could not be read or saved.
+// on("chats", (id) => ...): a chat was changed by another tab or outside the open thread.
+// on("settings", () => ...). on("trouble", (text) => ...): reading or saving failed.
 export function on(event, listener) {
   listeners[event].push(listener);
 }
@@ -53,10 +53,10 @@ export function emit(event, value) {
   for (const listener of listeners[event]) listener(value);
 }
 
-// Read everything. Returns the id of a chat that was migrated from the first version, or "".
+// Load chats and settings. Returns the id of a chat migrated from the first version, or "".
 export function loadAll() {
   const damaged = [];
-  if (storage instanceof TabStorage) emit("trouble", "This browser blocks site data: chats are lost when this tab is closed.");
+  if (storage instanceof TabStorage) emit("trouble", "This browser blocks site data. Chats are lost when this tab is closed.");
   for (const key of storedKeys().filter((name) => name.startsWith(CHAT))) {
     const raw = storage.getItem(key), chat = parseChat(raw);
     if (!chat || CHAT + chat.id !== key) damaged.push(key);
@@ -66,7 +66,7 @@ export function loadAll() {
       lastRaw.set(chat.id, raw);
     }
   }
-  if (damaged.length) emit("trouble", `Stored chats that cannot be read are left untouched: ${damaged.join(", ")}`);
+  if (damaged.length) emit("trouble", `Some stored chats are damaged. They are not shown and not deleted: ${damaged.join(", ")}`);
   readSettings();
   return migrate();
 }
@@ -83,9 +83,9 @@ const parseChat = (raw) => (raw === null ? null : checkedChat(parse(raw)));
 
 // ---- chats
 
-// Save a chat, merged with what is stored. Returns whether there was room.
+// Merge a chat with the stored copy and save it. Returns false if storage is full.
 export function saveChat(chat) {
-  if (removed.has(chat.id)) return true; // an answer may still be generated
+  if (removed.has(chat.id)) return true; // deleted while an answer is generated
   if (!chats.has(chat.id)) chats.set(chat.id, chat);
   mergeStored(chat);
   const raw = JSON.stringify(chat);
@@ -93,7 +93,7 @@ export function saveChat(chat) {
     storage.setItem(CHAT + chat.id, raw);
   } catch (error) {
     unsaved.add(chat.id);
-    emit("trouble", "The browser's storage is full: new messages are kept only until this tab is closed. " +
+    emit("trouble", "Browser storage is full. New messages are lost when this tab is closed. " +
       "Export your chats, then delete some and empty the trash.");
     return false;
   }
@@ -113,7 +113,7 @@ export function hasUnsaved() {
   return unsaved.size > 0;
 }
 
-// Try again, now that there may be room.
+// Retry after space may have been freed.
 export function saveUnsaved() {
   for (const id of [...unsaved]) {
     if (chats.has(id) && !saveChat(chats.get(id))) return;
@@ -132,7 +132,7 @@ export function setTrashed(chat, isTrashed) {
   emit("chats", chat.id);
 }
 
-// For good. Only what is in the trash can be removed.
+// Delete a chat permanently. Throws if it is not in the trash.
 export function removeForever(chat) {
   if (!chat.trash.on) throw new Error(`chat ${chat.id} is not in the trash`);
   removed.set(chat.id, chat.trash.at);
@@ -144,7 +144,7 @@ export function removeForever(chat) {
   emit("chats", chat.id);
 }
 
-// Put a chat from a file in: what is there already stays, and gets what is new. Returns the chat.
+// Import a chat from a file, merging it into an existing one. Returns the chat.
 export function receive(chat) {
   const mine = chats.get(chat.id), wasRemoved = removed.delete(chat.id);
   if (mine) merge(mine, chat);
@@ -170,7 +170,7 @@ function onStorage(event) {
 
 function removedElsewhere(id) {
   const { trash } = chats.get(id) || {};
-  if (!trash?.on) return; // not by this page: memory keeps it
+  if (!trash?.on) return; // not deleted by this page: keep it in memory
   removed.set(id, trash.at);
   chats.delete(id);
   lastRaw.delete(id);
@@ -181,7 +181,7 @@ function removedElsewhere(id) {
 function receiveFromTab(raw) {
   const chat = parseChat(raw);
   if (!chat) return;
-  if (removed.has(chat.id) && chat.trash.at <= removed.get(chat.id)) { // a tab saved it meanwhile
+  if (removed.has(chat.id) && chat.trash.at <= removed.get(chat.id)) { // saved by a tab before it saw the deletion
     storage.removeItem(CHAT + chat.id);
     return;
   }
@@ -195,7 +195,7 @@ function receiveFromTab(raw) {
   emit("chats", chat.id);
 }
 
-// Save again if the stored copy still lacks something of ours.
+// Save again if the stored copy still lacks our messages.
 function repair(mine) {
   const stored = parseChat(storage.getItem(CHAT + mine.id));
   if (chats.has(mine.id) && (!stored || merge(stored, mine))) saveChat(mine);
@@ -219,11 +219,11 @@ export function saveSettings() {
   try {
     storage.setItem(SETTINGS, JSON.stringify(settings));
   } catch (error) {
-    emit("trouble", "The browser's storage is full: the settings are not kept.");
+    emit("trouble", "Browser storage is full. The settings are not saved.");
   }
 }
 
-// ---- the first version's state
+// ---- migration from the first version
 
 function migrate() {
   const raw = storage.getItem(OLD), old = parse(raw);
@@ -239,13 +239,13 @@ function migrate() {
     return "";
   }
   if (chats.has(chat.id)) merge(chat, chats.get(chat.id));
-  storage.removeItem(OLD); // first: storage may not hold both
+  storage.removeItem(OLD); // before saving: storage may not fit both
   chats.set(chat.id, chat);
   if (!saveChat(chat)) storage.setItem(OLD, raw);
   return chat.id;
 }
 
-// The ids follow from the content: two tabs that migrate at once make the same chat.
+// Ids are derived from the content, so two tabs that migrate at once create the same chat.
 function chatOfOldState(messages, raw) {
   if (!Array.isArray(messages) || !messages.length) return null;
   let hash = 0;

@@ -1,7 +1,7 @@
-// The shown chat: its messages, their actions, and scrolling.
+// Renders the open chat: messages, their actions, and scrolling.
 //
-// A message's element stays while its key (below) is the same; a growing answer changes in place,
-// once per frame.
+// A message's element is kept while its key (see render) is unchanged; a growing answer is updated in
+// place, at most once per frame.
 
 import { ask, continueAnswer, isRunning, retry, stop } from "./answers.js";
 import { childrenOf, isBelow, isFinished, isIncomplete, isRecent, newestBelow, pathTo, setHead, textOf } from "./chat.js";
@@ -11,12 +11,12 @@ import { saveChat, setTrashed } from "./store.js";
 
 export const view = { chat: null, head: "", editing: "" };
 const shown = new Map(); // message id -> {key, article, markdown}
-const openCalls = new Set(); // tool calls that are unfolded, as "<message id>/<number>"
+const openCalls = new Set(); // expanded tool calls, as "<message id>/<number>"
 let frame = 0, nextFrameAt = 0;
 
 export const path = () => (view.chat ? pathTo(view.chat, view.head) : []);
 export const last = () => view.chat?.nodes[view.head];
-// Is the shown answer being generated, by this tab or by another one?
+// Whether the last answer is being generated, by this tab or by another one.
 export const isBusy = () => isRunning(last());
 export const isBusyElsewhere = () => Boolean(last()) && !isBusy() && isRecent(last());
 
@@ -28,7 +28,7 @@ export function showChat(chat) {
   scrollToEnd();
 }
 
-// Show another end of the tree, and remember it.
+// Show the branch that ends at `id` and save the choice.
 export function showHead(id) {
   view.head = id;
   view.editing = "";
@@ -37,7 +37,7 @@ export function showHead(id) {
   render();
 }
 
-// Another tab has changed the chat: go along where it went on below what is shown here.
+// Another tab changed the chat: show its messages if they continue the branch shown here.
 export function followChat(hasDraft) {
   const { chat } = view;
   const free = !view.editing && !hasDraft && !isBusy();
@@ -59,7 +59,7 @@ export function render() {
     const versions = (children.get(node.parent) || [node]).map(({ id }) => id);
     if (!versions.includes(node.id)) versions.push(node.id);
     const context = { versions, isLast: i === messages.length - 1, busy: isBusy(), live: isRunning(node), recent: isRecent(node) };
-    const isEdited = view.editing === node.id; // what is typed there stays, whatever changes around it
+    const isEdited = view.editing === node.id; // keep the typed text through any update
     const key = isEdited ? "editor" : JSON.stringify([context, context.live ? 0 : node.rev, view.chat.trash.on]);
     const before = shown.get(node.id);
     if (before?.key === key) return;
@@ -78,8 +78,8 @@ export function render() {
   restoreFocus();
 }
 
-// Focus that was on a removed button goes to Stop or the composer; a touch screen would bring up
-// its keyboard.
+// If the focused button was removed, focus Stop or the composer. Not on touch screens, where that
+// would open the keyboard.
 function restoreFocus() {
   if (document.activeElement !== document.body || isTouch() || document.querySelector("dialog[open]")) return;
   $(isBusy() ? "stop" : "question").focus();
@@ -104,9 +104,9 @@ function article(node, context) {
 function noteOf(node, context) {
   if (node.error) return node.error;
   if (node.role === "user" || context.live) return "";
-  if (context.recent) return "Being generated in another tab.";
+  if (context.recent) return "Generating in another tab.";
   if (!isFinished(node)) return "Interrupted.";
-  if (!node.parts.length) return node.stopped ? "Stopped before the first word." : "The answer is empty.";
+  if (!node.parts.length) return node.stopped ? "Stopped before the first token." : "The answer is empty.";
   return "";
 }
 
@@ -199,7 +199,7 @@ export function edit(node) {
 
 // ---- answers
 
-// The text of an answer, a mark in the position of each tool call, and the calls.
+// The text of an answer with a placeholder for each tool call, and the calls.
 function textAndCalls(node) {
   const calls = [];
   let text = "";
@@ -221,7 +221,7 @@ function answerView(node) {
   return markdown;
 }
 
-// A tool call within its sentence: a button such as "3*4 = 12" that unfolds code and output.
+// An inline tool call: a button such as "3*4 = 12" that expands to code and output.
 function toolCall(node, number) {
   const call = textAndCalls(node).calls[number], name = `${node.id}/${number}`;
   if (!call) return make("span");
@@ -246,7 +246,7 @@ function labelOf({ code, output }) {
   return output === null ? `${cut(code, 40)} \u2026` : `${cut(code, 40)} = ${cut(output, 30) || "(no output)"}`;
 }
 
-// The shown answer has grown. Frames are spaced so that rendering takes a fifth of the time at most.
+// Render a growing answer. Frames are spaced: rendering takes at most a fifth of the time.
 export function grow(node) {
   if (frame || view.head !== node.id) return;
   frame = requestAnimationFrame(() => {
